@@ -253,8 +253,8 @@ def test_a_seed_of_ones_own_gives_the_same_again_and_without_one_every_request_i
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ({"best_of": 3}, "best_of"),
-        ({"best_of": None}, "best_of"),
+        ({"best_of": 3}, "best_of: unknown"),
+        ({"best_of": None}, "best_of: unknown"),
         ({"n": 0}, "n:"),
         ({"n": 1025}, "n:"),
         ({"n": True}, "n:"),
@@ -304,6 +304,7 @@ ONE_AT_LEAST = "prompt: one token at least"
         ({"prompt": [[5], [-1]]}, "token ids from 0"),
         ({"prompt": "ok", "messages": QUESTION}, "messages"),
         ({"prompt": "ok", "tools": []}, "tools"),
+        ({"prompt": "ok", "echo": True}, "echo: false is needed"),
         ({"prompt": "ok", "best_of": 3, "n": 0}, "n: "),
         ({"prompt": "ok", "best_of": 3, "n": 0}, "best_of: "),
         ({"messages": []}, "messages"),
@@ -312,6 +313,8 @@ ONE_AT_LEAST = "prompt: one token at least"
         ({"messages": ["ok?"]}, "messages"),
         ({"messages": [{"content": "ok?"}]}, "messages: each needs a role and a text"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages: each needs a role and a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts that are texts"),
+        ({"messages": QUESTION, "response_format": {"type": "json_object"}}, "no other format can be forced"),
         ({"messages": QUESTION, "prompt": "ok"}, "prompt"),
         ({"messages": QUESTION, "top_logprobs": 1}, "only the sampled token"),
         ({"messages": QUESTION, "tool_choice": "required"}, "no call can be forced"),
@@ -334,9 +337,11 @@ def test_null_is_as_good_as_left_out_and_what_asks_for_nothing_more_is_taken(ser
         names = {field.alias or name for name, field in kind.model_fields.items()} - {*asked}
         assert post(f"{server.url}/{path}", **asked, **dict.fromkeys(names))[0] == 200
         usual = {"model": "x", "user": "me", "stream": False, "return_token_ids": True, "n": 1}
+        usual |= {"metadata": {"run": "5"}, "store": True, "service_tier": "auto"}
         for logprobs in (False, True, 0, 1):
             assert post(f"{server.url}/{path}", **asked, **usual, logprobs=logprobs)[0] == 200
     usual = {"tool_choice": "auto", "top_logprobs": 0, "parallel_tool_calls": True, "tools": []}
+    usual |= {"response_format": {"type": "text"}}
     assert post(f"{server.url}/chat/completions", messages=QUESTION, **usual)[0] == 200
 
 

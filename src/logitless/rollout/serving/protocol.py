@@ -35,10 +35,10 @@ def _beside_stream(options: Any, request: ValidationInfo) -> Any:
 def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     """A message with its text as one string."""
     content = message.get("content")
-    if isinstance(content, list):
-        content = "".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
+        content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
-        raise ValueError("each needs a role and a text as content")
+        raise ValueError("each needs a role and a text as content, or parts that are texts")
     return {**message, "content": content}
 
 
@@ -56,8 +56,13 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda text: (text,) if isin
 class Request(BaseModel, extra="forbid"):
     """What both endpoints take. A field's description says what is needed where pydantic's words do not say why."""
 
+    # of no effect on a reply
     model: str | None = None
     user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+
     return_token_ids: bool | None = None
     n: StrictInt | None = Field(None, ge=1, le=1024)
     seed: int | None = None
@@ -95,7 +100,8 @@ class Request(BaseModel, extra="forbid"):
             for each in error.errors():
                 name = str((*each["loc"], "body")[0])
                 described = name in cls.model_fields and cls.model_fields[name].description
-                said[name] = described or each["msg"].removeprefix("Value error, ")
+                unknown = each["type"] == "extra_forbidden"
+                said[name] = "unknown here" if unknown else described or each["msg"].removeprefix("Value error, ")
             raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in said.items())) from error
 
     def options(self, own: SamplingOptions, *, num_tokens: int, may_differ: bool) -> SamplingOptions:
@@ -140,6 +146,11 @@ class CompletionRequest(Request):
     prompt: str | list[StrictInt] | list[str | list[StrictInt]] = Field(
         description="a text, a list of token ids or a list of these is needed"
     )
+    echo: Literal[False] | None = Field(None, description="false is needed; the prompt's log-probs are not known")
+
+
+class _PlainText(BaseModel, extra="forbid"):
+    type: Literal["text"]
 
 
 class ChatRequest(Request):
@@ -150,6 +161,7 @@ class ChatRequest(Request):
     tools: list[Annotated[dict[str, Any], AfterValidator(_with_name)]] | None = None
     tool_choice: Literal["auto", "none"] | None = Field(None, description="auto or none; no call can be forced")
     parallel_tool_calls: bool | None = None
+    response_format: _PlainText | None = Field(None, description="type text is needed; no other format can be forced")
     top_logprobs: Literal[0] | None = Field(None, description="0 is needed; only the sampled token's can be had")
 
 
