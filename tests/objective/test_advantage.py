@@ -36,11 +36,9 @@ def along(estimator, token_rewards, sequence, total=one_rank, **more):
 
 
 # Two interleaved groups with ids that are neither compact nor in order:
-# group 41: 1, 2, 6, 3 -> mean 3, std sqrt(((-2)^2 + (-1)^2 + 3^2 + 0) / 3) = sqrt(14/3), median 2.5, MAD 1
-# group 7: 0, 4       -> mean 2, std sqrt(8), median 2, MAD 2
+# group 41: 1, 2, 6, 3 -> mean 3; group 7: 0, 4 -> mean 2
 REWARDS = f64(1, 0, 2, 6, 4, 3)
 GROUP = torch.tensor([41, 7, 41, 41, 7, 41])
-STD = [math.sqrt(14 / 3), math.sqrt(8)]
 CENTERED = [-2, -2, -1, 3, 2, 0]
 # The batch: 1 0 2 6 4 3, mean 16/6, sum of squares 66 - 256/6 = 70/3.
 BATCH_STD = math.sqrt(70 / 3 / 5)
@@ -50,23 +48,14 @@ def test_raw_is_the_reward():
     assert adv.raw(f64(3, NAN, -1)).tolist() == [3, 0, -1]
 
 
-SCALE = [STD[0], STD[1], STD[0], STD[0], STD[1], STD[0]]
-
-
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
         (adv.group_centered, CENTERED),
-        (adv.group_standardized, [c / (s + EPS) for c, s in zip(CENTERED, SCALE, strict=True)]),
         # by the spread of the raw rewards of the batch
         (adv.batch_standardized, [c / (BATCH_STD + EPS) for c in CENTERED]),
         # 1 - (2+6+3)/3, 0 - 4, 2 - (1+6+3)/3, 6 - (1+2+3)/3, 4 - 0, 3 - (1+2+6)/3
         (adv.leave_one_out, [-8 / 3, -4, -4 / 3, 4, 4, 0]),
-        # by the median and the median deviation, 1 and 2
-        (
-            adv.robust,
-            [a / (s + EPS) for a, s in zip([-1.5, -2, -0.5, 3.5, 2, 0.5], [1, 2, 1, 1, 2, 1], strict=True)],
-        ),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -74,31 +63,10 @@ def test_an_advantage_in_its_group_by_hand(function, expected):
     assert_close(function(REWARDS, GROUP), expected)
 
 
-@pytest.mark.parametrize(
-    ("q", "subtracted"),
-    # Sorted 1 2 3 6: the q-th percentile lies at place 3 q/100; 0 4 at place q/100.
-    [(0.0, (1, 0)), (25.0, (1.75, 1)), (50.0, (2.5, 2)), (90.0, (5.1, 3.6)), (100.0, (6, 4))],
-)
-def test_percentile_by_hand(q, subtracted):
-    a, b = subtracted
-    assert_close(adv.percentile(REWARDS, GROUP, q), [1 - a, 0 - b, 2 - a, 6 - a, 4 - b, 3 - a])
-
-
-def test_robust_falls_back_on_the_standard_deviation_where_half_the_group_agrees():
-    # Median 0, MAD 0, std 1/2: 1 / (0.5 + 1e-4), not 1 / 1e-4.
-    assert_close(adv.robust(f64(0, 0, 0, 1), torch.zeros(4, dtype=torch.long)), [0, 0, 0, 1 / (0.5 + EPS)])
-
-
 def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
     rewards = f64(0, 3, -1, 1, -4, 2, 0, 0)
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     assert_close(adv.max_rl(rewards, group), [-1, 1, 0, 0, 0, 0, 0, 0])
-
-
-def test_reinforce_pp_baseline_whitens_the_centered_rewards_over_the_batch():
-    # Sum of squares 4 + 4 + 1 + 9 + 4 + 0 = 22, mean 0, std sqrt(22/5).
-    found = adv.reinforce_pp_baseline(REWARDS, GROUP, torch.arange(6))
-    assert_close(found, [c / (math.sqrt(22 / 5) + EPS) for c in CENTERED])
 
 
 def test_reinforce_pp_baseline_counts_a_completion_once_a_token_unless_told_otherwise():
@@ -165,16 +133,6 @@ def test_a_group_has_signal_where_its_scored_rewards_differ():
     assert adv.has_signal(rewards, group).tolist() == [False, True, False, False]  # ids 2, 4, 9, 30
 
 
-def test_no_outlier_moves_the_other_group():
-    # [1, 1, 1, 9] twice: mean 3, centred -2 -2 -2 6, whatever the order and the ids.
-    rewards = f64(1, 9, 1, 1, 1, 9, 1, 1)
-    group = torch.tensor([900, 3, 3, 900, 3, 900, 900, 3])
-    actual = adv.group_centered(rewards, group)
-    assert_close(actual, [-2, 6, -2, -2, -2, 6, -2, -2])
-    assert actual[group == 3].sum() == 0
-    assert actual[group == 900].sum() == 0
-
-
 GROUP_RELATIVE = [
     adv.GroupCentered(),
     adv.GroupStandardized(),
@@ -206,17 +164,12 @@ def test_a_completion_with_nothing_to_compare_it_with_has_advantage_zero(estimat
 
 
 @pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
-@pytest.mark.parametrize("reward", [0.1, -0.3, 1e6])
+@pytest.mark.parametrize("reward", [0.1, -0.3, 1e6, NAN])
 @pytest.mark.parametrize("size", [2, 3, 7])
-def test_equal_rewards_give_exactly_zero(estimator, reward, size):
+def test_equal_rewards_and_none_give_exactly_zero(estimator, reward, size):
     rewards = torch.full((size,), reward)
     assert completions(estimator, rewards, torch.zeros(size, dtype=torch.long)).tolist() == [0] * size
     assert not adv.has_signal(rewards, torch.zeros(size, dtype=torch.long)).any()
-
-
-@pytest.mark.parametrize("estimator", GROUP_RELATIVE, **by_name)
-def test_a_batch_without_any_score_gives_zeros(estimator):
-    assert completions(estimator, f64(NAN, NAN, NAN), torch.tensor([0, 0, 1])).tolist() == [0, 0, 0]
 
 
 batches = st.integers(1, 4).flatmap(
@@ -260,9 +213,9 @@ def test_a_constant_added_to_every_reward_changes_nothing_but_max_rl(batch, shif
             )
 
 
-@given(batch=batches)
-@settings(max_examples=30, deadline=None)
-def test_group_statistics_are_numpy_s(batch):
+@given(batch=batches, q=st.sampled_from([0.0, 25.0, 50.0, 80.0, 100.0]))
+@settings(max_examples=60)
+def test_group_statistics_are_numpy_s(batch, q):
     group = np.array([g for g, _ in batch])
     rewards = np.array([r for _, r in batch])
     standardized, robust, percentile = (np.zeros(len(batch)) for _ in range(3))
@@ -274,21 +227,15 @@ def test_group_statistics_are_numpy_s(batch):
         standardized[mine] = (r - r.mean()) / (r.std(ddof=1) + EPS)
         mad = np.median(np.abs(r - np.median(r)))
         robust[mine] = (r - np.median(r)) / ((mad if mad > 0 else r.std(ddof=1)) + EPS)
-        percentile[mine] = r - np.percentile(r, 80)
+        percentile[mine] = r - np.percentile(r, q)
     tensors = torch.from_numpy(rewards), torch.from_numpy(group)
     assert_close(adv.group_standardized(*tensors), standardized, atol=1e-9)
     assert_close(adv.robust(*tensors), robust, atol=1e-9)
-    assert_close(adv.percentile(*tensors, 80.0), percentile, atol=1e-9)
+    assert_close(adv.percentile(*tensors, q), percentile, atol=1e-9)
 
 
 def test_float32_rewards_give_float32_advantages():
     assert all(completions(e, REWARDS.float(), GROUP).dtype == torch.float32 for e in GROUP_RELATIVE)
-
-
-@pytest.mark.parametrize("infinite", [math.inf, -math.inf])
-def test_infinite_rewards_are_refused(infinite):
-    with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
-        adv.group_centered(f64(1.0, infinite), torch.tensor([0, 0]))
 
 
 @pytest.mark.parametrize("estimator", get_args(adv.Advantage), ids=lambda each: each.__name__)
@@ -334,10 +281,8 @@ def test_no_completion_has_no_advantage_for_a_rank_may_hold_none():
 
 
 SEQUENCE = torch.tensor([0, 0, 0, 2, 2])
-
-
-def test_rewards_are_paid_once_at_the_last_token():
-    assert adv.pay_at_last_token(f64(5, 6, 7), SEQUENCE).tolist() == [0, 0, 5, 0, 7]
+PAID, VALUES = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
+BY_TURN = {"values": f64(2, 100, 8, 4, 100), "turn": torch.tensor([0, 0, 1, 0, 0])}
 
 
 def test_a_turn_s_reward_is_paid_once_at_the_last_token_of_the_turn():
@@ -345,15 +290,9 @@ def test_a_turn_s_reward_is_paid_once_at_the_last_token_of_the_turn():
     index = adv.turn_index(SEQUENCE, turn)
     assert index.tolist() == [0, 1, 1, 2, 3]
     assert adv.pay_at_last_token(f64(1, 2, 3, 4), index).tolist() == [1, 0, 2, 3, 4]
-
-
-def test_a_new_sequence_is_a_new_turn_even_under_the_same_turn_id():
+    assert adv.pay_at_last_token(f64(5, 6, 7), SEQUENCE).tolist() == [0, 0, 5, 0, 7]  # no token of sequence 1
+    # a new sequence is a new turn even under the same turn id
     assert adv.turn_index(torch.tensor([0, 1, 1]), torch.tensor([3, 3, 3])).tolist() == [0, 1, 1]
-
-
-def test_discounted_returns_by_hand():
-    # 1 + 0.5 (2 + 0.5 * 4) = 3, 2 + 2 = 4, 4 | 8 + 0.5 * 6 = 11, 6
-    assert adv.discounted_returns(f64(1, 2, 4, 8, 6), SEQUENCE, 0.5).tolist() == [3, 4, 4, 11, 6]
 
 
 runs = st.lists(st.integers(1, 9), min_size=1, max_size=6)
@@ -389,17 +328,21 @@ def test_reinforce_pp_leaves_an_unscorable_sequence_out():
 def test_gae_by_hand():
     # gamma 1/2, lambda 1/2: delta = 1 + .5*4 - 2 = 1, 0 + .5*8 - 4 = 0, 16 - 8 = 8 | 0 + .5*2 - 4 = -3, 6 - 2 = 4
     # A: 8; 0 + 8/4 = 2; 1 + 2/4 = 1.5 | 4; -3 + 4/4 = -2.  R = A + V.
-    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
-    advantage, target = adv.gae(rewards, values, SEQUENCE, gamma=0.5, lambda_=0.5)
-    assert advantage.tolist() == [1.5, 2, 8, -2, 4]
+    of_tokens = adv.Gae(0.5, 0.5, whiten=False)
+    for more in ({"values": VALUES}, {"values": VALUES, "turn": BY_TURN["turn"]}):  # turns matter to actions alone
+        advantage, target = along(of_tokens, PAID, SEQUENCE, **more)
+        assert advantage.tolist() == [1.5, 2, 8, -2, 4]
+        assert target.tolist() == [3.5, 6, 16, 2, 6]
+    # whitened: mean 2.7, squares 90.25 - 36.45 = 53.8; the targets are not
+    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), PAID, SEQUENCE, values=VALUES)
+    assert_close(advantage, [(a - 2.7) / (math.sqrt(53.8 / 4) + EPS) for a in (1.5, 2, 8, -2, 4)])
     assert target.tolist() == [3.5, 6, 16, 2, 6]
 
 
 def test_gae_per_turn_by_hand():
     # Sequence 0: turn 0 (tokens 0, 1; reward 1 + 3 = 4, V 2), turn 1 (token 2; reward 16, V 8). Sequence 2: one turn
     # (reward 6, V 4). gamma 1/2, lambda 1/2: delta = 4 + 4 - 2 = 6, 16 - 8 = 8 | 6 - 4 = 2. A: 6 + 8/4 = 8, 8 | 2.
-    rewards, values, turn = f64(1, 3, 16, 0, 6), f64(2, 100, 8, 4, 100), torch.tensor([0, 0, 1, 0, 0])
-    advantage, target = adv.gae(rewards, values, SEQUENCE, gamma=0.5, lambda_=0.5, turn=turn)
+    advantage, target = along(adv.Gae(0.5, 0.5, action="turn", whiten=False), f64(1, 3, 16, 0, 6), SEQUENCE, **BY_TURN)
     assert advantage.tolist() == [8, 8, 8, 2, 2]
     assert target.tolist() == [10, 10, 16, 6, 6]
 
@@ -415,31 +358,20 @@ def test_gae_with_lambda_one_is_the_return_minus_the_value(lengths, seed):
 
 
 def test_one_turn_a_token_is_gae_per_token():
-    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
-    per_token = adv.gae(rewards, values, SEQUENCE, 0.9, 0.8)
-    per_turn = adv.gae(rewards, values, SEQUENCE, 0.9, 0.8, turn=torch.tensor([0, 1, 2, 0, 1]))
-    for a, b in zip(per_token, per_turn, strict=True):
-        assert_close(a, b)
-
-
-def test_gae_s_value_targets_come_from_unwhitened_advantages():
-    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
-    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), rewards, SEQUENCE, values=values)
-    # 1.5 2 8 -2 4: mean 2.7, squares 90.25 - 36.45 = 53.8
-    std = math.sqrt(53.8 / 4) + EPS
-    assert_close(advantage, [(a - 2.7) / std for a in (1.5, 2, 8, -2, 4)])
-    assert target.tolist() == [3.5, 6, 16, 2, 6]
+    per_token = adv.gae(PAID, VALUES, SEQUENCE, 0.9, 0.8)
+    per_turn = adv.gae(PAID, VALUES, SEQUENCE, 0.9, 0.8, turn=torch.tensor([0, 1, 2, 0, 1]))
+    torch.testing.assert_close(per_token, per_turn)
 
 
 def test_gae_leaves_an_unscorable_sequence_out_and_gives_its_values_nothing_to_fit():
-    rewards, values = f64(0, 0, NAN, 0, 6), f64(2, 4, 8, 4, 2)
-    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), rewards, SEQUENCE, values=values)
+    rewards = f64(0, 0, NAN, 0, 6)
+    advantage, target = along(adv.Gae(gamma=0.5, lambda_=0.5), rewards, SEQUENCE, values=VALUES)
     # Of the second sequence: -3 + 4/4 = -2 and 4, mean 1, std sqrt(18).
     std = math.sqrt(18) + EPS
     assert_close(advantage, [0, 0, 0, -3 / std, 3 / std])
     assert target[:3].isnan().all()
     assert target[3:].tolist() == [2, 6]
-    assert adv.gae(rewards, values, SEQUENCE, 0.5, 0.5)[1].tolist() == [2, 4, 8, 2, 6]
+    assert adv.gae(rewards, VALUES, SEQUENCE, 0.5, 0.5)[1].tolist() == [2, 4, 8, 2, 6]
 
 
 def test_token_advantages_of_no_token_are_empty():
@@ -450,19 +382,10 @@ def test_token_advantages_of_no_token_are_empty():
 
 
 def test_gae_without_what_it_needs_is_refused():
-    rewards = f64(1, 0, 16, 0, 6)
     with pytest.raises(InputError, match="value head"):
-        along(adv.Gae(), rewards, SEQUENCE)
+        along(adv.Gae(), PAID, SEQUENCE)
     with pytest.raises(InputError, match="turn ids"):
-        along(adv.Gae(action="turn"), rewards, SEQUENCE, values=rewards)
-
-
-def test_turn_ids_matter_only_where_an_action_is_a_turn():
-    rewards, values, turn = f64(1, 3, 16, 0, 6), f64(2, 100, 8, 4, 100), torch.tensor([0, 0, 1, 0, 0])
-    per_token = along(adv.Gae(0.5, 0.5, whiten=False), rewards, SEQUENCE, values=values, turn=turn)
-    assert torch.equal(per_token[0], adv.gae(rewards, values, SEQUENCE, 0.5, 0.5)[0])
-    per_turn = along(adv.Gae(0.5, 0.5, action="turn", whiten=False), rewards, SEQUENCE, values=values, turn=turn)
-    assert per_turn[0].tolist() == [8, 8, 8, 2, 2]
+        along(adv.Gae(action="turn"), PAID, SEQUENCE, values=VALUES)
 
 
 # --- what is paid where ---
@@ -499,25 +422,24 @@ def test_a_completion_without_a_token_is_compared_and_trained_nowhere():
     assert adv.GroupCentered()(inputs).advantage.tolist() == [-3, 3, 3]
 
 
-@pytest.mark.parametrize("missing", ["scores", "weights"])
-def test_gdpo_without_what_it_needs_is_refused(missing):
-    given = {"scores": f64(0, 2)[:, None], "weights": f64(1), missing: None}
+@pytest.mark.parametrize(
+    ("changed", "error", "said"),
+    [
+        ({"scores": None}, InputError, "AdvantageInputs.scores"),
+        ({"weights": None}, InputError, "AdvantageInputs.weights"),
+        ({"kl": f64(0, 0)}, ConfigurationError, r"given gdpo.*kl\.placement: loss"),
+        ({"turn_rewards": f64(0, 0), "turn": torch.tensor([0, 0])}, ConfigurationError, r"gdpo.*kl\.placement: loss"),
+    ],
+)
+def test_gdpo_refuses_to_go_without_scores_and_weights_and_what_belongs_to_no_function(changed, error, said):
+    given = {"scores": f64(0, 2)[:, None], "weights": f64(1), **changed}
     inputs = adv.AdvantageInputs(f64(0, 2), torch.tensor([0, 0]), torch.arange(2), **given)
-    with pytest.raises(InputError, match=f"AdvantageInputs.{missing}"):
-        adv.Gdpo()(inputs)
-
-
-@pytest.mark.parametrize("paid", [{"kl": f64(0, 0)}, {"turn_rewards": f64(0, 0), "turn": torch.tensor([0, 0])}])
-def test_gdpo_refuses_what_belongs_to_no_function(paid):
-    given = {"scores": f64(0, 2)[:, None], "weights": f64(1), **paid}
-    inputs = adv.AdvantageInputs(f64(0, 2), torch.tensor([0, 0]), torch.arange(2), **given)
-    with pytest.raises(ConfigurationError, match=r"given gdpo.*kl\.placement: loss"):
+    with pytest.raises(error, match=said):
         adv.Gdpo()(inputs)
 
 
 def test_defaults_of_gae_are_the_papers():
-    rewards, values = f64(1, 0, 16, 0, 6), f64(2, 4, 8, 4, 2)
-    assert torch.equal(adv.gae(rewards, values, SEQUENCE)[0], adv.gae(rewards, values, SEQUENCE, 1.0, 0.95)[0])
+    assert torch.equal(adv.gae(PAID, VALUES, SEQUENCE)[0], adv.gae(PAID, VALUES, SEQUENCE, 1.0, 0.95)[0])
 
 
 def test_only_gae_needs_values():
@@ -532,9 +454,7 @@ def test_clip_holds_the_advantage_and_the_held_are_counted():
     ]:
         assert completions(estimator, REWARDS, GROUP).tolist() == expected
     assert adv.num_clipped(f64(-2, -2, -1, 2, 2, 0), 2.0) == 4
-    held, target = along(
-        adv.Gae(0.5, 0.5, whiten=False, clip=3.0), f64(1, 0, 16, 0, 6), SEQUENCE, values=f64(2, 4, 8, 4, 2)
-    )
+    held, target = along(adv.Gae(0.5, 0.5, whiten=False, clip=3.0), PAID, SEQUENCE, values=VALUES)
     assert held.tolist() == [1.5, 2, 3, -2, 3]
     assert target.tolist() == [3.5, 6, 16, 2, 6]
     one, _ = along(adv.ReinforcePP(clip=0.5), f64(0, 2, 0), torch.tensor([0, 0, 1]))
@@ -549,7 +469,4 @@ def test_whitening_gives_mean_zero_and_deviation_one_over_the_kept():
     white = adv.whiten(f64(1, 2, 6, 1000), kept)
     # Mean 3, squares 4 + 1 + 9 = 14, std sqrt 7.
     assert_close(white, [-2 / (math.sqrt(7) + EPS), -1 / (math.sqrt(7) + EPS), 3 / (math.sqrt(7) + EPS), 0])
-
-
-def test_whitening_a_single_value_gives_zero():
-    assert adv.whiten(f64(5, 7), torch.tensor([True, False])).tolist() == [0, 0]
+    assert adv.whiten(f64(5, 7), torch.tensor([True, False])).tolist() == [0, 0]  # a single one

@@ -21,7 +21,7 @@ from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRa
 from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Nll, Reinforce, Sapo, Vespo
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, TokenMean
-from logitless.types import TokenBatch
+from tests.objective.batches import double, random_batch
 
 
 def composed(advantage, ratio=None, surrogate=None, **more):
@@ -109,28 +109,17 @@ def test_a_kl_is_steered_wherever_it_is():
     assert not any(preset().kl_in_loss or preset().kl_in_reward for preset in PRESETS.values())
 
 
+SURROGATES = (Clip(), Clip(dual=3.0), Cispo(), Sapo(), Vespo(), Gmpo(), Dppo(), Reinforce(), ClipCov())
 SILENT = [
-    Objective(),
-    Objective(surrogate=Clip(dual=3.0)),
-    Objective(surrogate=Cispo()),
-    Objective(surrogate=Sapo()),
-    Objective(surrogate=Vespo()),
-    Objective(surrogate=Gmpo()),
-    Objective(surrogate=Dppo()),
-    Objective(surrogate=Reinforce()),
-    Objective(surrogate=ClipCov()),
+    *(Objective(surrogate=each) for each in SURROGATES),
     Objective(ratio=SequenceRatio()),
     Objective(correction=SamplerCorrection(max=2.0)),
-    Objective(filters=(OffPolicy(0.5),)),
-    Objective(filters=(TopEntropy(0.3),)),
+    *(Objective(filters=(each,)) for each in (OffPolicy(0.5), TopEntropy(0.3))),
 ]
 HEARD = [
     Objective(kl=KLPenalty("k3")),
     Objective(entropy_bonus=EntropyBonus(0.01)),
-    Objective(surrogate=Nll()),
-    Objective(surrogate=Dro(beta=0.1)),
-    Objective(surrogate=KlCov()),
-    Objective(surrogate=ClipCov(scope="micro_batch")),
+    *(Objective(surrogate=each) for each in (Nll(), Dro(beta=0.1), KlCov(), ClipCov(scope="micro_batch"))),
     Objective(filters=(TopEntropy(0.3, scope="micro_batch"),)),
 ]
 
@@ -138,25 +127,14 @@ HEARD = [
 @pytest.mark.parametrize("objective", SILENT, ids=str)
 def test_these_are_silent_and_the_gradient_of_the_others_is_the_same_without_a_dead_sequence(objective):
     assert is_silent_without_advantage(objective)
-    generator = torch.Generator().manual_seed(3)
-
-    def normal(count: int = 30) -> torch.Tensor:
-        return torch.randn(count, generator=generator, dtype=torch.float64)
-
-    advantage = torch.tensor([1.0, 0.0, -2.0], dtype=torch.float64).repeat_interleave(10)
-    logp_old = normal() - 4
-    batch = TokenBatch(
-        torch.arange(3).repeat_interleave(10), 3, advantage, torch.full_like(advantage, 1 / 30),
-        logp_old=logp_old, logp_sampler=logp_old + 0.1 * normal(), entropy_old=normal().abs(),
-        turn=torch.zeros(30).long(), lag=torch.arange(30) % 3,
-    )  # fmt: skip
-    statistics = objective.block_statistics(batch, generator=generator)
+    logp, entropy, batch = random_batch((10, 10, 10), seed=3)
+    batch = replace(batch, advantage=double(1, 0, -2).repeat_interleave(10))
+    statistics = objective.block_statistics(batch, generator=torch.Generator().manual_seed(3))
     batch = batch if statistics is None else statistics.attach(batch)
-    logp, entropy = logp_old + 0.3 * normal(), normal().abs()
 
     def gradient(sequences: list[int]) -> torch.Tensor:
         rows = torch.isin(batch.sequence, torch.tensor(sequences))
-        leaf = logp[rows].clone().requires_grad_()
+        leaf = logp.detach()[rows].requires_grad_()
         return objective(leaf, entropy[rows], batch.take(sequences), block=statistics).grad_logp
 
     whole, live = gradient([0, 1, 2]), gradient([0, 2])

@@ -294,48 +294,49 @@ def test_nothing_is_settled_once_a_block_unless_a_part_says_so():
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 
+CLAMPED = SamplerCorrection(max=2.0)
+ENTROPY_NOW = (TopEntropy(0.2, scope="micro_batch"),)
+
+
 @pytest.mark.parametrize(
-    ("objective", "fields", "missing"),
+    ("objective", "needs"),
     [
-        (Objective(), {"logp_old": None}, "logp_old"),
-        (Objective(surrogate=Nll(), kl=KLPenalty("k3")), {}, "logp_ref"),
-        (Objective(surrogate=Nll(), kl=KLPenalty("k3", "token")), {"logp_old": None, "logp_ref": [-1]}, "logp_old"),
-        (Objective(correction=SamplerCorrection(max=2.0)), {}, "logp_sampler"),
-        (
-            Objective(surrogate=Reinforce(), correction=SamplerCorrection(max=2.0)),
-            {"logp_old": None, "logp_sampler": [-1]},
-            "logp_old",
-        ),
-        (Objective(surrogate=Reinforce(), filters=(OffPolicy(0.5),)), {"logp_old": None}, "logp_old"),
-        (Objective(TurnRatio()), {}, "turn"),
-        (Objective(filters=(TopEntropy(0.2),)), {}, "entropy_old"),
-        (Objective(filters=(TopEntropy(0.2),)), {"entropy_old": [1]}, "block=objective.block_statistics"),
-        (Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)), {}, "entropy"),
-        (Objective(entropy_bonus=EntropyBonus(0.1)), {}, "entropy"),
-        (Objective(surrogate=ClipCov()), {}, "selected"),
+        (Objective(), {"logp_old"}),
+        (Objective(surrogate=Reinforce()), set()),
+        (Objective(surrogate=Reinforce(), correction=CLAMPED), {"logp_old", "logp_sampler"}),
+        (Objective(surrogate=Nll(), kl=KLPenalty("k3")), {"logp_ref"}),
+        (Objective(surrogate=Nll(), kl=KLPenalty("k3", "token")), {"logp_ref", "logp_old"}),
+        (Objective(TurnRatio()), {"logp_old", "turn"}),
+        (Objective(filters=(TopEntropy(0.2),)), {"logp_old", "entropy_old"}),
+        (Objective(filters=ENTROPY_NOW), {"logp_old"}),
+        (Objective(entropy_bonus=EntropyBonus(0.1)), {"logp_old", "entropy_weight"}),
+        (Objective(surrogate=ClipCov()), {"logp_old", "selected"}),
+        (Objective(surrogate=KlCov()), {"logp_old", "selected"}),
+        (Objective(surrogate=KlCov(scope="micro_batch")), {"logp_old"}),
+    ],
+    ids=str,
+)
+def test_needs_names_what_the_batch_must_hold_and_what_is_missing_of_it_is_an_error(objective, needs):
+    assert objective.needs == needs
+    there = {"logp_sampler": [-1], "logp_ref": [-1], "entropy_old": [1], "entropy_weight": [1], "turn": [0]}
+    there |= {"selected": [False]}
+    for missing in needs:
+        with pytest.raises(InputError, match=missing):
+            run(objective, batch_of(1, **there | {missing: None}), [-1], [1])
+
+
+@pytest.mark.parametrize(
+    ("objective", "said"),
+    [
+        (Objective(filters=(TopEntropy(0.2),)), "block=objective.block_statistics"),
+        (Objective(surrogate=Reinforce(), filters=(OffPolicy(0.5),)), "logp_old"),
+        (Objective(filters=ENTROPY_NOW), "entropy"),
+        (Objective(entropy_bonus=EntropyBonus(0.1)), "entropy"),
     ],
 )
-def test_a_missing_tensor_is_an_error_with_a_remedy(objective, fields, missing):
-    with pytest.raises(InputError, match=missing):
-        run(objective, batch_of(1, **fields), [-1])
-
-
-def test_an_entropy_bonus_asks_for_its_weights():
-    with pytest.raises(InputError, match=r"Objective\.entropy_weight"):
-        run(Objective(entropy_bonus=EntropyBonus(0.1)), batch_of(1), [-1], [1])
-
-
-def test_needs_names_what_the_batch_must_hold():
-    assert Objective(surrogate=Reinforce()).needs == set()
-    assert Objective(surrogate=Reinforce(), correction=SamplerCorrection(max=2.0)).needs == {"logp_old", "logp_sampler"}
-    assert Objective(surrogate=Nll(), kl=KLPenalty("k3")).needs == {"logp_ref"}
-    assert Objective(surrogate=Nll(), kl=KLPenalty("k3", "token")).needs == {"logp_ref", "logp_old"}
-    assert Objective(TurnRatio()).needs == {"logp_old", "turn"}
-    assert Objective(filters=(TopEntropy(0.2),)).needs == {"logp_old", "entropy_old"}
-    assert Objective(filters=(TopEntropy(0.2, scope="micro_batch"),)).needs == {"logp_old"}
-    assert Objective(entropy_bonus=EntropyBonus(0.1)).needs == {"logp_old", "entropy_weight"}
-    assert Objective(surrogate=KlCov()).needs == {"logp_old", "selected"}
-    assert Objective(surrogate=KlCov(scope="micro_batch")).needs == {"logp_old"}
+def test_what_a_filter_or_a_bonus_reads_is_asked_for(objective, said):
+    with pytest.raises(InputError, match=said):
+        run(objective, batch_of(1, entropy_old=[1], logp_old=None if said == "logp_old" else [-1]), [-1])
 
 
 @pytest.mark.parametrize(
