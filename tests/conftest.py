@@ -122,6 +122,15 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.fixture
+def ordinary_memory():
+    """Not NaN: gigabytes of it take long, and a captured graph would repeat the kernel that writes it."""
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    yield
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 @pytest.fixture(autouse=True)
 def signals_that_are_heard():
     """No garbage collection calls Python, as Hypothesis lets it: what a signal raises there is lost, Ctrl-C too."""

@@ -57,46 +57,19 @@ Result = TypeVar("Result")
 
 # --- what is changed ------------------------------------------------------------------------------------------------
 
-COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
-    ast.Lt: (ast.LtE, ast.GtE),
-    ast.LtE: (ast.Lt, ast.Gt),
-    ast.Gt: (ast.GtE, ast.LtE),
-    ast.GtE: (ast.Gt, ast.Lt),
-    ast.Eq: (ast.NotEq,),
-    ast.NotEq: (ast.Eq,),
-    ast.Is: (ast.IsNot,),
-    ast.IsNot: (ast.Is,),
-    ast.In: (ast.NotIn,),
-    ast.NotIn: (ast.In,),
-}
-OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.Div,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.Mult,
-    ast.Pow: ast.Mult,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.BitXor: ast.BitOr,
-}
+COMPARISONS = {
+    "Lt": "LtE GtE", "LtE": "Lt Gt", "Gt": "GtE LtE", "GtE": "Gt Lt", "Eq": "NotEq", "NotEq": "Eq", "Is": "IsNot",
+    "IsNot": "Is", "In": "NotIn", "NotIn": "In",
+}  # fmt: skip
+OPERATORS = {
+    "Add": "Sub", "Sub": "Add", "Mult": "Div", "Div": "Mult", "FloorDiv": "Mult", "Mod": "Mult", "Pow": "Mult",
+    "BitAnd": "BitOr", "BitOr": "BitAnd", "BitXor": "BitOr",
+}  # fmt: skip
 NAMES = {
-    "min": "max",
-    "minimum": "maximum",
-    "amin": "amax",
-    "argmin": "argmax",
-    "clamp_min": "clamp_max",
-    "any": "all",
-    "sum": "mean",
-    "nansum": "nanmean",
-    "zeros": "ones",
-    "zeros_like": "ones_like",
-    "new_zeros": "new_ones",
-    "floor": "ceil",
-    "logical_and": "logical_or",
-    "isnan": "isfinite",
-}
+    "min": "max", "minimum": "maximum", "amin": "amax", "argmin": "argmax", "clamp_min": "clamp_max", "any": "all",
+    "sum": "mean", "nansum": "nanmean", "zeros": "ones", "zeros_like": "ones_like", "new_zeros": "new_ones",
+    "floor": "ceil", "logical_and": "logical_or", "isnan": "isfinite",
+}  # fmt: skip
 NAMES |= {new: old for old, new in NAMES.items()}
 DROPPED = {
     "abs", "clamp", "clip", "detach", "exp", "expm1", "log", "nan_to_num", "neg", "roll", "sign", "sigmoid", "sqrt",
@@ -126,24 +99,19 @@ class Mutant:
         source = self.file.read_bytes()
         first = source.rfind(b"\n", 0, self.start) + 1
         last = source.find(b"\n", self.end)
-        before = source[first:last].decode()
-        after = (source[first : self.start] + self.after.encode() + source[self.end : last]).decode()
-        return (
-            self.file.relative_to(SOURCES).as_posix(),
-            self.function,
-            " ".join(before.split()),
-            " ".join(after.split()),
-        )
+        after = source[first : self.start] + self.after.encode() + source[self.end : last]
+        before, after = (" ".join(lines.decode().split()) for lines in (source[first:last], after))
+        return self.file.relative_to(SOURCES).as_posix(), self.function, before, after
 
 
 def replacements(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
     """What in a node may be replaced, and with what."""
     match node:
         case ast.Compare(ops=[op]):
-            for other in COMPARISONS[type(op)]:
-                yield node, changed(node, ops=[other()])
-        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op) in OPERATORS:
-            yield node, changed(node, op=OPERATORS[type(op)]())
+            for other in COMPARISONS[type(op).__name__].split():
+                yield node, changed(node, ops=[getattr(ast, other)()])
+        case ast.BinOp(op=op) | ast.AugAssign(op=op) if type(op).__name__ in OPERATORS:
+            yield node, changed(node, op=getattr(ast, OPERATORS[type(op).__name__])())
         case ast.BoolOp(op=op):
             yield node, changed(node, op=ast.Or() if isinstance(op, ast.And) else ast.And())
         case ast.UnaryOp(operand=operand):

@@ -8,14 +8,13 @@ from torch import nn
 
 from logitless.float32_sums import add_rows, sums_in_float32
 from logitless.head import fused
-from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project
 from logitless.train.optim.master_weights import lower_to
 from logitless.types import LMHead
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.models.row_invariant.test_layers import LENGTHS, hidden_and_gradients, relative, small
-from tests.models.tiny import packed
+from tests.models.tiny import adapted, packed
 
 SIZES = (6, 4, 4)
 
@@ -62,11 +61,8 @@ def test_products_of_micro_batches_add_up_without_a_rounding(together):
 
 
 def test_gradients_of_lora_factors_and_of_norms_of_heads_are_not_rounded():
-    model, inputs = small("qwen3"), packed(LENGTHS)
-    model = add_lora(model, LoraOptions(rank=2))
+    model, inputs = adapted(small("qwen3")), packed(LENGTHS)
     for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)
         if "q_norm" in name or "k_norm" in name:
             parameter.requires_grad_()
     lower_to(torch.bfloat16, model.parameters())

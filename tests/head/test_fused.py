@@ -100,26 +100,6 @@ def test_blocks_of_the_vocabulary_add_up(device, monkeypatch):
     assert_gradients(given, exact, common, gradient_error(inputs))
 
 
-def test_a_large_gradient_of_the_weight_lends_room_and_keeps_its_bits(device, monkeypatch):
-    from logitless.head import passes
-    from logitless.head.kernels import variants
-
-    gpu = variants.variant(torch.empty(1, 40, dtype=torch.bfloat16, device=device))
-    if not gpu.tma:
-        pytest.skip("room is lent where kernels load and store through TMA")
-    columns = gpu.score.columns
-    inputs = problem(replace(ODD, rows=24, width=40, vocabulary=15 * columns), device)
-    monkeypatch.setattr(passes, "BLOCK_BYTES", 2 * 24 * 4 * columns)
-    narrower, found, lent_width = [], [], passes.lent_width
-    monkeypatch.setattr(passes, "lent_width", lambda *given: narrower.append(lent_width(*given)) or narrower[-1])
-    for share in (4, 10**9):
-        monkeypatch.setattr(passes, "LENT", share)
-        found.append(run(inputs, memory_budget=0))
-    assert len(narrower) == 1
-    assert torch.equal(found[0]["grad_weight"], found[1]["grad_weight"])
-    assert error(found[0]["grad_hidden"], found[1]["grad_hidden"].double()) <= gradient_error(inputs)
-
-
 @pytest.mark.parametrize("rank", [1, 16, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_rows_product_with_lora_a_depends_on_that_row_alone(dtype, rank, device, monkeypatch):

@@ -9,15 +9,7 @@ from logitless.head import fused, token_scores
 from logitless.types import LMHead
 from tests.head.cases import stored_error
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def quick_memory():
-    """Filling gigabytes with NaN is for the small shapes."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
 
 def inputs(rows, width, vocabulary, spread=4.0, seed=0):

@@ -18,18 +18,11 @@ from tests.head.scoring_pass import EDGES, Given, Shape
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("ordinary_memory"),
     pytest.mark.skipif(
         not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] != 9, reason="needs a Hopper GPU"
     ),
 ]
-
-
-@pytest.fixture(autouse=True)
-def quick_memory():
-    """Filling gigabytes with NaN is for the small shapes."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
 
 
 def normal(*size, seed=0, scale=1.0):

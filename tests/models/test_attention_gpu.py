@@ -12,17 +12,14 @@ from logitless.models.kernels import attention_launch, attention_tiles
 from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
 from logitless.models.row_invariant import paged_attention
 from logitless.models.row_invariant.paged_attention import (
-    Chunk,
     DecodeLayout,
-    PrefillLayout,
     SharedPages,
     decode_attention,
-    prefill_attention,
 )
 from logitless.types import PromptGroup
-from tests.models.kernels.attention_cases import dense, draw, paged
+from tests.models.kernels.attention_cases import Case, dense, draw, unlike
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
 GROUPS = (
     PromptGroup(512, (64, 130, 257, 34)),
@@ -40,80 +37,26 @@ SHAPES = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (32, 32, 96), (8, 4, 256)]
 OPTIONS = [{}, {"window": 400}, {"softcap": 50.0}]
 
 
-@pytest.fixture(autouse=True)
-def quick_memory():
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
-
-
-def unlike(found, expected):
-    return [int((a != b).sum()) for a, b in zip(found, expected, strict=True)]
-
-
-class Case:
-    """A packed row, its copies unshared, and its cache."""
-
-    def __init__(self, shape, dtype=torch.bfloat16, groups=GROUPS, **options):
-        self.layout = AttentionLayout(groups, "cuda")
-        self.options = options
-        self.query, self.key, self.value, self.grad = draw(self.layout.num_tokens, *shape, dtype, "cuda")
-        self.expected = self.packed()
-        self.copies, self.rows = self.layout.unshared()
-
-    def packed(self):
-        return prefix_attention(self.query, self.key, self.value, self.layout, **self.options)
-
-    def unlike_unshared(self):
-        found = prefix_attention(
-            *(x[self.rows] for x in (self.query, self.key, self.value)), self.copies, **self.options
-        )
-        return unlike(found, [x[self.rows] for x in self.expected])
-
-    def unlike_prefilled(self, size):
-        cache, pages, _ = paged(self.layout, self.key, self.value)
-        chunks, rows = [], []
-        lengths = self.copies.segments.length.tolist()
-        for length, own, row in zip(lengths, pages, self.rows.split(lengths), strict=True):
-            for start in range(0, length, size):
-                chunks.append(Chunk(start, min(size, length - start), own))
-                rows.append(row[start : start + size])
-        row = torch.cat(rows)
-        found = prefill_attention(self.query[row], cache, PrefillLayout(chunks, "cuda"), **self.options)
-        return unlike(found, [x[row] for x in self.expected])
-
-    def unlike_decoded(self, steps, shared):
-        """The last ``steps`` tokens of every sequence, all sequences at once, behind their groups' shared pages."""
-        cache, pages, groups = paged(self.layout, self.key, self.value)
-        lengths = self.copies.segments.length.tolist()
-        own = self.rows.split(lengths)
-        wrong = [0, 0]
-        for back in range(steps):
-            ends = [max(1, length - back) for length in lengths]
-            fits = all(ends[row] > 64 * count for rows, count in groups for row in rows)
-            layout = DecodeLayout.of(pages, [e - 1 for e in ends], groups if shared and fits else (), "cuda")
-            row = torch.stack([rows[end - 1] for rows, end in zip(own, ends, strict=True)])
-            found = decode_attention(self.query[row], cache, layout, **self.options)
-            wrong = [a + b for a, b in zip(wrong, unlike(found, [x[row] for x in self.expected]), strict=True)]
-        return wrong
+def on_gpu(shape, dtype=torch.bfloat16, groups=GROUPS, **options):
+    return Case(shape, groups, dtype, "cuda", **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_shared_unshared_prefilled_and_decoded_have_the_same_bits(shape, dtype, options):
-    case = Case(shape, dtype, **options)
+    case = on_gpu(shape, dtype, **options)
     assert case.unlike_unshared() == [0, 0]
     assert case.unlike_prefilled(100) == [0, 0]
     assert case.unlike_prefilled(1 << 20) == [0, 0]
-    assert case.unlike_decoded(8, shared=True) == [0, 0]
-    assert case.unlike_decoded(8, shared=False) == [0, 0]
+    assert case.unlike_last_decoded(8, shared=True) == [0, 0]
+    assert case.unlike_last_decoded(8, shared=False) == [0, 0]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_a_tree_has_the_bits_of_its_sequences_alone(shape, options, monkeypatch):
-    case = Case(shape, groups=TREE, **options)
+    case = on_gpu(shape, groups=TREE, **options)
     assert case.layout.branch_rows is not None
     assert case.unlike_unshared() == [0, 0]
     monkeypatch.setattr(attention, "attention_tiles", lambda width, *_: plain_tiles(width))
@@ -121,19 +64,19 @@ def test_a_tree_has_the_bits_of_its_sequences_alone(shape, options, monkeypatch)
 
 
 def test_rows_of_another_branch_are_noticed():
-    case = Case((16, 8, 128), groups=TREE)
+    case = on_gpu((16, 8, 128), groups=TREE)
     vars(case.layout)["branch_rows"] = case.layout.branch_rows.roll(1)
     assert min(unlike(case.packed(), case.expected)) > 0
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_tiles_for_other_gpus_have_the_same_bits(shape, monkeypatch):
-    case = Case(shape)
+    case = on_gpu(shape)
     for module in (attention, paged_attention):
         monkeypatch.setattr(module, "attention_tiles", lambda width, *_: plain_tiles(width))
     assert unlike(case.packed(), case.expected) == [0, 0]
     assert case.unlike_prefilled(100) == [0, 0]
-    assert case.unlike_decoded(2, shared=True) == [0, 0]
+    assert case.unlike_last_decoded(2, shared=True) == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -141,14 +84,14 @@ def test_tiles_for_other_gpus_have_the_same_bits(shape, monkeypatch):
 )
 def test_a_tile_that_spreads_a_row_over_warps_is_noticed(tile, monkeypatch):
     """The laws above can fail, in the log-sum-exp first."""
-    case = Case((16, 8, 128))
+    case = on_gpu((16, 8, 128))
     wrong = replace(hopper_tiles(128), decode=tile, decode_few=tile)
     monkeypatch.setattr(paged_attention, "attention_tiles", lambda *_: wrong)
-    assert case.unlike_decoded(4, shared=False)[1] > 0
+    assert case.unlike_last_decoded(4, shared=False)[1] > 0
 
 
 def test_another_block_of_keys_is_noticed(monkeypatch):
-    case = Case((16, 8, 128))
+    case = on_gpu((16, 8, 128))
     monkeypatch.setattr(attention_tiles, "BLOCK", 32)
     assert min(unlike(case.packed(), case.expected)) > 0
 
@@ -157,12 +100,12 @@ def test_nothing_is_compiled_for_another_length(monkeypatch):
     """Shapes are arguments: once attention has run, other packed rows and pages run the same kernels."""
 
     def run(*groups):
-        case = Case((16, 8, 128), groups=groups)
+        case = on_gpu((16, 8, 128), groups=groups)
         case.query.requires_grad_()
         prefix_attention(case.query, case.key, case.value, case.layout)[0].backward(case.grad)
         case.query.requires_grad_(False)
         assert case.unlike_prefilled(100) == [0, 0]
-        assert case.unlike_decoded(2, shared=True) == [0, 0]
+        assert case.unlike_last_decoded(2, shared=True) == [0, 0]
 
     run(*GROUPS)
     run(PromptGroup(640, (640,) * 16))
@@ -177,16 +120,15 @@ def test_nothing_is_compiled_for_another_length(monkeypatch):
 
 def test_a_million_packed_rows_have_the_bits_of_their_decoded_tokens():
     """Rows times heads; every position of long sequences, over splits that merge."""
-    case = Case((16, 8, 128), groups=(PromptGroup(900, (1100,) * 8), PromptGroup(40, (700,) * 8)))
+    case = on_gpu((16, 8, 128), groups=(PromptGroup(900, (1100,) * 8), PromptGroup(40, (700,) * 8)))
     assert case.unlike_unshared() == [0, 0]
-    assert case.unlike_decoded(600, shared=True) == [0, 0]
+    assert case.unlike_last_decoded(600, shared=True) == [0, 0]
 
 
 def test_decoding_replays_in_a_graph_after_its_tables_changed():
-    case = Case((16, 8, 128))
-    cache, pages, groups = paged(case.layout, case.key, case.value)
-    lengths = case.copies.segments.length.tolist()
-    own = case.rows.split(lengths)
+    case = on_gpu((16, 8, 128))
+    cache, pages, groups = case.paged.cache, case.paged.pages, case.paged.groups
+    lengths, own = case.lengths, case.own
     layout = DecodeLayout.of(pages, [0] * len(lengths), groups, "cuda")
     query = torch.zeros(len(lengths), 16, 128, dtype=torch.bfloat16, device="cuda")
     unshared = layout._replace(shared=SharedPages(layout.shared.members, *(x * 0 for x in layout.shared[1:])))

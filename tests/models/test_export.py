@@ -6,17 +6,12 @@ import pytest
 import torch
 
 from logitless.models.export import adapter_tensors, merged_tensors
-from logitless.models.lora import LoraOptions, add_lora, merge_adapters, save_adapters
-from tests.models.tiny import tiny
+from logitless.models.lora import LoraOptions, merge_adapters, save_adapters
+from tests.models.tiny import adapted, tiny
 
 
 def _adapted(**options):
-    model = add_lora(tiny("llama"), LoraOptions(rank=2, targets=("q_proj", "down_proj"), **options), seed=1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(len(name)))
-    return model
+    return adapted(tiny("llama"), LoraOptions(rank=2, targets=("q_proj", "down_proj"), **options))
 
 
 @pytest.mark.parametrize(

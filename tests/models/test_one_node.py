@@ -7,13 +7,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from logitless.errors import UnavailableError
-from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.one_node import apply, one_node, recomputed
 from logitless.models.row_invariant import layers
 from logitless.models.row_invariant.layers import install_row_invariant
 from tests.head.interpreter import interpreted
 from tests.models.row_invariant.test_layers import LENGTHS, hidden_and_gradients, small
-from tests.models.tiny import packed
+from tests.models.tiny import adapted, packed
 
 
 class Scaled(torch.autograd.Function):
@@ -39,21 +38,29 @@ def scaled_twice(x, weight):
     return twice, x, once
 
 
-@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
-def test_gradients_are_those_of_separate_nodes(used):
-    found = []
-    for whole in (True, False):
-        x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
-        outs = one_node(scaled_twice, [x, weight]) if whole else scaled_twice(x, weight)
-        sum((i + 2) * outs[i].sum() for i in used).backward()
-        found.append((x.grad, weight.grad))
+def leaves():
+    return torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+
+
+def assert_same_gradients(found):
     (x, weight), (same_x, same_weight) = found
     assert torch.equal(x, same_x)
     assert (weight is None and same_weight is None) or torch.equal(weight, same_weight)
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2), (0, 1, 2)])
+def test_gradients_are_those_of_separate_nodes(used):
+    found = []
+    for whole in (True, False):
+        x, weight = leaves()
+        outs = one_node(scaled_twice, [x, weight]) if whole else scaled_twice(x, weight)
+        sum((i + 2) * outs[i].sum() for i in used).backward()
+        found.append((x.grad, weight.grad))
+    assert_same_gradients(found)
+
+
 def test_a_retained_graph_goes_backward_again_with_the_same_bits():
-    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    x, weight = leaves()
     out, *_ = one_node(scaled_twice, [x, weight])
     first = torch.autograd.grad(out.sum(), [x, weight], retain_graph=True)
     second = torch.autograd.grad(out.sum(), [x, weight])
@@ -63,7 +70,7 @@ def test_a_retained_graph_goes_backward_again_with_the_same_bits():
 
 
 def test_what_was_saved_and_changed_since_is_noticed():
-    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    x, weight = leaves()
     out, *_ = one_node(scaled_twice, [x, weight])
     with torch.no_grad():
         weight += 1
@@ -72,7 +79,7 @@ def test_what_was_saved_and_changed_since_is_noticed():
 
 
 def test_a_gradient_of_a_gradient_is_refused():
-    x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+    x, weight = leaves()
     out, *_ = one_node(scaled_twice, [x, weight])
     with pytest.raises(UnavailableError, match="differentiated twice"):
         torch.autograd.grad(out.square().sum(), weight, create_graph=True)
@@ -137,16 +144,14 @@ def test_hooks_see_what_is_saved():
 def test_a_node_whose_functions_run_again_keeps_what_it_was_given_and_has_the_same_gradients(used):
     found, seen = [], []
     for context in (recomputed, nullcontext):
-        x, weight = torch.tensor([1.0, 2.0], requires_grad=True), torch.tensor(3.0, requires_grad=True)
+        x, weight = leaves()
         with context(), saved_tensors_hooks(lambda t: seen.append(t) or t, lambda t: t):
             outs = one_node(lambda x, w=weight: scaled_twice(x, w), [x], [weight])
             sum((i + 2) * outs[i].sum() for i in used).backward()
         if context is recomputed:
             assert [each.tolist() for each in seen if each.ndim] == [[1.0, 2.0]]
         found.append((x.grad, weight.grad))
-    (x, weight), (same_x, same_weight) = found
-    assert torch.equal(x, same_x)
-    assert (weight is None and same_weight is None) or torch.equal(weight, same_weight)
+    assert_same_gradients(found)
 
 
 def test_without_gradients_a_function_is_its_forward_alone(monkeypatch):
@@ -162,11 +167,7 @@ def test_without_gradients_a_function_is_its_forward_alone(monkeypatch):
 )
 def test_a_layer_as_one_node_has_the_bits_of_its_functions_as_nodes(name, lora, monkeypatch):
     model, inputs = small(name), packed(LENGTHS)
-    if lora:
-        model = add_lora(model, LoraOptions(rank=2))
-        for parameter_name, parameter in model.named_parameters():
-            if "lora_B" in parameter_name:
-                torch.nn.init.normal_(parameter)
+    model = adapted(model) if lora else model
     install_row_invariant(model)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)

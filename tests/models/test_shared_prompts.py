@@ -6,10 +6,10 @@ import torch
 from logitless.data.packing import pack, share_prompts
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import disable_dropout, load_model
-from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.lora import LoraOptions
 from logitless.train.learn.policy import AdaptersOff, Policy
 from logitless.types import Completion, Prompt, SharedInputs
-from tests.models.tiny import CONFIGS, tiny
+from tests.models.tiny import CONFIGS, adapted, tiny
 
 # LayerNorm and learned positions stay in float64 where RMSNorm and rotary embeddings drop to float32.
 GPT2 = {**CONFIGS["gpt2"], **{f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}}
@@ -83,11 +83,7 @@ def test_a_layer_that_looks_at_its_neighbours_is_found_by_its_numbers():
 
 
 def test_a_lora_reference_reads_each_prompt_once_with_its_adapters_off():
-    model = add_lora(load_model(GPT2, random_weights=True, seed=3), LoraOptions(rank=2, targets=("c_attn",)), seed=0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.fill_(0.1)
+    model = adapted(load_model(GPT2, random_weights=True, seed=3), LoraOptions(rank=2, targets=("c_attn",)))
     prompt = Prompt("a", "", (1, 2, 3))
     batch = pack([(prompt, Completion("a", ids, "", "stop")) for ids in [(4, 5), (6, 7, 8)]])
     policy = Policy(model.eval())

@@ -1,8 +1,13 @@
-"""A packed row's sequences in a cache of pages, as decoding would have left them."""
+"""A packed row, its sequences alone, and the same in a cache of pages, as decoding would have left them."""
+
+from functools import cached_property
+from types import SimpleNamespace
 
 import torch
 
-from logitless.models.row_invariant.paged_attention import PAGE, PagedCache
+from logitless.models.attention import AttentionLayout, prefix_attention
+from logitless.models.row_invariant import paged_attention
+from logitless.models.row_invariant.paged_attention import PAGE, Chunk, DecodeLayout, PagedCache, PrefillLayout
 
 
 def draw(tokens, heads, key_heads, width, dtype=torch.float32, device="cpu", seed=0):
@@ -71,3 +76,61 @@ def dense(query, key, value, layout, *, window=None, softcap=None):
         output = output.index_copy(0, own, torch.einsum("hqk,khe->qhe", z.softmax(-1).to(v.dtype), v))
         log_sum_exp = log_sum_exp.index_copy(0, own, z.logsumexp(-1).T)
     return output, log_sum_exp
+
+
+def unlike(found, expected):
+    """Elements of each tensor that differ in any bit."""
+    return [int((a != b).sum()) for a, b in zip(found, expected, strict=True)]
+
+
+class Case:
+    """A packed row, its results, its copies unshared, and its cache; each ``unlike_`` of output and log-sum-exp."""
+
+    def __init__(self, shape, groups, dtype=torch.bfloat16, device="cpu", **options):
+        self.layout, self.device, self.options = AttentionLayout(groups, device), device, options
+        self.query, self.key, self.value, self.grad = draw(self.layout.num_tokens, *shape, dtype, device)
+        self.expected = self.packed()
+        self.copies, self.rows = self.layout.unshared()
+        self.lengths = self.copies.segments.length.tolist()
+        self.own = self.rows.split(self.lengths)  # of each sequence
+
+    def packed(self):
+        return prefix_attention(self.query, self.key, self.value, self.layout, **self.options)
+
+    @cached_property
+    def paged(self):
+        cache, pages, groups = paged(self.layout, self.key, self.value)
+        return SimpleNamespace(cache=cache, pages=pages, groups=groups)
+
+    def unlike_unshared(self):
+        alone = (x[self.rows] for x in (self.query, self.key, self.value))
+        return unlike(prefix_attention(*alone, self.copies, **self.options), [x[self.rows] for x in self.expected])
+
+    def unlike_prefilled(self, size):
+        chunks, rows = [], []
+        for length, pages, row in zip(self.lengths, self.paged.pages, self.own, strict=True):
+            for start in range(0, length, size):
+                chunks.append(Chunk(start, min(size, length - start), pages))
+                rows.append(row[start : start + size])
+        row, layout = torch.cat(rows), PrefillLayout(chunks, self.device)
+        found = paged_attention.prefill_attention(self.query[row], self.paged.cache, layout, **self.options)
+        return unlike(found, [x[row] for x in self.expected])
+
+    def unlike_decoded(self, ends, shared, beside=0):
+        """Rows whose query is the last of ``ends`` tokens, and some rows without a query."""
+        pages, positions = [*self.paged.pages, *([(0,)] * beside)], [*(end - 1 for end in ends), *([-1] * beside)]
+        layout = DecodeLayout.of(pages, positions, self.paged.groups if shared else (), self.device)
+        row = torch.stack([rows[end - 1] for rows, end in zip(self.own, ends, strict=True)])
+        query = torch.cat([self.query[row], torch.full_like(self.query[:beside], float("nan"))])
+        output, log_sum_exp = paged_attention.decode_attention(query, self.paged.cache, layout, **self.options)
+        assert not output[len(row) :].any()
+        return unlike((output[: len(row)], log_sum_exp[: len(row)]), [x[row] for x in self.expected])
+
+    def unlike_last_decoded(self, steps, shared):
+        """The last ``steps`` tokens of every sequence, all sequences at once, behind their groups' shared pages."""
+        wrong = [0, 0]
+        for back in range(steps):
+            ends = [max(1, length - back) for length in self.lengths]
+            fits = all(ends[row] > PAGE * count for rows, count in self.paged.groups for row in rows)
+            wrong = [a + b for a, b in zip(wrong, self.unlike_decoded(ends, shared and fits), strict=True)]
+        return wrong

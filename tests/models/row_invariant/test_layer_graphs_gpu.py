@@ -1,7 +1,6 @@
 """Layers by CUDA graphs: the bits of the same row padded, gradients that add up, and no graph where it does not fit."""
 
 import copy
-import gc
 
 import pytest
 import torch
@@ -17,23 +16,11 @@ from logitless.types import PromptGroup
 from tests.models.row_invariant.test_layers import COVERED
 from tests.models.row_invariant.test_layers_gpu import wide
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 GROUPS = [PromptGroup(90, (200, 170)), PromptGroup(300), PromptGroup(66, (1, 1, 2))]
 OTHERS = [PromptGroup(20, (300, 140)), PromptGroup(80, (270,))]  # of the same size, when padded
 MANY = [PromptGroup(100, (20,) * 30)] * 3
 TREE = [PromptGroup(100, (PromptGroup(20, (90, 70)), PromptGroup(70, (80, 80, 200))))]
-
-
-@pytest.fixture(autouse=True)
-def ordinary_memory():
-    """Poison is written by a kernel of its own before every launch, which a captured graph would repeat."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def installed(name, *, lora=False, sums=False, graphs=True):

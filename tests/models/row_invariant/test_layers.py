@@ -18,15 +18,13 @@ from logitless.models.row_invariant.decoding import prefill
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
 from tests.models import bits_mutations
-from tests.models.tiny import CONFIGS, LLAMA, packed, tiny
+from tests.models.tiny import CONFIGS, LLAMA, LONGROPE, adapted, packed, tiny
 
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
 PHI3 = {"model_type": "phi3", **LLAMA, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
 PHI3["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
-LONGROPE = {"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
-LONGROPE |= {"short_factor": [1.0, 1.0], "long_factor": [2.0, 4.0], "original_max_position_embeddings": 32}
 COVERED = {
     **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")},
     "llama-rope-scaled": {**CONFIGS["llama"], "rope_parameters": LLAMA3_ROPE},
@@ -61,6 +59,14 @@ def relative(found, wanted):
     return ((found - wanted).norm() / wanted.norm()).item()
 
 
+def assert_near(found, wanted):
+    """Hidden states and gradients of float32."""
+    (hidden, gradients), (want_hidden, want) = found, wanted
+    assert relative(hidden, want_hidden) < 1e-5
+    assert set(gradients) == set(want)
+    assert max(relative(gradients[n], want[n]) for n in want) < 3e-5
+
+
 SCALED = {
     kind: {**CONFIGS["llama"], "rope_parameters": {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, **more}}
     for kind, more in {"linear": {}, "yarn": {"original_max_position_embeddings": 8}}.items()
@@ -71,12 +77,9 @@ SCALED = {
 def test_hidden_states_and_gradients_are_those_of_transformers_layers(name):
     model, inputs = small(name), packed(LENGTHS)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
-    wanted, want = hidden_and_gradients(model, inputs, grad)
+    wanted = hidden_and_gradients(model, inputs, grad)
     install_row_invariant(model)
-    found, got = hidden_and_gradients(model, inputs, grad)
-    assert relative(found, wanted) < 1e-5
-    assert set(got) == set(want)
-    assert max(relative(got[n], want[n]) for n in want) < 3e-5
+    assert_near(hidden_and_gradients(model, inputs, grad), wanted)
 
 
 def test_bfloat16_is_no_further_from_float64_than_transformers_layers():
@@ -160,14 +163,8 @@ def test_generating_runs_as_before():
         (CONFIGS["gpt2"], "the architecture gpt2"),
         ({**CONFIGS["qwen3"], "attention_dropout": 0.1}, "attention dropout of 0.1"),
         ({**CONFIGS["llama"], "hidden_act": "relu"}, "the activation relu"),
-        (
-            {**CONFIGS["llama"], "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
-            "positions scaled by dynamic, which depends on the longest sequence",
-        ),
-        (
-            {**PHI3, "rope_parameters": LONGROPE},
-            "positions scaled by longrope, which depends on the longest sequence",
-        ),
+        (CONFIGS["llama-dynamic"], "positions scaled by dynamic, which depends on the longest sequence"),
+        ({**PHI3, "rope_parameters": LONGROPE}, "positions scaled by longrope, which depends on the longest sequence"),
     ],
 )
 def test_what_is_not_covered_is_named_and_the_model_left_alone(config, missing):
@@ -221,40 +218,25 @@ def test_adapters_lie_end_to_end_where_their_weights_do():
         assert torch.equal(parameter, before[name][1])
 
 
-def adapted(model, **options):
-    model = add_lora(model, LoraOptions(rank=2, **options))
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_()
-    return model
-
-
 def test_adapters_may_come_after_the_layers():
     plain = small("qwen3")
     installation = install_row_invariant(plain)
     model, grad = adapted(plain), torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
-    found, got = hidden_and_gradients(model, packed(LENGTHS), grad)
+    found = hidden_and_gradients(model, packed(LENGTHS), grad)
     installation.remove()
-    wanted, want = hidden_and_gradients(model, packed(LENGTHS), grad)
-    assert relative(found, wanted) < 1e-5
-    assert set(got) == set(want)
-    assert max(relative(got[n], want[n]) for n in want) < 3e-5
+    assert_near(found, hidden_and_gradients(model, packed(LENGTHS), grad))
 
 
 @pytest.mark.parametrize("use_rslora", [False, True])
 def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters(use_rslora):
-    model = adapted(small("qwen3"), use_rslora=use_rslora)
+    model = adapted(small("qwen3"), LoraOptions(rank=2, use_rslora=use_rslora))
     inputs = packed(LENGTHS)
     with torch.no_grad(), model.disable_adapter():
         plain = backbone_hidden(model, inputs)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
-    wanted, want = hidden_and_gradients(model, inputs, grad)
+    wanted = hidden_and_gradients(model, inputs, grad)
     install_row_invariant(model)
-    found, got = hidden_and_gradients(model, inputs, grad)
-    assert relative(found, wanted) < 1e-5
-    assert max(relative(got[n], want[n]) for n in want) < 3e-5
-    assert set(got) == set(want)
+    assert_near(hidden_and_gradients(model, inputs, grad), wanted)
     with torch.no_grad(), model.disable_adapter():
         assert relative(backbone_hidden(model, inputs), plain) < 1e-5
 

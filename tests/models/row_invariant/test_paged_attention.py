@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from logitless.errors import InputError
-from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_tiles
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
@@ -19,11 +19,11 @@ from logitless.models.row_invariant.paged_attention import (
 )
 from logitless.types import PromptGroup
 from tests.head.interpreter import interpreted
-from tests.models.kernels.attention_cases import draw, paged
+from tests.models.kernels.attention_cases import Case
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="the interpreter is off: test_attention_gpu.py")
 
-LAYOUT = AttentionLayout((PromptGroup(140, (30, 1, 60)), PromptGroup(0, (65,)), PromptGroup(64, (10, 40))))
+GROUPS = (PromptGroup(140, (30, 1, 60)), PromptGroup(0, (65,)), PromptGroup(64, (10, 40)))
 """A prompt that ends in a page, a plain sequence, a prompt that ends with a page."""
 
 OPTIONS = [{}, {"window": 70}, {"softcap": 3.0}]
@@ -34,86 +34,56 @@ def small_splits(monkeypatch):
     monkeypatch.setattr(attention_tiles, "SPLIT", 128)
 
 
-class Case:
-    """The packed row's results, its cache, and where each sequence's tokens are in the row."""
-
-    def __init__(self, heads=(3, 1), dtype=torch.bfloat16, **options):
-        self.options = options
-        self.query, key, value, _ = draw(LAYOUT.num_tokens, *heads, 16, dtype)
-        self.expected = prefix_attention(self.query, key, value, LAYOUT, **options)
-        self.cache, self.pages, self.groups = paged(LAYOUT, key, value)
-        copies, rows = LAYOUT.unshared()
-        self.lengths = copies.segments.length.tolist()
-        self.rows = rows.split(self.lengths)
-
-    def unlike(self, found, rows):
-        return sum(int((a != b[rows]).sum()) for a, b in zip(found, self.expected, strict=True))
+def case(heads=(3, 1), dtype=torch.bfloat16, **options):
+    return Case((*heads, 16), GROUPS, dtype, **options)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_prompt_prefilled_in_chunks_of_any_size_has_the_packed_rows_bits(options):
-    case = Case(**options)
+    given = case(**options)
     for size in (50, 1000):
-        chunks, rows = [], []
-        for length, pages, row in zip(case.lengths, case.pages, case.rows, strict=True):
-            for start in range(0, length, size):
-                chunks.append(Chunk(start, min(size, length - start), pages))
-                rows.append(row[start : start + size])
-        row = torch.cat(rows)
-        found = prefill_attention(case.query[row], case.cache, PrefillLayout(chunks), **options)
-        assert case.unlike(found, row) == 0
-
-
-def decoded(case, ends, shared, beside=0):
-    """Rows whose query is the last of ``ends`` tokens, and some rows without a query."""
-    pages = [*case.pages, *([(0,)] * beside)]
-    layout = DecodeLayout.of(pages, [*(end - 1 for end in ends), *([-1] * beside)], case.groups if shared else ())
-    row = torch.stack([rows[end - 1] for rows, end in zip(case.rows, ends, strict=True)])
-    query = torch.cat([case.query[row], torch.full_like(case.query[:beside], float("nan"))])
-    output, log_sum_exp = decode_attention(query, case.cache, layout, **case.options)
-    assert not output[len(row) :].any()
-    return (output[: len(row)], log_sum_exp[: len(row)]), row
+        assert given.unlike_prefilled(size) == [0, 0]
 
 
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_decoded_token_has_the_packed_rows_bits(options, shared):
-    case = Case(**options)
-    assert case.unlike(*decoded(case, case.lengths, shared, beside=2)) == 0
+    given = case(**options)
+    assert given.unlike_decoded(given.lengths, shared, beside=2) == [0, 0]
 
 
-@given(data=st.data())
-@settings(max_examples=4, deadline=None, derandomize=True)
+@drawn(data=st.data())
+@settings(max_examples=4)
 def test_no_position_and_no_row_beside_it_changes_a_decoded_token(data):
     """Tokens anywhere behind what their group shares."""
-    case = Case(heads=(2, 1))
-    least = [1] * len(case.lengths)
-    for rows, count in case.groups:
+    given = case(heads=(2, 1))
+    least = [1] * len(given.lengths)
+    for rows, count in given.paged.groups:
         for row in rows:
             least[row] = count * PAGE + 1
-    ends = [data.draw(st.integers(a, b)) for a, b in zip(least, case.lengths, strict=True)]
-    assert case.unlike(*decoded(case, ends, shared=data.draw(st.booleans()))) == 0
+    ends = [data.draw(st.integers(a, b)) for a, b in zip(least, given.lengths, strict=True)]
+    assert given.unlike_decoded(ends, shared=data.draw(st.booleans())) == [0, 0]
 
 
 def test_a_capacity_of_one_split_gives_the_same_bits():
     """Without splits to merge a row is finished by the program that reads its keys."""
-    case = Case()
-    case.pages = [pages[:2] for pages in case.pages]
-    case.groups = [(rows, min(count, 1)) for rows, count in case.groups]
-    ends = [min(length, 2 * PAGE) for length in case.lengths]
+    given = case()
+    given.paged.pages = [pages[:2] for pages in given.paged.pages]
+    given.paged.groups = [(rows, min(count, 1)) for rows, count in given.paged.groups]
+    ends = [min(length, 2 * PAGE) for length in given.lengths]
     for shared in (True, False):
-        assert case.unlike(*decoded(case, ends, shared)) == 0
+        assert given.unlike_decoded(ends, shared) == [0, 0]
 
 
 @pytest.mark.parametrize(("constant", "size"), [("BLOCK", 32), ("SPLIT", 64)])
 def test_another_block_or_split_while_decoding_gives_other_bits(monkeypatch, constant, size):
     """The laws above can fail."""
-    case = Case(dtype=torch.float32)
+    given = case(dtype=torch.float32)
     monkeypatch.setattr(attention_tiles, constant, size)
     if constant == "BLOCK":  # the same rows of the cache as pages of half the size
-        case.pages = [tuple(half for page in pages for half in (2 * page, 2 * page + 1)) for pages in case.pages]
-        case.groups = [(rows, 2 * count) for rows, count in case.groups]
-    assert case.unlike(*decoded(case, case.lengths, shared=True)) > 0
+        halves = [tuple(half for page in pages for half in (2 * page, 2 * page + 1)) for pages in given.paged.pages]
+        given.paged.pages, given.paged.groups = halves, [(rows, 2 * count) for rows, count in given.paged.groups]
+    assert sum(given.unlike_decoded(given.lengths, shared=True)) > 0
 
 
 def test_slots_are_where_pages_say():
