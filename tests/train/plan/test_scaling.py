@@ -53,13 +53,17 @@ class _Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_what_layers_may_keep_is_counted_while_there_are_layers(tmp_path):
-    recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__activation_memory=1 << 20)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-    moments = memory_of_rank(recipe, model, Arrangement(1, 2, 1)).moments
-    kept = {name: parts["inputs of layers"] for name, parts in moments.items() if "inputs of layers" in parts}
-    assert kept == dict.fromkeys(("head", "layers", "end"), 1 << 20)
-    assert "embedding" in moments
+def test_what_layers_may_keep_is_counted_while_there_are_layers_and_never_more_than_there_is(tmp_path):
+    def kept(budget):
+        recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__activation_memory=budget)
+        model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+        moments = memory_of_rank(recipe, model, Arrangement(1, 2, 1)).moments
+        assert "inputs of layers" not in moments["embedding"]
+        return {name: parts["inputs of layers"] for name, parts in moments.items() if "inputs of layers" in parts}
+
+    everything = kept(None)["layers"]
+    assert kept(everything // 2) == dict.fromkeys(("head", "layers", "end"), everything // 2)
+    assert kept(10 * everything) == dict.fromkeys(("head", "layers", "end"), everything)
 
 
 def test_what_layers_keep_is_not_held_while_sampling_but_beside_a_copy_that_samples_meanwhile(tmp_path):

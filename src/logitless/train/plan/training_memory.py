@@ -167,10 +167,11 @@ def memory_of_rank(
     """
     section, train, parallel = recipe.model, recipe.train, recipe.parallel
     trained = [p for p in model.parameters() if p.requires_grad]
+    tokens = math.ceil(train.tokens_per_micro_batch / arrangement.sequence)
     found = training_memory(
         model,
         arrangement,
-        tokens=math.ceil(train.tokens_per_micro_batch / arrangement.sequence),
+        tokens=tokens,
         head_budget=train.head_memory_budget,
         in_order=parallel.deterministic,
         micro_batches=rows_of_step(recipe, arrangement),
@@ -193,7 +194,8 @@ def memory_of_rank(
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
         if train.activation_memory is not None and "inputs of layers" in parts:
             # there are none any more when the embedding's gradient is summed
-            parts["inputs of layers"] = max(parts["inputs of layers"], train.activation_memory)
+            everything, _ = layers_bytes(model, section.activation_bytes, tokens=tokens, recomputes=False)
+            parts["inputs of layers"] = max(parts["inputs of layers"], min(everything, train.activation_memory))
     if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
         always["copy to sample with"] = 2 * always["trained weights"] + always["frozen weights"]
         for parts in moments.values():
