@@ -87,13 +87,11 @@ def _inputs(lengths: list[int]) -> PackedInputs:
 )
 def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_step, tokens_per_micro_batch, seed):
     inputs = _inputs([n for group in groups for n in group])
-    members, first = [], 0
-    for group in groups:
-        members.append(list(range(first, first + len(group))))
-        first += len(group)
-    steps = plan_epoch(
-        members, inputs, tokens_per_step=tokens_per_step, tokens_per_micro_batch=tokens_per_micro_batch, seed=seed
-    )
+    first = sum(map(len, groups))
+    left = iter(range(first))
+    members = [[next(left) for _ in group] for group in groups]
+    limits = {"tokens_per_step": tokens_per_step, "tokens_per_micro_batch": tokens_per_micro_batch}
+    steps = plan_epoch(members, inputs, **limits, seed=seed)
     assert sorted(s for step in steps for s in step.sequences) == list(range(first))
     for group in members:
         assert sum(set(group) <= set(step.sequences) for step in steps) == 1
@@ -195,15 +193,8 @@ def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_
 def test_instructions_prompts_and_completions_that_begin_alike_are_read_once():
     instructions, said = tuple(range(100, 120)), tuple(range(200, 218))
     a, b, other = _prompt(*instructions, 1), _prompt(*instructions, 2, 3), _prompt(*instructions[:9], 4)
-    batch = pack(
-        [
-            (a, _completion(a, *said, 5, 6)),
-            (b, _completion(b, 7, 8)),
-            (other, _completion(other, 9)),
-            (a, _completion(a, 7)),
-            (a, _completion(a, *said, 7, 8, 9)),
-        ]
-    )
+    answers = [(a, (*said, 5, 6)), (b, (7, 8)), (other, (9,)), (a, (7,)), (a, (*said, 7, 8, 9))]
+    batch = pack([(prompt, _completion(prompt, *ids)) for prompt, ids in answers])
     shared = share_prompts(batch.inputs)
     of_a = PromptGroup(1, (PromptGroup(18, (1, 2)), 0))
     assert shared.groups == (PromptGroup(20, (of_a, PromptGroup(2, (1,)))), PromptGroup(10, (0,)))
@@ -305,9 +296,8 @@ def test_long_attention_counts_in_a_rows_cost():
 
 def test_dead_sequences_are_in_no_row_and_a_group_without_a_live_one_does_not_read_its_prompt():
     members, inputs = _block([(4, [3, 3]), (4, [3, 3])])
-    [step] = plan_epoch(
-        members, inputs, tokens_per_step=99, packing=Packing(99), live=[True, False, False, False], seed=0
-    )
+    live = [True, False, False, False]
+    [step] = plan_epoch(members, inputs, tokens_per_step=99, packing=Packing(99), live=live, seed=0)
     assert sorted(step.sequences) == [0, 1, 2, 3]
     assert (step.micro_batches, sorted(step.dead)) == (((0,),), [1, 2, 3])
 

@@ -43,28 +43,33 @@ def write_rows(folder: Path, *rows: object) -> Path:
     return path
 
 
+def load(
+    folder: Path, *rows: object, tokenizer: object = None, most: int = 20, too_long: str = "drop", **options: object
+):
+    """What becomes of these rows."""
+    source = FileData(path=write_rows(folder, *rows), **options)
+    return load_prompts(source, tokenizer or make_tokenizer(), max_prompt_tokens=most, too_long=too_long)
+
+
 def characters(text: str) -> tuple[int, ...]:
     return tuple(5 + ord(letter) - 32 for letter in text)
 
 
 def test_plain_text_is_tokenized_as_it_is(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "2+2=", "answer": "4"})
-    (prompt,) = load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=9).prompts
+    (prompt,) = load(tmp_path, {"prompt": "2+2=", "answer": "4"}).prompts
     assert (prompt.id, prompt.text, tuple(prompt.token_ids)) == ("0", "2+2=", characters("2+2="))
     assert (prompt.columns, prompt.messages) == ({"answer": "4"}, None)
 
 
 @pytest.mark.parametrize("adds", ["bos", "bos eos"])
 def test_plain_text_gets_the_start_token_that_the_tokenizer_adds_and_no_end_token(tmp_path, adds):
-    path = write_rows(tmp_path, {"prompt": "ab"}, {"prompt": f"{BOS}ab"})
-    prompts = load_prompts(FileData(path=path), make_tokenizer(adds=adds), max_prompt_tokens=9).prompts
+    prompts = load(tmp_path, {"prompt": "ab"}, {"prompt": f"{BOS}ab"}, tokenizer=make_tokenizer(adds=adds)).prompts
     assert [tuple(prompt.token_ids) for prompt in prompts] == [(0, *characters("ab"))] * 2
 
 
 def test_a_chat_template_writes_its_own_special_tokens_and_none_is_doubled(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "hi"})
     tokenizer = make_tokenizer(chat=True, adds="bos")
-    (prompt,) = load_prompts(FileData(path=path, system="Be."), tokenizer, max_prompt_tokens=20).prompts
+    (prompt,) = load(tmp_path, {"prompt": "hi"}, tokenizer=tokenizer, system="Be.").prompts
     assert prompt.text == "<bos><system>Be.<user>hi<assistant>"
     assert tuple(prompt.token_ids) == (0, 4, *characters("Be."), 2, *characters("hi"), 3)
     assert prompt.messages == ({"role": "system", "content": "Be."}, {"role": "user", "content": "hi"})
@@ -74,34 +79,27 @@ def test_a_chat_template_writes_its_own_special_tokens_and_none_is_doubled(tmp_p
 
 def test_a_prompt_may_be_a_conversation(tmp_path):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    path = write_rows(tmp_path, {"turns": turns})
-    options = FileData(path=path, columns={"prompt": "turns"})
-    (prompt,) = load_prompts(options, make_tokenizer(chat=True), max_prompt_tokens=20).prompts
+    given = {"tokenizer": make_tokenizer(chat=True), "columns": {"prompt": "turns"}}
+    (prompt,) = load(tmp_path, {"turns": turns}, **given).prompts
     assert prompt.text == "<bos><user>a<assistant>b<user>c<assistant>"
     assert prompt.messages == tuple(turns)
 
 
 def test_a_template_replaces_the_chat_template(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "hi"})
-    options = FileData(path=path, system="Be.", template="{system} Q: {prompt} A:")
-    (prompt,) = load_prompts(options, make_tokenizer(chat=True), max_prompt_tokens=20).prompts
+    given = {"tokenizer": make_tokenizer(chat=True), "system": "Be.", "template": "{system} Q: {prompt} A:"}
+    (prompt,) = load(tmp_path, {"prompt": "hi"}, **given).prompts
     assert (prompt.text, prompt.messages) == ("Be. Q: hi A:", None)
 
 
 def test_a_system_prompt_without_a_place_to_put_it_is_an_error(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "hi"})
     with pytest.raises(ConfigurationError, match="Set template"):
-        load_prompts(FileData(path=path, system="Be."), make_tokenizer(), max_prompt_tokens=9)
+        load(tmp_path, {"prompt": "hi"}, system="Be.")
 
 
 def test_a_conversation_without_a_chat_template_is_an_error(tmp_path):
-    path = write_rows(tmp_path, {"prompt": [{"role": "user", "content": "hi"}]})
-    for options, tokenizer in [
-        (FileData(path=path), make_tokenizer()),
-        (FileData(path=path, template="{prompt}"), make_tokenizer(chat=True)),
-    ]:
+    for options in ({}, {"template": "{prompt}", "tokenizer": make_tokenizer(chat=True)}):
         with pytest.raises(ConfigurationError, match="chat template"):
-            load_prompts(options, tokenizer, max_prompt_tokens=9)
+            load(tmp_path, {"prompt": [{"role": "user", "content": "hi"}]}, **options)
 
 
 @pytest.mark.parametrize(
@@ -117,48 +115,41 @@ def test_a_conversation_without_a_chat_template_is_an_error(tmp_path):
     ],
 )
 def test_a_prompt_that_no_template_can_read_is_named_by_its_place(tmp_path, messages, message):
-    path = write_rows(tmp_path, {"prompt": "fine"}, {"prompt": messages})
-    options = FileData(path=path, system="Be.")
     with pytest.raises(DataError, match="line 2") as raised:
-        load_prompts(options, make_tokenizer(chat=True), max_prompt_tokens=30)
+        load(tmp_path, {"prompt": "fine"}, {"prompt": messages}, tokenizer=make_tokenizer(chat=True), system="Be.")
     assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("empty", [None, "", " \n", [], [{"role": "user", "content": " "}], [{"role": "user"}]])
 def test_an_empty_prompt_is_dropped_and_counted(tmp_path, empty):
-    path = write_rows(tmp_path, {"prompt": "a"}, {"prompt": empty})
-    loaded = load_prompts(FileData(path=path), make_tokenizer(chat=True), max_prompt_tokens=9)
+    loaded = load(tmp_path, {"prompt": "a"}, {"prompt": empty}, tokenizer=make_tokenizer(chat=True))
     assert len(loaded.prompts) == 1
     assert loaded.counts == {"rows": 2, "prompts": 1, "empty": 1, "too_long": 0}
 
 
 def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "abc"}, {"prompt": "abcd", "id": "long"}, {"prompt": "x", "id": 7})
-    path.write_text(path.read_text().replace('{"prompt": "abc"}', '{"prompt": "abc", "id": "short"}'))
-    loaded = load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=3)
+    rows = [{"prompt": text, "id": name} for text, name in (("abc", "short"), ("abcd", "long"), ("x", 7))]
+    loaded = load(tmp_path, *rows, most=3)
     assert [prompt.id for prompt in loaded.prompts] == ["short", "7"]
     assert loaded.counts == {"rows": 3, "prompts": 2, "empty": 0, "too_long": 1}
     with pytest.raises(DataError, match=r"4 tokens at .*line 2 \(id 'long'\)"):
-        load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=3, too_long="error")
+        load(tmp_path, *rows, most=3, too_long="error")
 
 
 def test_no_prompt_left_is_an_error_with_the_counts(tmp_path):
-    path = write_rows(tmp_path, {"prompt": ""}, {"prompt": "abcd"})
     with pytest.raises(DataError, match="2 rows: 1 empty, 1 over 3 tokens"):
-        load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=3)
+        load(tmp_path, {"prompt": ""}, {"prompt": "abcd"}, most=3)
 
 
 def test_an_id_that_comes_twice_is_an_error_also_between_text_and_number(tmp_path):
-    path = write_rows(tmp_path, {"prompt": "a", "key": 1}, {"prompt": "b", "key": "1"})
     with pytest.raises(DataError, match=r"'1' at .*line 1 and at .*line 2"):
-        load_prompts(FileData(path=path, columns={"id": "key"}), make_tokenizer(), max_prompt_tokens=3)
+        load(tmp_path, {"prompt": "a", "key": 1}, {"prompt": "b", "key": "1"}, columns={"id": "key"})
 
 
 @pytest.mark.parametrize("wrong", [None, 1.5, True, [1]])
 def test_an_id_is_text_or_a_whole_number(tmp_path, wrong):
-    path = write_rows(tmp_path, {"prompt": "a", "id": wrong})
     with pytest.raises(DataError, match="line 1"):
-        load_prompts(FileData(path=path), make_tokenizer(), max_prompt_tokens=3)
+        load(tmp_path, {"prompt": "a", "id": wrong})
 
 
 def test_a_reasoning_gym_task_becomes_prompts_with_the_answer_beside_them():

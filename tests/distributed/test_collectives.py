@@ -11,9 +11,13 @@ from logitless.distributed import gather_over_group, sum_over_group
 from tests.ranks import run_on_ranks
 
 
-def test_one_rank_alone_needs_no_process_group_and_gets_its_own_tensor():
-    rows = torch.tensor([1.0, -2.0])
+def test_one_rank_alone_needs_no_process_group_and_gets_its_own_rows_and_sum():
+    rows = torch.tensor([1.0, -2.0], requires_grad=True)
     assert gather_over_group(None)(rows) is rows
+    total = sum_over_group(None)(rows)
+    total.square().sum().backward()
+    assert total.tolist() == [1.0, -2.0]
+    assert rows.grad.tolist() == [2.0, -4.0]
 
 
 def rows_of_a_rank(rank, parts):
@@ -36,34 +40,30 @@ def test_the_rows_of_all_ranks_are_end_to_end_in_the_order_of_ranks(lengths, res
 
 
 def leave_argument_alone(rank):
-    rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T.requires_grad_()
-    together = gather_over_group(dist.group.WORLD)(rows)
-    return rows.tolist(), together.tolist(), together.requires_grad
+    rows, numbers = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).T.requires_grad_(), torch.tensor([[1, 2], [3, 4]]).T
+    together, total = gather_over_group(dist.group.WORLD)(rows), sum_over_group(dist.group.WORLD)(numbers)
+    return rows.tolist(), together.tolist(), together.requires_grad, numbers.tolist(), total.tolist()
 
 
-def test_the_argument_is_left_as_it_is_need_not_be_contiguous_and_gets_no_gradient():
+def test_the_argument_is_left_as_it_is_need_not_be_contiguous_and_gets_no_gradient_from_rows():
     rows = [[1, 3], [2, 4]]
-    assert run_on_ranks(2, leave_argument_alone) == [(rows, rows + rows, False)] * 2
+    assert run_on_ranks(2, leave_argument_alone) == [(rows, rows + rows, False, rows, [[2, 6], [4, 8]])] * 2
 
 
 def only_some_ranks(rank):
     pair = dist.new_group([1, 3])
-    return gather_over_group(pair)(torch.full((rank,), rank)).tolist() if rank in (1, 3) else None
+    if rank in (1, 3):
+        return gather_over_group(pair)(torch.full((rank,), rank)).tolist(), sum_over_group(pair)(
+            torch.tensor(rank)
+        ).item()
+    return None
 
 
 def test_ranks_outside_the_group_take_no_part():
-    assert run_on_ranks(4, only_some_ranks) == [None, [1, 3, 3, 3], None, [1, 3, 3, 3]]
+    assert run_on_ranks(4, only_some_ranks) == [None, ([1, 3, 3, 3], 4)] * 2
 
 
 # --- sums
-
-
-def test_one_rank_alone_needs_no_process_group_for_a_sum():
-    part = torch.tensor([1.0, -2.0], requires_grad=True)
-    total = sum_over_group(None)(part)
-    total.square().sum().backward()
-    assert total.tolist() == [1.0, -2.0]
-    assert part.grad.tolist() == [2.0, -4.0]
 
 
 def weighted_squares(rank, num_ranks):
@@ -119,22 +119,3 @@ def test_it_can_be_differentiated_twice():
     # Two ranks, y = 3, L = 2 y^3: dL/dx_r = 6 y^2 = 54. The sum over ranks of these is 12 y^2, and its derivative
     # by x_r is 24 y = 72.
     assert run_on_ranks(2, gradient_of_gradient) == [(54.0, 72.0)] * 2
-
-
-def sum_leaving_the_argument(rank):
-    part = torch.tensor([[1, 2], [3, 4]]).T
-    total = sum_over_group(dist.group.WORLD)(part)
-    return part.tolist(), total.tolist()
-
-
-def test_the_argument_is_left_as_it_is_and_may_be_of_whole_numbers_and_not_contiguous():
-    assert run_on_ranks(2, sum_leaving_the_argument) == [([[1, 3], [2, 4]], [[2, 6], [4, 8]])] * 2
-
-
-def sum_of_some_ranks(rank):
-    pair = dist.new_group([0, 1])
-    return sum_over_group(pair)(torch.tensor(rank + 1)).item() if rank < 2 else None
-
-
-def test_ranks_outside_the_group_take_no_part_in_a_sum():
-    assert run_on_ranks(4, sum_of_some_ranks) == [3, 3, None, None]
