@@ -32,10 +32,7 @@ def test_a_configuration_picks_the_source_by_its_name():
     "data",
     [
         {"name": "file", "path": "a.jsonl", "task": "chain_sum"},
-        {"name": "hub", "dataset": "a/b", "split": "train", "path": "a.jsonl"},
-        {"name": "reasoning_gym", "task": "chain_sum", "size": 1, "seed": 0, "columns": {}},
         {"name": "reasoning_gym", "task": "chain_sum", "size": 0, "seed": 0},
-        {"name": "nowhere"},
     ],
 )
 def test_a_key_of_another_source_or_an_impossible_value_is_an_error(data):

@@ -13,16 +13,9 @@ from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.train.learn.policy import Policy
 from logitless.types import Completion, Prompt
+from tests.models.tiny import CONFIGS
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 23,
-    "initializer_range": 0.2,
-}
+CONFIG = CONFIGS["llama"] | {"hidden_size": 64, "intermediate_size": 128, "num_key_value_heads": 4}
 CPU = torch.device("cpu")
 
 

@@ -55,11 +55,8 @@ def test_what_is_saved_of_a_gguf_model_loads_in_plain_transformers(tmp_path, qua
     plain = AutoTokenizer.from_pretrained(tmp_path / "saved")
     text = "<|im_start|>user\nWhat is  12 + 7?<|im_end|>\n"
     assert plain(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert (plain.eos_token, plain.pad_token, plain.chat_template) == (
-        "<|im_end|>",
-        "<|im_end|>",
-        tokenizer.chat_template,
-    )
+    assert (plain.eos_token, plain.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert plain.chat_template == tokenizer.chat_template
 
 
 def test_the_tokenizer_of_a_gguf_file_ends_and_pads_as_its_metadata_say(file, caplog):
@@ -71,16 +68,20 @@ def test_the_tokenizer_of_a_gguf_file_ends_and_pads_as_its_metadata_say(file, ca
     assert "split as smollm, end token <|im_end|>, pad token <|im_end|>" in caplog.text
 
 
-def test_without_a_pad_token_the_end_token_pads_and_the_run_says_so(tmp_path, caplog):
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"padding_token_id": None}, "pad token <|im_end|>, for the file names none"),
+        ({"eos_token_id": 1}, "is <|im_start|>, with which no turn of its chat template ends; <|im_end|>"),
+    ],
+)
+def test_a_pad_token_that_is_absent_or_an_end_token_that_opens_turns_gives_place_and_the_run_says_so(
+    tmp_path, caplog, changed, said
+):
     with caplog.at_level(logging.INFO, logger="logitless"):
-        assert load_tokenizer(write_gguf(tmp_path / "a.gguf", padding_token_id=None)).pad_token == "<|im_end|>"
-    assert "pad token <|im_end|>, for the file names none" in caplog.text
-
-
-def test_an_end_token_that_opens_turns_gives_place_to_the_one_that_ends_them(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING, logger="logitless"):
-        assert load_tokenizer(write_gguf(tmp_path / "a.gguf", eos_token_id=1)).eos_token == "<|im_end|>"
-    assert "is <|im_start|>, with which no turn of its chat template ends; <|im_end|>" in caplog.text
+        tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", **changed))
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
+    assert said in caplog.text
 
 
 def test_smollm_cuts_digits_off_before_white_space_is_split(tmp_path):
@@ -107,14 +108,10 @@ def test_llama_begins_texts_with_bos_unless_the_file_says_otherwise(tmp_path):
 
 
 def test_qwen_splits_three_digits_into_three_and_llama_keeps_them():
-    splits = {
-        name: [s for s, _ in how.pre_tokenizer().pre_tokenize_str("a 1234")]
-        for name, how in gguf_module._SPLITS.items()
-    }
-    assert splits["qwen2"] == ["a", "Ġ", "1", "2", "3", "4"]
-    assert splits["llama-bpe"] == ["a", "Ġ", "123", "4"]
-    assert splits["smollm"] == ["a", "Ġ", "1", "2", "3", "4"]
-    assert splits["gpt-2"] == ["a", "Ġ1234"]
+    digits = ["a", "Ġ", "1", "2", "3", "4"]
+    wanted = {"qwen2": digits, "llama-bpe": ["a", "Ġ", "123", "4"], "smollm": digits, "gpt-2": ["a", "Ġ1234"]}
+    for name, parts in wanted.items():
+        assert [s for s, _ in gguf_module._SPLITS[name].pre_tokenizer().pre_tokenize_str("a 1234")] == parts
 
 
 @pytest.mark.parametrize("changed", [{"pre": "falcon3"}, {"model": "llama"}])
@@ -125,16 +122,17 @@ def test_a_tokenizer_that_cannot_be_built_exactly_is_refused(tmp_path, changed):
     assert load_model(source).config.model_type == "llama"
 
 
-@pytest.mark.parametrize("source", ["no/such.gguf", "./such.gguf", "/no/such/file.gguf"])
-def test_a_gguf_file_that_does_not_exist_is_an_error(source):
-    for load in (load_model, load_tokenizer):
-        with pytest.raises(ConfigurationError, match=r"which does not exist. .*owner/name/file.gguf"):
-            load(source)
-
-
-def test_a_gguf_file_of_the_hub_that_cannot_be_had_is_an_error():
-    with pytest.raises(ConfigurationError, match=r"'nobody/nothing/file.gguf', neither here nor on the hub"):
-        load_model("nobody/nothing/file.gguf")
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        *((path, "which does not exist. .*owner/name/file.gguf") for path in ("no/such.gguf", "./a.gguf", "/a.gguf")),
+        ("nobody/nothing/file.gguf", "'nobody/nothing/file.gguf', neither here nor on the hub"),
+    ],
+)
+def test_a_gguf_file_that_cannot_be_had_is_an_error(source, said, load):
+    with pytest.raises(ConfigurationError, match=said):
+        load(source)
 
 
 def test_a_damaged_gguf_file_is_an_error(tmp_path):

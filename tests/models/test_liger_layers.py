@@ -9,15 +9,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from logitless.errors import UnavailableError
 from logitless.models import liger_layers
 from logitless.models.liger_layers import check_liger_layers, install_liger_layers
+from tests.models.tiny import LLAMA
 
-CONFIG = LlamaConfig(
-    vocab_size=32,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=3,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-)
+CONFIG = LlamaConfig(**LLAMA | {"num_hidden_layers": 3})
 
 
 def scaling(factor: float):

@@ -1,4 +1,5 @@
 import json
+import os
 import threading
 from pathlib import Path
 
@@ -57,46 +58,43 @@ def test_a_model_on_meta_has_shapes_and_no_numbers(folder):
         assert model.lm_head.weight.shape == (61, 32)
 
 
-@pytest.mark.parametrize("source", ["./no/such/folder", "/no/such/folder", Path("nosuchfolder"), "a/b/c"])
-def test_a_missing_folder_is_an_error(source):
-    with pytest.raises(ConfigurationError, match="does not exist"):
-        load_model(source)
-    with pytest.raises(ConfigurationError, match="does not exist"):
-        load_tokenizer(source)
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        *((path, "does not exist") for path in ("./no/such/folder", "/no/such/folder", Path("nosuchfolder"), "a/b/c")),
+        ("nobody/nothing", "'nobody/nothing'"),
+    ],
+)
+def test_a_missing_folder_or_a_hub_name_that_cannot_be_read_is_an_error(source, said, load):
+    with pytest.raises(ConfigurationError, match=said):
+        load(source)
 
 
-def test_a_hub_name_that_cannot_be_read_is_an_error():
-    with pytest.raises(ConfigurationError, match="'nobody/nothing'"):
-        load_model("nobody/nothing")
-    with pytest.raises(ConfigurationError, match="'nobody/nothing'"):
-        load_tokenizer("nobody/nothing")
-
-
-def test_a_config_without_weights_is_an_error(folder):
+def test_a_config_without_weights_is_an_error():
     with pytest.raises(ConfigurationError, match="given a config only"):
         load_model(CONFIGS["llama"])
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigurationError, match="a config only"):
-        load_model(folder)
 
 
-def test_pickled_weights_are_refused(folder):
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    with pytest.raises(ConfigurationError, match=r"pytorch_model.bin. Convert the weights to safetensors"):
-        load_model(folder)
-
-
-def test_truncated_weights_are_an_error(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:1000])
-    with pytest.raises(ConfigurationError, match="readable weights"):
-        load_model(folder)
-
-
-def test_weights_that_lack_a_parameter_are_an_error(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
-    with pytest.raises(ConfigurationError, match="weights for every parameter"):
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (lambda folder: (folder / "model.safetensors").unlink(), "a config only"),
+        (
+            lambda folder: (folder / "model.safetensors").rename(folder / "pytorch_model.bin"),
+            r"pytorch_model.bin. Convert the weights to safetensors",
+        ),
+        (lambda folder: os.truncate(folder / "model.safetensors", 1000), "readable weights"),
+        (
+            lambda folder: (folder / "config.json").write_text(json.dumps(CONFIGS["llama"] | {"num_hidden_layers": 3})),
+            "weights for every parameter",
+        ),
+    ],
+    ids=["absent", "pickled", "truncated", "lacking a parameter"],
+)
+def test_weights_that_cannot_be_read_are_an_error(folder, spoil, said):
+    spoil(folder)
+    with pytest.raises(ConfigurationError, match=said):
         load_model(folder)
 
 

@@ -31,8 +31,8 @@ def trained(options: LoraOptions = OPTIONS, name: str = "llama") -> nn.Module:
     return model.eval()
 
 
-def logits(model: nn.Module) -> Tensor:
-    with torch.no_grad():
+def logits(model: nn.Module, grad: bool = False) -> Tensor:
+    with torch.set_grad_enabled(grad):
         return model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
 
 
@@ -64,8 +64,9 @@ def test_adapters_depend_on_the_seed_and_not_on_the_global_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_adapters_of_a_bfloat16_model_are_trained_in_float32():
-    model = add_lora(tiny("llama", dtype=torch.bfloat16), OPTIONS)
+@pytest.mark.parametrize("options", [OPTIONS, LoraOptions(rank=2, modules_to_save=("lm_head", "norm"))])
+def test_adapters_and_modules_trained_whole_are_float32_beside_a_base_in_16_bits(options):
+    model = add_lora(tiny("llama", dtype=torch.bfloat16), options)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {torch.bfloat16}
 
@@ -133,21 +134,17 @@ def test_missing_and_foreign_adapters_are_errors(tmp_path):
             load_adapters(tiny("llama"), tmp_path)
     weights = load_file(tmp_path / "adapter_model.safetensors")
     save_adapters(trained(), tmp_path)
-    save_file(
-        {key: value for key, value in weights.items() if "layers.1" in key}, tmp_path / "adapter_model.safetensors"
-    )
+    half = {key: value for key, value in weights.items() if "layers.1" in key}
+    save_file(half, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ConfigurationError, match="missing adapter keys"):
         load_adapters(tiny("qwen3"), tmp_path)
 
 
 def test_a_model_without_adapters_has_none_to_switch_off_merge_or_save(tmp_path):
     model = tiny("llama")
-    with pytest.raises(InputError, match="a model with adapters"), adapters_off(model):
-        pass
-    with pytest.raises(InputError, match="a model with adapters"):
-        merge_adapters(model)
-    with pytest.raises(InputError, match="a model with adapters"):
-        save_adapters(model, tmp_path)
+    for needs in (adapters_off(model).__enter__, lambda: merge_adapters(model), lambda: save_adapters(model, tmp_path)):
+        with pytest.raises(InputError, match="a model with adapters"):
+            needs()
 
 
 def test_a_frozen_copy_stays_while_the_model_is_trained():
@@ -189,29 +186,20 @@ def test_rslora_multiplies_by_alpha_over_the_root_of_the_rank():
 def test_dropout_is_of_passes_with_a_gradient_alone():
     model, without = trained(LoraOptions(rank=3, alpha=6.0, dropout=0.5)).train(), trained()
     assert torch.equal(logits(model), logits(without))
-    with torch.enable_grad():
-        torch.manual_seed(0)
-        one = model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
-        other = model(input_ids=INPUTS.input_ids[None], use_cache=False).logits
+    torch.manual_seed(0)
+    one, other = logits(model, grad=True), logits(model, grad=True)
     assert not torch.allclose(one, logits(without), atol=1e-3)
     assert not torch.equal(one, other)
-    with torch.enable_grad():
-        torch.manual_seed(0)
-        assert torch.equal(model(input_ids=INPUTS.input_ids[None], use_cache=False).logits, one)
+    torch.manual_seed(0)
+    assert torch.equal(logits(model, grad=True), one)
 
 
 def test_modules_trained_whole_come_back_from_the_adapters_file(tmp_path):
     model = trained(LoraOptions(rank=2, modules_to_save=("lm_head", "embed_tokens", "norm"), use_rslora=True))
     save_adapters(model, tmp_path)
     assert torch.equal(logits(load_adapters(tiny("llama"), tmp_path).eval()), logits(model))
-    assert torch.equal(
-        logits(merge_adapters(load_adapters(tiny("llama"), tmp_path)).eval()).argmax(-1), logits(model).argmax(-1)
-    )
-
-
-def test_modules_trained_whole_beside_a_base_in_16_bits_are_float32_until_they_are_rounded():
-    model = add_lora(tiny("llama", dtype=torch.bfloat16), LoraOptions(rank=2, modules_to_save=("lm_head", "norm")))
-    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    merged = merge_adapters(load_adapters(tiny("llama"), tmp_path)).eval()
+    assert torch.equal(logits(merged).argmax(-1), logits(model).argmax(-1))
 
 
 @pytest.mark.parametrize(

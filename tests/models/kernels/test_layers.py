@@ -43,10 +43,8 @@ def test_a_product_is_added_to_what_is_there_with_one_rounding():
 
 @pytest.mark.parametrize(("widths", "rank"), [((5,), 3), ((128, 128, 7), 16), ((256, 9), 20)])
 def test_low_rank_products_are_added_each_to_its_columns_with_one_rounding(widths, rank):
-    low, weight = (
-        draw(37, rank * len(widths), dtype=torch.bfloat16),
-        draw(sum(widths), rank, dtype=torch.bfloat16, seed=1),
-    )
+    low = draw(37, rank * len(widths), dtype=torch.bfloat16)
+    weight = draw(sum(widths), rank, dtype=torch.bfloat16, seed=1)
     out = draw(37, sum(widths), seed=2).bfloat16()
     parts = zip(out.double().split(widths, 1), low.double().split(rank, 1), weight.double().split(widths), strict=True)
     exact = torch.cat([before + 0.5 * (x @ w.T) for before, x, w in parts], 1)
@@ -143,17 +141,8 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemm
     sum((w * g).sum() for w, g in zip(wanted, grads, strict=True)).backward()
     for got, want in zip(found, wanted, strict=True):
         assert relative(got, want.detach()) < 1e-6
-    grad, *grad_norms = rotate_backward(
-        query,
-        key,
-        heads,
-        position,
-        cos,
-        sin,
-        norms,
-        *grads,
-        norm_dtypes=None if norms is None else (query.dtype, key.dtype),
-    )
+    dtypes = None if norms is None else (query.dtype, key.dtype)
+    grad, *grad_norms = rotate_backward(query, key, heads, position, cos, sin, norms, *grads, norm_dtypes=dtypes)
     assert relative(grad, leaf.grad) < 1e-6
     for got, weight in zip(grad_norms, weights, strict=True):
         assert (got is None) if weight is None else relative(got, weight.grad) < 1e-6
