@@ -14,10 +14,11 @@ from logitless.models.loading import compile_layers
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.completions import stop_ids
 from logitless.rollout.engine import Weights
-from logitless.rollout.sampling import History, SamplingOptions, sample, sampling_logp
+from logitless.rollout.sampling import SamplingOptions, sample
 from logitless.rollout.transformers import TransformersEngine, _GrowingLayer
 from logitless.types import Completion, Prompt
 from tests.models.tiny import CONFIGS, tiny
+from tests.rollout.plain_forward import check_logp
 
 _init = _GrowingLayer.__init__
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ .,;:?"
@@ -52,32 +53,13 @@ def speaking(end_bias: float) -> nn.Module:
     return model
 
 
-def with_frequent_end() -> nn.Module:
-    """A model that ends a completion after a few tokens."""
-    return speaking(4.0)
-
-
-def logp_alone(model: nn.Module, prompt: Prompt, completion: Completion, options: SamplingOptions) -> torch.Tensor:
-    """One plain forward over prompt and completion, then the distribution of each step."""
-    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
-    with torch.no_grad():
-        logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt.token_ids) - 1 : -1].float()
-    seen = torch.stack(
-        [torch.bincount(ids[0, : len(prompt.token_ids) + t], minlength=61) > 0 for t in range(completion.length)]
-    )
-    logp = sampling_logp(logits, options, History(seen))
-    return logp.gather(1, torch.tensor(completion.token_ids)[:, None])[:, 0]
-
-
 @pytest.mark.parametrize("name", [name for name in CONFIGS if name != "phi3-longrope"])
 def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
     engine, asked = engine_of(name), prompts(3, 9, 1, 9)
     options = SamplingOptions(max_new_tokens=12, temperature=0.8)
-    for prompt, group in zip(asked, engine.sample(asked, 3, options, seed=1), strict=True):
-        assert len(group) == 3
-        for completion in group:
-            expected = logp_alone(engine._model, prompt, completion, options)
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+    groups = engine.sample(asked, 3, options, seed=1)
+    assert [len(group) for group in groups] == [3] * 4
+    check_logp(engine._model, asked, groups, options)
 
 
 @pytest.mark.parametrize(("lengths", "max_new"), [((3, 1, 5), 7), ((13, 20), 10), ((3, 20, 13, 9), 3)])
@@ -85,10 +67,7 @@ def test_longrope_turns_prompts_of_one_batch_each_by_its_own_length(lengths, max
     """12 tokens are the bound of the tiny Phi-3."""
     engine, asked = engine_of("phi3-longrope"), prompts(*lengths)
     options = SamplingOptions(max_new_tokens=max_new)
-    for prompt, group in zip(asked, engine.sample(asked, 2, options, seed=1), strict=True):
-        for completion in group:
-            expected = logp_alone(engine._model, prompt, completion, options)
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+    check_logp(engine._model, asked, engine.sample(asked, 2, options, seed=1), options)
 
 
 def test_a_completion_in_which_longrope_would_turn_the_cached_keys_anew_is_refused():
@@ -193,17 +172,17 @@ def test_the_cache_is_kept_in_the_dtype_of_autocast_and_changes_no_bit(budget, m
         {"min_p": 0.2},
         {"repetition_penalty": 1.5},
         {"top_p": 0.9, "top_k": 10, "repetition_penalty": 1.2, "temperature": 1.5},
+        {"presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((5, -3.0),), "min_new_tokens": 3},
     ],
     ids=str,
 )
-def test_logp_sampler_includes_the_filters(filters):
+def test_logp_sampler_includes_filters_penalties_bias_and_minimum(filters):
     engine, asked = engine_of(), prompts(3, 5)
     options = SamplingOptions(max_new_tokens=10, **filters)
-    for prompt, group in zip(asked, engine.sample(asked, 4, options, seed=1), strict=True):
-        for completion in group:
-            expected = logp_alone(engine._model, prompt, completion, options)
-            assert expected.isfinite().all()
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+    ends = stop_ids(engine.tokenizer, engine._model, options)
+    groups = engine.sample(asked, 4, options, seed=1)
+    check_logp(engine._model, asked, groups, options, ends=ends)
+    assert all(c.length > options.min_new_tokens or c.finish_reason == "length" for c in chain(*groups))
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gemma3", "gpt2", "opt", "falcon"])
@@ -246,7 +225,7 @@ def test_the_same_seed_gives_the_same_completions_and_another_others():
 
 @pytest.mark.parametrize("max_rows", [1, 4, 5, 512])
 def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
-    model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
+    model, asked = speaking(4.0), prompts(3, 9, 1, 5)
     options = SamplingOptions(max_new_tokens=20)
     whole = TransformersEngine(model, tokenizer()).sample(asked, 4, options, seed=1)
     other = TransformersEngine(model, tokenizer(), max_rows=max_rows)
@@ -256,7 +235,7 @@ def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
 
 
 def test_removing_ended_rows_changes_no_completion(monkeypatch):
-    model, asked = with_frequent_end(), prompts(3, 9, 1, 5)
+    model, asked = speaking(4.0), prompts(3, 9, 1, 5)
     options = SamplingOptions(max_new_tokens=30, repetition_penalty=1.1)
     engine = TransformersEngine(model, tokenizer())
     removed = engine.sample(asked, 8, options, seed=1)
@@ -267,7 +246,7 @@ def test_removing_ended_rows_changes_no_completion(monkeypatch):
 
 
 def test_ended_rows_leave_the_batch():
-    model, rows = with_frequent_end(), []
+    model, rows = speaking(4.0), []
     model.register_forward_pre_hook(
         lambda module, arguments, named: rows.append(named["input_ids"].shape), with_kwargs=True
     )
@@ -277,38 +256,17 @@ def test_ended_rows_leave_the_batch():
     assert rows[-1][0] < 10
 
 
-def test_logp_sampler_includes_penalties_bias_and_minimum():
-    asked = prompts(3)
-    settings = {"presence_penalty": 0.6, "frequency_penalty": 0.3, "logit_bias": ((5, -3.0),), "min_new_tokens": 3}
-    options = SamplingOptions(max_new_tokens=8, **settings)
-    engine = engine_of()
-    ends = torch.tensor(stop_ids(engine.tokenizer, engine._model, options))
-    for prompt, group in zip(asked, engine.sample(asked, 2, options, seed=0), strict=True):
-        for completion in group:
-            ids, count = torch.tensor([[*prompt.token_ids, *completion.token_ids]]), completion.length
-            first = len(prompt.token_ids)
-            with torch.no_grad():
-                logits = tiny("llama")(input_ids=ids, use_cache=False).logits[0, first - 1 : -1].float()
-            counts = torch.stack([torch.bincount(ids[0, first : first + t], minlength=61) for t in range(count)])
-            history = History(None, counts, torch.arange(count), ends)
-            expected = sampling_logp(logits, options, history).gather(1, ids[0, first:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-4, atol=1e-4)
-            assert completion.length > 3 or completion.finish_reason == "length"
-
-
 def test_the_cache_grows_beyond_its_first_room():
     engine = TransformersEngine(speaking(-1e4), tokenizer())
     engine._config.max_position_embeddings = 400
-    (prompt,) = prompts(4)
     options = SamplingOptions(max_new_tokens=150)
-    ((completion,),) = engine.sample([prompt], 1, options, seed=11)
-    assert completion.length == 150
-    expected = logp_alone(engine._model, prompt, completion, options)
-    torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+    groups = engine.sample(prompts(4), 1, options, seed=11)
+    assert groups[0][0].length == 150
+    check_logp(engine._model, prompts(4), groups, options)
 
 
 def test_a_stop_token_ends_a_completion_and_stays_in_its_ids():
-    engine = TransformersEngine(with_frequent_end(), tokenizer())
+    engine = TransformersEngine(speaking(4.0), tokenizer())
     (group,) = engine.sample(prompts(3), 40, SamplingOptions(max_new_tokens=10), seed=1)
     assert {c.finish_reason for c in group} == {"stop", "length"}
     for completion in group:
@@ -372,11 +330,6 @@ def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
     assert count >= 3
 
 
-def test_a_row_of_one_token_and_a_prompt_of_one_token_work():
-    ((completion,),) = engine_of().sample(prompts(1), 1, SamplingOptions(max_new_tokens=1), seed=0)
-    assert completion.length == 1
-
-
 def test_sampling_leaves_modes_gradients_and_generators_alone():
     model = tiny("llama").train()
     before = torch.get_rng_state()
@@ -407,17 +360,14 @@ def test_an_adapter_is_sampled_with():
             if "lora_B" in name:
                 parameter.fill_(0.5)
     options = SamplingOptions(max_new_tokens=6)
-    (group,) = TransformersEngine(model, tokenizer()).sample(asked, 3, options, seed=0)
-    for completion in group:
-        expected = logp_alone(model.eval(), asked[0], completion, options)
-        torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=1e-3, atol=1e-3)
+    groups = TransformersEngine(model, tokenizer()).sample(asked, 3, options, seed=0)
+    check_logp(model.eval(), asked, groups, options)
 
 
 def test_autocast_gives_float32_log_probabilities_of_bfloat16_products():
     asked, options = prompts(3), SamplingOptions(max_new_tokens=6)
-    (group,) = engine_of(autocast=torch.bfloat16).sample(asked, 2, options, seed=0)
-    expected = logp_alone(tiny("llama"), asked[0], group[0], options)
-    torch.testing.assert_close(torch.tensor(group[0].logp_sampler), expected, rtol=0.1, atol=0.2)
+    groups = engine_of(autocast=torch.bfloat16).sample(asked, 1, options, seed=0)
+    check_logp(tiny("llama"), asked, groups, options, tolerance=0.1)
 
 
 @pytest.mark.parametrize(

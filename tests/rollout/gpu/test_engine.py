@@ -18,10 +18,11 @@ from logitless.rollout.gpu import steps
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.page_memory import PageMemory
 from logitless.rollout.gpu.steps import Steps
-from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
+from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
+from tests.rollout.plain_forward import check_logp
 
 pytest.importorskip("triton")
 
@@ -58,8 +59,15 @@ def flat(groups):
     return [completion for group in groups for completion in group]
 
 
-def without_version(completions):
-    return [replace(completion, weights_version=None) for completion in completions]
+def without_version(groups):
+    return [replace(completion, weights_version=None) for completion in flat(groups)]
+
+
+def trainers_scores(model, prompts, groups, *, temperature):
+    """What a forward pass of training says of the sampled tokens."""
+    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+    with torch.no_grad():
+        return Policy(model).scores(pack(pairs), temperature=temperature, backend="fused")
 
 
 @pytest.mark.parametrize(
@@ -76,11 +84,9 @@ def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options):
     engine, options = engine_of(model, prefill_tokens=40), SamplingOptions(max_new_tokens=5, temperature=0.8)
     assert engine.exact
     groups = engine.sample(PROMPTS, 2, options, seed=1)
-    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=True) for completion in group]
-    with torch.no_grad():
-        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
-    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_sampler]
-    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
+    scores = trainers_scores(model, PROMPTS, groups, temperature=0.8)
+    assert scores.logp.tolist() == [x for c in flat(groups) for x in c.logp_sampler]
+    assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
     assert len(scores.logp) > 20
 
 
@@ -119,21 +125,20 @@ def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
         assert completion.finish_reason == ("length" if at < 0 else "stop")
 
 
-def test_with_filters_logp_is_that_of_the_filtered_distribution_of_a_plain_forward():
-    engine = engine_of(model_of(end_bias=-1e4))
-    options = SamplingOptions(max_new_tokens=4, temperature=0.9, top_k=6, top_p=0.8, repetition_penalty=1.5)
-    for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
-        for completion in group:
-            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
-            first = len(prompt.token_ids)
-            with torch.no_grad():
-                logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
-            seen = torch.stack([torch.bincount(ids[0, : first + t].cpu(), minlength=11) > 0 for t in range(4)]).to(
-                DEVICE
-            )
-            expected = sampling_logp(logits, options, History(seen)).gather(1, ids[0, first:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
-            assert completion.logp_policy is not None
+@pytest.mark.parametrize(
+    ("settings", "end_bias"),
+    [
+        ({"temperature": 0.9, "top_k": 6, "top_p": 0.8, "repetition_penalty": 1.5}, -1e4),
+        ({"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((5, -2.0),), "min_new_tokens": 3}, 2.0),
+    ],
+    ids=["filters", "penalties"],
+)
+def test_filters_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back(settings, end_bias):
+    engine, options = engine_of(model_of(end_bias=end_bias)), SamplingOptions(max_new_tokens=5, **settings)
+    groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
+    check_logp(engine._model, PROMPTS[:2], groups, options, ends=[2])
+    assert all(c.length > 3 or c.finish_reason == "length" for c in flat(groups))
+    assert all(c.logp_policy is not None for c in flat(groups))
 
 
 @pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
@@ -141,12 +146,10 @@ def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_th
     model = model_of(end_bias=-1.0)
     engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)
     groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
-    pairs = [(prompt, completion) for prompt, group in zip(PROMPTS, groups, strict=False) for completion in group]
-    with torch.no_grad():
-        scores = Policy(model).scores(pack(pairs), temperature=0.8, backend="fused")
-    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_policy]
-    assert scores.entropy.tolist() == [x for _, c in pairs for x in c.entropy_sampler]
-    sampled = torch.tensor([x for _, c in pairs for x in c.logp_sampler])
+    scores = trainers_scores(model, PROMPTS[:2], groups, temperature=0.8)
+    assert scores.logp.tolist() == [x for c in flat(groups) for x in c.logp_policy]
+    assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
+    sampled = torch.tensor([x for c in flat(groups) for x in c.logp_sampler])
     if "repetition_penalty" in filters:
         assert not torch.allclose(sampled, scores.logp.cpu())
     else:  # what is left has the probability of what was dropped too
@@ -158,24 +161,6 @@ def test_at_temperature_0_nothing_is_said_of_a_softmax():
     [completion] = engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2, temperature=0.0), seed=1)[0]
     assert completion.logp_policy is None
     assert completion.entropy_sampler is None
-
-
-def test_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and_hold_ends_back():
-    engine = engine_of(model_of(end_bias=2.0))
-    settings = {"presence_penalty": 0.7, "frequency_penalty": 0.4, "logit_bias": ((5, -2.0),), "min_new_tokens": 3}
-    options = SamplingOptions(max_new_tokens=5, **settings)
-    for prompt, group in zip(PROMPTS[:2], engine.sample(PROMPTS[:2], 2, options, seed=1), strict=True):
-        for completion in group:
-            assert completion.length > 3 or completion.finish_reason == "length"
-            ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]], device=DEVICE)
-            first, count = len(prompt.token_ids), completion.length
-            with torch.no_grad():
-                logits = engine._model(input_ids=ids, use_cache=False).logits[0, first - 1 : -1]
-            sampled = ids[0, first:].cpu()
-            counts = torch.stack([torch.bincount(sampled[:t], minlength=11) for t in range(count)]).to(DEVICE)
-            history = History(None, counts, torch.arange(count, device=DEVICE), torch.tensor([2], device=DEVICE))
-            expected = sampling_logp(logits, options, history).gather(1, ids[0, first:, None])[:, 0]
-            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected.cpu(), rtol=1e-3, atol=1e-3)
 
 
 def test_the_steps_are_kept_from_call_to_call_and_made_anew_where_the_model_has_moved():
@@ -286,10 +271,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_version
     engine.load(Weights.of(model), version=7)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight[0, 0] = float("nan")
-    named = (
-        r"2 of 2 rows, first for token 1 of prompt 'a' \(sample 0\), with weights of version 7; layer 0 is the first"
-    )
-    with pytest.raises(TrainingError, match=named):
+    with pytest.raises(TrainingError, match=r"token 1 of prompt 'a' \(sample 0\), with weights of version 7; layer 0"):
         engine.sample(PROMPTS[:1], 2, SamplingOptions(max_new_tokens=2), seed=1)
 
 
@@ -331,10 +313,10 @@ def test_a_model_that_was_resized_between_blocks_is_sampled_as_it_is():
     with torch.no_grad():
         model.lm_head.weight[11:].copy_(50 * model.lm_head.weight[3:6])
     engine.load(Weights.of(model), 1)
-    found = flat(engine.sample(PROMPTS[:2], 3, options, seed=1))
-    anew = flat(engine_of(model).sample(PROMPTS[:2], 3, options, seed=1))
+    found = engine.sample(PROMPTS[:2], 3, options, seed=1)
+    anew = engine_of(model).sample(PROMPTS[:2], 3, options, seed=1)
     assert without_version(found) == without_version(anew)
-    assert any(token >= 11 for completion in found for token in completion.token_ids)
+    assert any(token >= 11 for completion in flat(found) for token in completion.token_ids)
 
 
 def test_a_model_that_was_cast_between_blocks_is_sampled_as_it_is():
@@ -345,4 +327,4 @@ def test_a_model_that_was_cast_between_blocks_is_sampled_as_it_is():
     engine.load(Weights.of(model), 1)
     again = engine_of(model_of(end_bias=0.0).bfloat16()).sample(PROMPTS[:1], 1, options, seed=1)
     found = engine.sample(PROMPTS[:1], 1, options, seed=1)
-    assert without_version(flat(found)) == without_version(flat(again))
+    assert without_version(found) == without_version(again)
