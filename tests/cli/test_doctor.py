@@ -21,13 +21,13 @@ from tests.train.tiny import tiny_raw
 ROOT = Path(__file__).parents[2]
 
 
-def recipe_file(folder: Path, **changes: object) -> str:
+def recipe_file(folder, **changes):
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(tiny_raw(folder) | changes))
     return str(path)
 
 
-def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_machine_is_described_and_nothing_is_an_error(capsys):
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["head backends"]["chunked"] == "runs"
@@ -39,9 +39,7 @@ def test_the_machine_is_described_and_nothing_is_an_error(capsys: pytest.Capture
     assert {"machine", "optional", "settings", "one set of bits", "sandbox around a model's text"} <= set(found)
 
 
-def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to_get_it(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to_get_it(capsys):
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert main(["doctor", "--json"]) == 0
     optional = json.loads(capsys.readouterr().out)["optional"]
@@ -53,24 +51,19 @@ def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to
         assert optional[module] == (metadata.version(package) if there else f"absent: pip install 'logitless[{extra}]'")
 
 
-def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert "audit\n  nothing found" in out
-    assert "a block" in out
-    assert "the run" in out
-    assert "planned" in out
+    assert all(part in out for part in ("audit\n  nothing found", "a block", "the run", "planned"))
     assert "cannot run here" not in out
 
 
-def test_without_measuring_there_is_no_forecast(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_measuring_there_is_no_forecast(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"audit", "plan", "left on the table"}
 
 
-def test_beside_a_gpu_the_plan_has_the_memory_of_its_host(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_beside_a_gpu_the_plan_has_the_memory_of_its_host(tmp_path, capsys, monkeypatch):
     path = recipe_file(tmp_path)
     found = fit_of(Path(path), ["model.device=auto"], 10**9, 10**9)
     monkeypatch.setattr("logitless.doctor.nearest.fit_of", lambda *_: replace(found, changes=None))
@@ -82,9 +75,7 @@ def test_beside_a_gpu_the_plan_has_the_memory_of_its_host(
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
-def test_a_recipe_that_cannot_run_exits_with_1_and_the_nearest_settings(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_recipe_that_cannot_run_exits_with_1_and_the_nearest_settings(tmp_path, capsys):
     path = recipe_file(tmp_path)
     assert main(["doctor", path, "--set", "model.device=cuda", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
@@ -93,17 +84,17 @@ def test_a_recipe_that_cannot_run_exits_with_1_and_the_nearest_settings(
     assert main(["doctor", path, "--set", "model.device=auto", "--no-measure"]) == 0
 
 
-def test_an_invalid_recipe_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_recipe_exits_with_2(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path, trian={})]) == 2
     assert "unknown key 'trian'" in capsys.readouterr().err
 
 
-def test_findings_in_a_recipe_leave_the_exit_status_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_findings_in_a_recipe_leave_the_exit_status_alone(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--set", "train.epochs_per_block=9", "--no-measure"]) == 0
     assert "train.epochs_per_block: 9 [epochs]" in capsys.readouterr().out
 
 
-def test_source_is_listed_with_exit_status_0_and_never_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_source_is_listed_with_exit_status_0_and_never_run(tmp_path, capsys):
     (tmp_path / "train.py").write_text("import os\nos._exit(5)\nimport xformers\n")
     before = {*sys.modules}
     assert main(["doctor", "--source", str(tmp_path)]) == 0

@@ -1,8 +1,6 @@
 """``logitless export``, ``sample`` and ``show``: what a run left is used without the trainer, bit for bit."""
 
 import json
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import httpx
@@ -80,16 +78,38 @@ def exported(run, tmp_path, *arguments):
     return target
 
 
+def loaded_export(*arguments):
+    return AutoModelForCausalLM.from_pretrained(exported(*arguments, "--dtype", "float32"))
+
+
 def logits(model):
     with torch.no_grad():
         return model(torch.tensor([[3, 4, 5, 6]])).logits
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"id": "x", "prompt": "ab"}\n{"id": "y", "prompt": "ba"}\n')
+    return path
+
+
+@pytest.fixture
+def refused(capsys):
+    """Runs a command that must end with a status, and say why."""
+
+    def refused(said, *command, status=2):
+        assert main([str(word) for word in command]) == status
+        assert said in capsys.readouterr().err
+
+    return refused
 
 
 # --- export ---------------------------------------------------------------------------------------------------------
 
 
 def test_an_export_in_float32_has_the_bits_of_the_checkpoint(run, tmp_path, capsys):
-    model = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    model = loaded_export(run, tmp_path)
     loaded, trained = dict(model.named_parameters()), parameters(run)
     assert loaded.keys() == trained.keys()
     assert all(loaded[name].dtype == torch.float32 and loaded[name].equal(trained[name]) for name in trained)
@@ -106,8 +126,7 @@ def test_an_export_of_a_run_in_bfloat16_is_of_its_masters_rounded_once(rounded_r
 
 
 def test_an_earlier_checkpoint_can_be_exported(run, tmp_path):
-    folder = exported(run, tmp_path, "--dtype", "float32", "--checkpoint", "1")
-    loaded = dict(AutoModelForCausalLM.from_pretrained(folder).named_parameters())
+    loaded = dict(loaded_export(run, tmp_path, "--checkpoint", "1").named_parameters())
     names = [path.name for path in checkpoints(run.checkpoints)]
     of_block = max(number for number, name in enumerate(names) if name.startswith("block-000001-"))
     assert all(loaded[name].equal(tensor) for name, tensor in parameters(run, of_block).items())
@@ -120,7 +139,7 @@ def test_a_run_with_row_invariant_layers_is_exported_and_sampled_from_without_a_
     config["model"]["layers"] = "row_invariant"
     run.config.write_text(yaml.safe_dump(config))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    model = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    model = loaded_export(run, tmp_path)
     assert all(p.equal(parameters(run)[name]) for name, p in model.named_parameters())
     assert sampled(capsys, run, "--prompt", "ah", "--temperature", "0", "--device", "cpu")
 
@@ -131,7 +150,7 @@ def test_merged_and_adapter_alone_are_the_same_policy(which, tmp_path, request):
 
     lora_run = request.getfixturevalue(which)
     policy = load_policy(lora_run, exact=True).policy.model
-    merged = AutoModelForCausalLM.from_pretrained(exported(lora_run, tmp_path, "--dtype", "float32"))
+    merged = loaded_export(lora_run, tmp_path)
     (tmp_path / "adapter").mkdir()
     folder = exported(lora_run, tmp_path / "adapter", "--form", "adapter", "--dtype", "float32")
     base = AutoModelForCausalLM.from_pretrained(lora_run.path.parents[1] / "base")
@@ -177,11 +196,11 @@ def test_the_recipe_of_a_card_names_code_of_ones_own_without_this_machines_folde
 
 def test_a_run_whose_checkpoints_are_gone_is_exported_from_its_model(tmp_path):
     run = finished(tmp_path, **LORA)
-    before = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
+    before = loaded_export(run, tmp_path)
     for path in [*run.checkpoints.rglob("*")][::-1]:
         path.rmdir() if path.is_dir() else path.unlink()
     (tmp_path / "later").mkdir()
-    after = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path / "later", "--dtype", "float32"))
+    after = loaded_export(run, tmp_path / "later")
     assert all(a.equal(b) for a, b in zip(before.parameters(), after.parameters(), strict=True))
 
 
@@ -193,17 +212,14 @@ def test_a_run_whose_checkpoints_are_gone_is_exported_from_its_model(tmp_path):
         (["--to", "{run}"], "Remove it"),
     ],
 )
-def test_what_cannot_be_exported_exits_2_and_writes_nothing(run, capsys, arguments, said):
+def test_what_cannot_be_exported_exits_2_and_writes_nothing(run, refused, arguments, said):
     before = set(run.path.rglob("*"))
-    assert main(["export", str(run.path), *(word.format(run=run.path) for word in arguments)]) == 2
-    assert said in capsys.readouterr().err
+    refused(said, "export", run.path, *(word.format(run=run.path) for word in arguments))
     assert set(run.path.rglob("*")) == before
 
 
-def test_an_adapter_whose_base_nobody_else_has_is_refused(tmp_path, capsys):
-    run = finished(tmp_path, **LORA)
-    assert main(["export", str(run.path), "--form", "adapter"]) == 2
-    assert "random weights" in capsys.readouterr().err
+def test_an_adapter_whose_base_nobody_else_has_is_refused(tmp_path, refused):
+    refused("random weights", "export", finished(tmp_path, **LORA).path, "--form", "adapter")
 
 
 class Hub:
@@ -271,25 +287,23 @@ def test_an_export_is_pushed_where_that_is_asked_for_and_private_unless_public_i
     ],
 )
 def test_a_push_that_cannot_be_or_would_publish_is_refused_before_anything_is_written(
-    run, tmp_path, capsys, hub, stand_in, answers, arguments, status, said
+    run, tmp_path, refused, hub, stand_in, answers, arguments, status, said
 ):
     hub(stand_in, answers=answers)
-    assert main(["export", str(run.path), "--to", str(tmp_path / "exported"), *arguments]) == status
-    assert said in capsys.readouterr().err
+    refused(said, "export", run.path, "--to", tmp_path / "exported", *arguments, status=status)
     assert not list(tmp_path.iterdir())
     assert stand_in.uploaded == []
 
 
-def test_a_push_that_breaks_leaves_the_folder_and_says_how_to_push_it(run, tmp_path, capsys, hub):
+def test_a_push_that_breaks_leaves_the_folder_and_says_how_to_push_it(run, tmp_path, refused, hub):
     stand_in = hub(Hub())
 
     def gone(**options):
         raise httpx.ConnectError("gone")
 
     stand_in.upload_folder = gone
-    target = tmp_path / "exported"
-    assert main(["export", str(run.path), "--to", str(target), "--push-to-hub", "toy"]) == 1
-    assert f"hf upload toy {target} --private" in capsys.readouterr().err
+    target, said = tmp_path / "exported", f"hf upload toy {tmp_path / 'exported'} --private"
+    refused(said, "export", run.path, "--to", target, "--push-to-hub", "toy", status=1)
     assert (target / "model.safetensors").is_file()
 
 
@@ -320,22 +334,20 @@ def test_the_policy_that_is_sampled_from_is_that_of_the_end_of_the_run(which, re
 
 
 @pytest.mark.parametrize("changes", [{}, LORA], ids=["full", "lora"])
-def test_what_a_warm_start_taught_is_in_the_policy_and_its_adapter_is_not_exported_alone(tmp_path, capsys, changes):
+def test_what_a_warm_start_taught_is_in_the_policy_and_its_adapter_is_not_exported_alone(tmp_path, refused, changes):
     warm_start = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3, "learning_rate": 0.1}
     run = finished(tmp_path, warm_start=warm_start, **changes)
     latest, model = load_policy(run), load_policy(run, "model")
     assert logits(latest.policy.model).equal(logits(model.policy.model))
-    merged = AutoModelForCausalLM.from_pretrained(exported(run, tmp_path, "--dtype", "float32"))
-    torch.testing.assert_close(logits(merged), logits(latest.policy.model))
+    torch.testing.assert_close(logits(loaded_export(run, tmp_path)), logits(latest.policy.model))
     if changes:
-        assert main(["export", str(run.path), "--form", "adapter"]) == 2
-        assert "warm start" in capsys.readouterr().err
+        refused("warm start", "export", run.path, "--form", "adapter")
 
 
-def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tmp_path, capsys):
-    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "question": "ab"}\n{"id": "y", "question": "ba"}\n')
+def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, prompts_file, tmp_path, capsys):
+    prompts_file.write_text(prompts_file.read_text().replace("prompt", "question"))
     out = tmp_path / "out.jsonl"
-    arguments = ["--file", str(tmp_path / "prompts.jsonl"), "--column", "question", "--out", str(out)]
+    arguments = ["--file", str(prompts_file), "--column", "question", "--out", str(out)]
     sampled(capsys, run, *arguments, "--samples", "2", "--temperature", "0", "--max-new-tokens", "3")
     completions = read_completions(out)
     assert [completion.prompt_id for completion in completions] == ["x", "x", "y", "y"]
@@ -344,14 +356,11 @@ def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, tm
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_what_was_sampled_can_be_scored(run, tmp_path, capsys, form):
-    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "prompt": "ab"}\n{"id": "y", "prompt": "ba"}\n')
-    prompts, out, rows = tmp_path / "prompts.jsonl", tmp_path / f"out.{form}", tmp_path / "rows.jsonl"
-    sampled(capsys, run, "--file", str(prompts), "--samples", "2", "--out", str(out))
-    (tmp_path / "own.py").write_text(
-        "def size(completions, **columns):\n    return [len(each) for each in completions]\n"
-    )
-    files = ["--prompts", str(prompts), "--responses", str(out), "--json", str(rows)]
+def test_what_was_sampled_can_be_scored(run, prompts_file, tmp_path, capsys, form):
+    out, rows = tmp_path / f"out.{form}", tmp_path / "rows.jsonl"
+    sampled(capsys, run, "--file", str(prompts_file), "--samples", "2", "--out", str(out))
+    (tmp_path / "own.py").write_text("def size(completions, **_):\n    return [len(each) for each in completions]\n")
+    files = ["--prompts", str(prompts_file), "--responses", str(out), "--json", str(rows)]
     assert main(["score", "--reward", f"{tmp_path}/own.py:size", *files]) == 0
     assert "4 scored" in capsys.readouterr().out
     scored = [json.loads(line) for line in rows.read_text().splitlines()]
@@ -361,11 +370,10 @@ def test_what_was_sampled_can_be_scored(run, tmp_path, capsys, form):
     ]
 
 
-def test_prompts_are_rendered_with_the_runs_variables_of_the_chat_template(tmp_path, capsys):
+def test_prompts_are_rendered_with_the_runs_variables_of_the_chat_template(prompts_file, tmp_path, capsys):
     give_chat_template(tmp_path)
     run = finished(tmp_path, model__chat_template_kwargs={"mood": "good"})
-    (tmp_path / "prompts.jsonl").write_text('{"id": "x", "prompt": "ab"}\n{"id": "y", "prompt": "ba"}\n')
-    printed = sampled(capsys, run, "--file", str(tmp_path / "prompts.jsonl"))
+    printed = sampled(capsys, run, "--file", str(prompts_file))
     assert "=== x: abgd\n" in printed
     assert "=== y: bagd\n" in printed
 
@@ -388,9 +396,8 @@ def test_a_policy_with_a_value_head_can_be_sampled_from(tmp_path, capsys):
         (["--file", "no/such.jsonl"], "no/such.jsonl"),
     ],
 )
-def test_bad_input_to_sample_exits_2_and_says_why(run, capsys, arguments, said):
-    assert main(["sample", str(run.path), *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_bad_input_to_sample_exits_2_and_says_why(run, refused, arguments, said):
+    refused(said, "sample", run.path, *arguments)
 
 
 # --- show -----------------------------------------------------------------------------------------------------------
@@ -408,9 +415,6 @@ def test_show_prints_the_group_with_every_completion_and_its_verdicts(run, capsy
 
 
 def test_show_prints_every_turn_of_a_conversation_below_its_role(tmp_path, capsys):
-    folder = RunFolder(tmp_path)
-    folder.rollouts.mkdir()
-    folder.write_config("name: turns")
     said = (
         {"role": "user", "content": "2+2="},
         {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "add", "arguments": "{}"}}]},
@@ -418,13 +422,20 @@ def test_show_prints_every_turn_of_a_conversation_below_its_role(tmp_path, capsy
         {"role": "assistant", "content": "It is 4."},
     )
     completion = Completion("7", (4, 9, 2), "It is 4.", "stop", trained=(True, False, True), turn=(0, 0, 1))
-    verdicts = ({"a": Verdict.graded(1.0)},)
     prompt = Prompt("7", "a long prompt: " * 100 + "2+2=", (4,))
-    folder.write_rollouts(1, [Group(prompt, (completion,), verdicts, (1.0,), conversations=(said,))])
-    assert main(["show", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    printed = shown(tmp_path, capsys, prompt, completion, Verdict.graded(1.0), conversations=(said,))
     assert prompt.text in printed
     assert "\nassistant:\nadd({})\ntool add:\n4�\nassistant:\nIt is 4.\n" in printed
+
+
+def shown(path, capsys, prompt, completion, verdict, **more):
+    """What is printed of a run of one completion."""
+    folder = RunFolder(path)
+    folder.rollouts.mkdir()
+    folder.write_config("name: own")
+    folder.write_rollouts(1, [Group(prompt, (completion,), ({"length": verdict},), (1.0,), **more)])
+    assert main(["show", str(path)]) == 0
+    return capsys.readouterr().out
 
 
 def test_show_without_numbers_prints_the_first_group_of_the_last_block(run, capsys):
@@ -433,15 +444,9 @@ def test_show_without_numbers_prints_the_first_group_of_the_last_block(run, caps
 
 
 def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
-    folder = RunFolder(tmp_path)
-    folder.rollouts.mkdir()
-    folder.write_config("name: hostile")
-    text = "\x1b]0;owned\x07[bold]plain[/bold]"
     verdict = Verdict(1.0, "graded", message="said \x1b[2J")
-    completion = Completion("7", (4, 2), text, "stop")
-    folder.write_rollouts(1, [Group(Prompt("7", "2+2=", (4,)), (completion,), ({"length": verdict},), (1.0,))])
-    assert main(["show", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
+    completion = Completion("7", (4, 2), "\x1b]0;owned\x07[bold]plain[/bold]", "stop")
+    printed = shown(tmp_path, capsys, Prompt("7", "2+2=", (4,)), completion, verdict)
     assert "\x1b" not in printed
     assert "\x07" not in printed
     assert "[bold]plain[/bold]" in printed
@@ -450,17 +455,10 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"), [(["--block", "9"], "1 to 2"), (["--group", "5"], "1 to 4"), (["--group", "0"], "1 to 4")]
 )
-def test_a_group_that_is_not_there_exits_2_with_those_that_are(run, capsys, arguments, said):
-    assert main(["show", str(run.path), *arguments]) == 2
-    assert said in capsys.readouterr().err
+def test_a_group_that_is_not_there_exits_2_with_those_that_are(run, refused, arguments, said):
+    refused(said, "show", run.path, *arguments)
 
 
 @pytest.mark.parametrize("command", [["export"], ["sample", "--prompt", "x"], ["show"]])
-def test_a_folder_that_is_no_run_exits_2(tmp_path, capsys, command):
-    assert main([command[0], str(tmp_path), *command[1:]]) == 2
-    assert "config.yaml" in capsys.readouterr().err
-
-
-def test_recipes_are_listed_without_waiting_for_torch():
-    program = "import sys, logitless.cli.recipes; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", program], check=True)
+def test_a_folder_that_is_no_run_exits_2(tmp_path, refused, command):
+    refused("config.yaml", command[0], tmp_path, *command[1:])

@@ -15,11 +15,8 @@ def files(tmp_path):
         {"key": key, "prompt": f"Say {key}.", "instruction_id_list": IDS, "kwargs": [{}, {}], "answer": '"1"'}
         for key in (1, 2, 3)
     ]
-    responses = [
-        {"prompt": "Say 1.", "response": '"1"'},
-        {"prompt": "Say 2.", "response": 'Sure, here:\n"2"'},
-        {"prompt": "Say 9.", "response": "9"},
-    ]
+    said = {1: '"1"', 2: 'Sure, here:\n"2"', 9: "9"}
+    responses = [{"prompt": f"Say {key}.", "response": text} for key, text in said.items()]
     for name, rows in (("prompts", prompts), ("responses", responses)):
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return ["--prompts", str(tmp_path / "prompts.jsonl"), "--responses", str(tmp_path / "responses.jsonl")]
@@ -34,12 +31,9 @@ def test_a_suite_is_scored_and_missing_and_skipped_rows_are_no_failure(files, tm
     arguments = ["score", "--suite", "ifeval", *files, "--json", str(out), "--plot", str(chart), "--workers", "1"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
-    assert "50.0%" in printed
-    assert "prompt-level strict" in printed
-    assert "instruction-level loose" in printed
-    assert "2 scored" in printed
-    assert "1 missing: no response" in printed
     assert "1 responses without a prompt skipped" in printed
+    for part in ("50.0%", "prompt-level strict", "instruction-level loose", "2 scored", "1 missing: no response"):
+        assert part in printed
     assert followed(out) == [[True, True], [False, False]]
     assert chart.read_bytes().startswith(b"\x89PNG")
 
@@ -107,13 +101,11 @@ def test_a_function_that_fails_is_shown_with_its_first_traceback(files, tmp_path
     [
         (["--suite", "ifbench"], "line 1, key 1"),
         (["--reward", "logitless.rewards.text.exact:Exact", "--loose"], "--suite with --loose"),
-        (["--suite", "ifeval", "--deadline", "inf"], "--deadline"),
-        (["--suite", "ifeval", "--deadline", "0"], "--deadline"),
+        *((["--suite", "ifeval", "--deadline", seconds], "--deadline") for seconds in ("inf", "0")),
         (["--suite", "ifeval", "--workers", "0"], "--workers"),
         (["--suite", "ifeval", "--json", "no/such/folder/out.jsonl"], "existing folder for --json"),
         (["--suite", "ifeval", "--plot", "no/such/folder/out.png"], "existing folder for --plot"),
-        (["--suite", "ifeval", "--plot", "chart.banana"], ".png"),
-        (["--suite", "ifeval", "--plot", "chart"], ".png"),
+        *((["--suite", "ifeval", "--plot", name], ".png") for name in ("chart.banana", "chart")),
     ],
 )
 def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint):

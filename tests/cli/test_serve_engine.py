@@ -1,14 +1,14 @@
 """``serve-engine`` offers a recipe's engine to a client in another process, and says where."""
 
-import json
+import socket
 import subprocess
 import sys
-import urllib.request
 
 import pytest
 import yaml
 
 from logitless.cli.main import main
+from tests.rollout.test_serving import post
 from tests.train.tiny import give_chat_template, tiny_raw
 
 
@@ -28,12 +28,8 @@ def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recip
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             url = server.stdout.readline().strip()
-            body = json.dumps({"prompt": "ab", "n": 2, "max_tokens": 4}).encode()
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/completions", body), timeout=300) as reply:
-                said = json.load(reply)
-            body = json.dumps({"messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}).encode()
-            with urllib.request.urlopen(urllib.request.Request(f"{url}/chat/completions", body), timeout=300) as reply:
-                chat = json.load(reply)
+            _, said = post(f"{url}/completions", prompt="ab", n=2, max_tokens=4)
+            _, chat = post(f"{url}/chat/completions", messages=[{"role": "user", "content": "ab"}], max_tokens=4)
         finally:
             server.kill()
     assert said["prompt_token_ids"] == [3, 4]
@@ -44,8 +40,6 @@ def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recip
 
 
 def test_a_port_that_is_taken_is_refused_in_words(recipe, capsys):
-    import socket
-
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve-engine", str(recipe), "--port", str(taken.getsockname()[1])]) == 2
     assert "--port" in capsys.readouterr().err

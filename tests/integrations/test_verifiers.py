@@ -19,6 +19,7 @@ from logitless.rollout.environments.harness import Harness
 from logitless.rollout.environments.options import environment_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
+from tests.rollout.engines import StandIn
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("verifiers") is None, reason="needs pip install 'logitless[verifiers]'"
@@ -174,7 +175,7 @@ def test_a_row_without_a_task_is_refused(row, match):
         play_task("http://127.0.0.1:1/v1", row, 0, taskset=TASKSET)
 
 
-class Answers:
+class Answers(StandIn):
     """An engine that says 2 to everything."""
 
     def __init__(self, tokenizer):
@@ -184,10 +185,6 @@ class Answers:
         ids = (*self.tokenizer("2", add_special_tokens=False)["input_ids"], self.tokenizer.eos_token_id)
         made = [Completion(p.id, ids, "2", "stop", (-0.5, -0.25), weights_version=3) for p in prompts]
         return [[each] * num_samples for each in made]
-
-    def load(self, weights, version): ...
-
-    def close(self): ...
 
 
 @installed

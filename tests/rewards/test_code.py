@@ -48,8 +48,6 @@ def test_the_last_fenced_block_is_the_program():
     "program",
     [
         "",
-        "print(",
-        "raise SystemExit(1)",
         "print('3'); raise SystemExit(1)",
         "import os; os.abort()",
         "while True: pass",
@@ -142,12 +140,9 @@ def test_tests_may_be_json_text_and_null_fields_are_absent():
 def test_the_same_program_scores_the_same_every_time():
     chance = "print(sorted({'a', 'b', 'c', 'd', 'e'}, key=hash), hash('a'))"
     items = [(chance, "", 10.0, 1 << 29, sandboxed) for sandboxed in (True, True, True, False)]
-    outputs = [
-        outcome.value for outcome in code.program_pool().run("logitless.rewards.workers.programs:output_of", items)
-    ]
-    first = outputs[0]
+    outcomes = code.program_pool().run("logitless.rewards.workers.programs:output_of", items)
+    [first] = {outcome.value for outcome in outcomes}
     assert first
-    assert set(outputs) == {first}
     assert [score(chance, [{"output": first}]).score for _ in range(5)] == [1.0] * 5
 
 
@@ -187,10 +182,8 @@ def test_a_program_cannot_leave_its_sandbox(escape, tmp_path):
 @pytest.mark.parametrize("whom", ["os.getpid()", "os.getppid()"])
 def test_a_program_that_kills_itself_or_its_parent_is_wrong(whom, sandbox):
     killer = f"import os, signal, time\nprint(3, flush=True)\nos.kill({whom}, signal.SIGKILL)\ntime.sleep(1000)"
-    texts = ["print(3)", killer, "print(3)"]
-    verdicts = Code(sandbox=sandbox, deadline_seconds=2.0).verdicts(
-        ["p"] * 3, texts, {"tests": [[{"output": "3"}]] * 3}
-    )
+    texts, rest = ["print(3)", killer, "print(3)"], {"tests": [[{"output": "3"}]] * 3}
+    verdicts = Code(sandbox=sandbox, deadline_seconds=2.0).verdicts(["p"] * 3, texts, rest)
     assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0]
     assert verdicts[1].status in ("graded", "ungradable")
 
@@ -208,10 +201,7 @@ def test_threads_temporary_files_and_event_loops_work_in_the_sandbox():
 
 
 def test_what_a_program_ought_to_print_is_never_sent_to_a_worker(monkeypatch):
-    sent = []
-    pool = code.program_pool()
-    monkeypatch.setattr(
-        pool, "run", lambda task, items, **limits: sent.extend(items) or [Outcome("done", {"prints": [None]})]
-    )
+    sent, nothing = [], [Outcome("done", {"prints": [None]})]
+    monkeypatch.setattr(code.program_pool(), "run", lambda task, items, **limits: sent.extend(items) or nothing)
     assert score("print(3)", [{"input": "", "output": "expected-output"}]).score == 0.0
     assert "expected-output" not in repr(sent)

@@ -13,7 +13,6 @@ from logitless.rewards.evaluation import (
     official_rows,
     read_pairing,
     reward_at,
-    save_bar_chart,
     score_reward,
     score_suite,
     suite_report,
@@ -94,13 +93,11 @@ def test_a_file_that_is_absent_or_no_text_is_refused(tmp_path):
 
 @pytest.fixture(scope="module")
 def scored():
-    rows = [
-        ({"instruction_id_list": IDS, "kwargs": [{}, {}], "key": 1}, 'Sure:\n"Yes."'),
-        ({"instruction_id_list": IDS, "kwargs": [{}, {}], "key": 2}, '"Well, no."'),
-        ({"instruction_id_list": IDS[:1], "kwargs": [{}], "key": 3}, None),
-        ({"instruction_id_list": IDS[:1], "kwargs": [{}], "key": 4}, "   "),
+    rows = [(IDS, 'Sure:\n"Yes."'), (IDS, '"Well, no."'), (IDS[:1], None), (IDS[:1], "   ")]
+    prompts = [
+        PromptRow(line, f"prompt {line}", {"instruction_id_list": ids, "kwargs": [{} for _ in ids], "key": line})
+        for line, (ids, _) in enumerate(rows, start=1)
     ]
-    prompts = [PromptRow(line, f"prompt {line}", columns) for line, (columns, _) in enumerate(rows, start=1)]
     pairing = Pairing(prompts, [response for _, response in rows], num_skipped=0)
     calls = []
     return pairing, score_suite(pairing, "ifeval", workers=1, progress=calls.append), calls
@@ -129,12 +126,8 @@ def test_the_report_has_all_four_rates_over_what_was_graded(scored):
 def test_official_rows_hold_the_scored_prompts_only(scored):
     rows = list(official_rows(*scored[:2], loose=True))
     assert [row["prompt"] for row in rows] == ["prompt 1", "prompt 2", "prompt 4"]
-    assert rows[0] == {
-        "prompt": "prompt 1",
-        "instruction_id_list": IDS,
-        "follow_instruction_list": [True, True],
-        "follow_all_instructions": True,
-    }
+    followed = {"follow_instruction_list": [True, True], "follow_all_instructions": True}
+    assert rows[0] == {"prompt": "prompt 1", "instruction_id_list": IDS, **followed}
     assert next(official_rows(*scored[:2]))["follow_instruction_list"] == [True, False]
 
 
@@ -145,17 +138,10 @@ def test_a_row_that_is_wrong_stops_the_scoring_before_it_starts():
 
 
 def test_a_reward_scores_the_answered_prompts_with_the_other_fields_as_columns():
-    rows = [
-        PromptRow(1, "2+2=", {"answer": "4"}),
-        PromptRow(2, "2+3=", {"answer": "5"}),
-        PromptRow(3, "1+1=", {"answer": "2"}),
-    ]
-    verdicts = score_reward(Pairing(rows, ["4", None, "3"], 0), Exact())
-    assert [(verdict.score, verdict.status) for verdict in verdicts] == [
-        (1.0, "graded"),
-        (None, "missing"),
-        (0.0, "graded"),
-    ]
+    rows = [PromptRow(n, f"{n}+2=", {"answer": f"{n + 2}"}) for n in (1, 2, 3)]
+    verdicts = score_reward(Pairing(rows, ["3", None, "3"], 0), Exact())
+    assert [verdict.score for verdict in verdicts] == [1.0, None, 0.0]
+    assert verdicts[1].status == "missing"
 
 
 @pytest.mark.parametrize(
@@ -167,13 +153,6 @@ def test_a_path_that_names_no_reward_is_refused(path):
 
 
 def test_rows_are_written_as_one_json_object_a_line(tmp_path):
-    write_rows(tmp_path / "out.jsonl", [{"prompt": "é\n"}, {"prompt": "b"}])
-    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()] == [
-        {"prompt": "é\n"},
-        {"prompt": "b"},
-    ]
-
-
-def test_the_chart_is_an_image(tmp_path):
-    save_bar_chart(tmp_path / "chart.png", {"keywords": Rate(3, 4), "startend": Rate(0, 2)}, "ifeval, strict")
-    assert (tmp_path / "chart.png").read_bytes().startswith(b"\x89PNG")
+    rows = [{"prompt": "é\n"}, {"prompt": "b"}]
+    write_rows(tmp_path / "out.jsonl", rows)
+    assert [json.loads(line) for line in (tmp_path / "out.jsonl").read_text("utf-8").splitlines()] == rows

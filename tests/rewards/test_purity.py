@@ -64,17 +64,10 @@ def check_one_verdict_a_text(reward, texts):
             assert verdict == found[index]
 
 
-@pytest.mark.parametrize("reward", IN_PROCESS, ids=lambda reward: reward.name)
+@pytest.mark.parametrize("reward", IN_PROCESS + IN_WORKERS, ids=lambda reward: reward.name)
 @given(texts=TEXTS)
-@settings(max_examples=50, deadline=None)
-def test_any_text_has_one_verdict_in_this_process(reward, texts):
-    check_one_verdict_a_text(reward, texts)
-
-
-@pytest.mark.parametrize("reward", IN_WORKERS, ids=lambda reward: reward.name)
-@given(texts=TEXTS)
-@settings(max_examples=25, deadline=None)
-def test_any_text_has_one_verdict_in_workers(reward, texts):
+@settings(max_examples=35, deadline=None)
+def test_any_text_has_one_verdict(reward, texts):
     check_one_verdict_a_text(reward, texts)
 
 

@@ -7,7 +7,6 @@ from logitless.errors import ConfigurationError, DataError, InputError, Training
 from logitless.rewards.reward import (
     MAX_CHARACTERS,
     Batch,
-    Reward,
     TextReward,
     WeightedReward,
     check_reserved,
@@ -163,12 +162,6 @@ def test_a_reward_without_a_check_is_refused_where_a_column_that_its_fields_name
     _OfColumns(column="here").check({"here": ["4"]})
 
 
-def test_every_reward_satisfies_the_protocol_and_has_a_name_for_trl():
-    assert isinstance(Echo(), Reward)
-    assert Echo().__name__ == "echo"
-    assert Echo(label="other").__name__ == "other"
-
-
 def test_weights_are_finite_and_gates_have_none():
     assert WeightedReward(Echo(), -2.0).name == "echo"
     for weight in (float("nan"), float("inf")):
@@ -195,25 +188,27 @@ def test_a_verdict_without_a_score_is_left_out_or_drops_the_completion_but_never
     assert weighted_sum({"b": unscored}, {"b": 1.0}) is None
 
 
-def test_a_shut_gate_makes_the_reward_zero_even_where_the_sum_is_negative():
-    verdicts = {"a": Verdict.graded(-3.0), "gate": Verdict.graded(0.0), "other": Verdict.graded(1.0)}
-    assert weighted_sum(verdicts, {"a": 1.0}, gates=["other"]) == -3.0
-    assert weighted_sum(verdicts, {"a": 1.0}, gates=["gate", "other"]) == 0.0
+SHUT, OPEN = Verdict.graded(0.0), Verdict.graded(1.0)
 
 
-def test_a_gate_without_a_score_leaves_the_reward_unknown():
-    assert weighted_sum({"a": Verdict.graded(1.0), "gate": TIMEOUT}, {"a": 1.0}, gates=["gate"]) is None
-
-
-def test_a_shut_gate_does_not_score_what_is_unscored():
-    assert weighted_sum({"a": TIMEOUT, "gate": Verdict.graded(0.0)}, {"a": 1.0}, gates=["gate"]) is None
+@pytest.mark.parametrize(
+    ("verdict", "gates", "worth"),
+    [
+        (Verdict.graded(-3.0), [OPEN], -3.0),
+        (Verdict.graded(-3.0), [SHUT, OPEN], 0.0),  # even where the sum is negative
+        (Verdict.graded(1.0), [TIMEOUT], None),
+        (TIMEOUT, [SHUT], None),
+    ],
+)
+def test_a_shut_gate_makes_the_reward_zero_unless_a_score_is_not_known(verdict, gates, worth):
+    named = {f"gate {number}": gate for number, gate in enumerate(gates)}
+    assert weighted_sum({"a": verdict, **named}, {"a": 1.0}, gates=[*named]) == worth
 
 
 def test_a_weight_or_gate_without_a_verdict_is_refused():
-    with pytest.raises(InputError, match="\\['b'\\]"):
-        weighted_sum({"a": MISSING}, {"a": 1.0, "b": 1.0})
-    with pytest.raises(InputError, match="\\['gate'\\]"):
-        weighted_sum({"a": MISSING}, {"a": 1.0}, gates=["gate"])
+    for weights, gates in (({"a": 1.0, "b": 1.0}, []), ({"a": 1.0}, ["b"])):
+        with pytest.raises(InputError, match="\\['b'\\]"):
+            weighted_sum({"a": MISSING}, weights, gates=gates)
 
 
 def test_several_rewards_and_a_gate_from_entries_of_a_recipe():
@@ -237,21 +232,10 @@ def test_gates_alone_are_refused():
         weighted([MinimumLength()])
 
 
-def test_a_reward_that_gives_another_number_of_verdicts_is_refused():
-    class Short:
-        name = "short"
-
-        def check(self, columns):
-            pass
-
-        def verdicts(self, prompts, completions, columns, completion_ids=None):
-            return [MISSING]
-
-    with pytest.raises(InputError, match="1 from reward 'short'"):
-        scored([WeightedReward(Short())], ["a", "b"], {})
-
-
-UNJUDGED = Verdict(score=None, status="timeout")
+def test_a_reward_that_gives_another_number_of_verdicts_is_refused(monkeypatch):
+    monkeypatch.setattr(Length, "verdicts", lambda *_: [MISSING])
+    with pytest.raises(InputError, match="1 from reward 'length'"):
+        scored(weighted([Length()]), ["a", "b"], {})
 
 
 def _episodes(prompts, num_samples=2, **fields) -> list[list[Episode]]:
@@ -274,7 +258,7 @@ def test_each_completion_is_judged_beside_the_columns_of_its_own_prompt():
 @pytest.mark.parametrize(("unscored", "expected"), [("leave_out", (0.5, 1.0)), ("drop", (None, None))])
 def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected):
     prompts = [Prompt("a", "?", (1,), {"answer": None})]
-    rewards = weighted([Unable(), Length(weight=0.5, cap=9)])
+    rewards = weighted([Unable(label="unable"), Length(weight=0.5, cap=9)])
     (group,) = judge(prompts, _episodes(prompts), rewards, unscored=unscored)
     assert group.rewards == expected
 
@@ -282,12 +266,8 @@ def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected
 class Unable(Length):
     """Can judge nothing."""
 
-    @property
-    def metric_name(self):
-        return "unable"
-
     def verdicts(self, prompts, completions, columns, completion_ids=None):
-        return [UNJUDGED] * len(completions)
+        return [TIMEOUT] * len(completions)
 
 
 def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():
@@ -303,10 +283,6 @@ def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():
 
 class Turns(Length):
     """Counts assistant turns, which no text shows."""
-
-    @property
-    def metric_name(self):
-        return "turns"
 
     def episode_verdicts(self, episodes, columns):
         assert len(columns["answer"]) == len(episodes)
@@ -335,12 +311,10 @@ def test_a_reward_of_episodes_that_says_too_little_is_refused_by_name(monkeypatc
 
 
 def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():
-    prompt = Prompt("7", "p", (1,))
     completion = Completion("7", (1, 2), "ab", "stop")
-    paid = Episode(completion, (), (0.75,))
-    unpaid = Episode(completion, ())
-    failed = Episode(completion, (), (), "ValueError: broken\nTraceback")
-    [group] = judge([prompt], [[paid, unpaid, failed]], (), unscored="leave_out")
+    ways = [((0.75,), ""), ((), ""), ((), "ValueError: broken\nTraceback")]
+    episodes = [Episode(completion, (), *way) for way in ways]
+    [group] = judge([Prompt("7", "p", (1,))], [episodes], (), unscored="leave_out")
     assert group.rewards == (0.75, 0.0, None)
     assert [verdicts["environment"].status for verdicts in group.verdicts] == ["graded", "graded", "error"]
     assert group.verdicts[2]["environment"].traceback == "Traceback"

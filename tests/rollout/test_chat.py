@@ -5,9 +5,9 @@ import pytest
 from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.chat import ChatEnvironment, ChatTurns, check_chat_template_kwargs
-from logitless.rollout.environment import Limits, Reply, play
-from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.environment import Limits, Reply
 from logitless.types import Completion, Prompt
+from tests.rollout.engines import StandIn, episode_of
 from tests.rollout.templates import FAMILIES, chat_tokenizer
 
 ASKED = {"role": "user", "content": "Is the sum ok?"}
@@ -22,22 +22,16 @@ REPLIES = {
 CASES = [(family, kind) for family in FAMILIES for kind in REPLIES if (family, kind) != ("gemma", "tool")]
 
 
-class Speaking:
+class Speaking(StandIn):
     """An engine that says the same tokens at every turn, and notes what it read."""
 
-    def __init__(self, *turns):
-        self.turns, self.read = list(turns), []
+    def __init__(self, turn):
+        self.turn, self.read = turn, []
 
     def sample(self, prompts, num_samples, options, *, seed):
-        turn = self.turns[min(len(self.read), len(self.turns) - 1)]
+        turn = self.turn
         self.read.append(tuple(prompts[0].token_ids.tolist()))
         return [[Completion(p.id, turn, "said", "stop", (-1.0,) * len(turn))] * num_samples for p in prompts]
-
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
 
 
 class Saying:
@@ -62,14 +56,10 @@ def prompt_of(tokenizer):
     return Prompt("7", text, ids(tokenizer, text), messages=(ASKED,))
 
 
-def played(tokenizer, messages, *turns):
-    engine = Speaking(*turns)
-    environment = ChatEnvironment(Saying(messages), ChatTurns(tokenizer))
-    options, limits = SamplingOptions(max_new_tokens=99), Limits(max_turns=2)
-    [[episode]] = play(
-        engine, [prompt_of(tokenizer)], environment, num_samples=1, options=options, seed=0, limits=limits
-    )
-    return engine, episode
+def played(tokenizer, messages, turn):
+    engine, environment = Speaking(turn), ChatEnvironment(Saying(messages), ChatTurns(tokenizer))
+    prompt, limits = prompt_of(tokenizer), Limits(max_turns=2)
+    return engine, episode_of(engine, environment, prompt, max_new_tokens=99, limits=limits)
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
@@ -98,9 +88,8 @@ def test_sampled_tokens_stay_as_they_were_drawn_where_their_text_would_be_other_
     assert engine.read[1][: len(prompt) + len(drawn)] == prompt + drawn
     completion = episode.completion
     assert (*prompt, *completion.token_ids[: -len(drawn)]) == engine.read[1]
-    written = [token for token, own in zip(completion.token_ids, completion.trained, strict=True) if own]
-    assert tuple(written) == drawn + drawn
-    between = [token for token, own in zip(completion.token_ids, completion.trained, strict=True) if not own]
+    assert tuple(completion.token_ids[completion.trained]) == drawn + drawn
+    between = completion.token_ids[~completion.trained]
     assert end not in tokenizer.decode(between[:1])  # the policy said it itself; it is not there twice
 
 

@@ -1,5 +1,7 @@
 """Episodes: a single turn is the plain sample; with answers, every token knows who wrote it and what it was paid."""
 
+from dataclasses import replace
+
 import pytest
 
 from logitless.data.packing import pack
@@ -11,9 +13,11 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.types import Completion, Prompt
 from tests.models.tiny import tiny
+from tests.rollout.engines import StandIn, episode_of
 from tests.rollout.test_transformers import prompts, tokenizer
 
 OPTIONS = SamplingOptions(max_new_tokens=4)
+PROMPT = Prompt("7", "", (4,))
 
 
 class AskAgain:
@@ -30,7 +34,7 @@ class AskAgain:
         return Reply(paid, ({"role": "user", "content": "again"},), (8, 9))
 
 
-class Echo:
+class Echo(StandIn):
     """Answers with the number of tokens it read; notes what it was asked for."""
 
     def __init__(self, text="go on", finish_reason="stop"):
@@ -45,12 +49,6 @@ class Echo:
             for p in prompts
         ]
 
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
-
 
 def test_a_single_turn_is_what_the_engine_samples():
     engine, asked = TransformersEngine(tiny("llama"), tokenizer()), prompts(3, 5)
@@ -60,8 +58,8 @@ def test_a_single_turn_is_what_the_engine_samples():
 
 
 def test_a_second_turn_reads_everything_before_it_and_every_token_knows_who_wrote_it():
-    engine = Echo()
-    [[episode]] = play(engine, [Prompt("7", "2+2=", (4, 5, 6))], AskAgain(), num_samples=1, options=OPTIONS, seed=0)
+    engine, prompt = Echo(), Prompt("7", "2+2=", (4, 5, 6))
+    episode = episode_of(engine, AskAgain(), prompt)
     assert [ids for asked, *_ in engine.asked for _, ids in asked] == [[4, 5, 6], [4, 5, 6, 3, 1, 8, 9]]
     completion = episode.completion
     assert completion == Completion(
@@ -77,7 +75,7 @@ def test_a_second_turn_reads_everything_before_it_and_every_token_knows_who_wrot
     )
     assert episode.turn_rewards == (0.2, 0.2)
     assert [m["role"] for m in episode.messages] == ["user", "assistant", "user", "assistant"]
-    packed = pack([(Prompt("7", "2+2=", (4, 5, 6)), completion)])
+    packed = pack([(prompt, completion)])
     assert packed.target.tolist() == [3, 1, 7, 1]
     assert packed.turn.tolist() == [0, 0, 1, 1]
 
@@ -93,30 +91,32 @@ def test_episodes_of_one_prompt_go_on_side_by_side_under_ids_of_their_own():
 
 @pytest.mark.parametrize("engine", [Echo(text="enough"), Echo(finish_reason="length")])
 def test_an_episode_ends_where_the_environment_is_done_or_a_turn_is_cut(engine):
-    [[episode]] = play(engine, [Prompt("7", "", (4,))], AskAgain(), num_samples=1, options=OPTIONS, seed=0)
+    episode = episode_of(engine, AskAgain(), PROMPT)
     assert len(engine.asked) == episode.num_turns == 1
     assert episode.completion.finish_reason == engine.finish_reason
     assert episode.completion.trained is None  # the engine's own completion, as it is
 
 
+class Always(AskAgain):
+    """Answers every turn alike."""
+
+    def __init__(self, *messages, token_ids=()):
+        self.answer = {"messages": messages, "token_ids": token_ids}
+
+    def reply(self, state, turn):
+        return Reply(**self.answer)
+
+
 def test_an_answer_without_tokens_is_refused():
-    class Mute(AskAgain):
-        def reply(self, state, turn):
-            return Reply(messages=({"role": "tool", "content": "4"},))
-
+    said = {"role": "tool", "content": "4"}
     with pytest.raises(InputError, match="ChatEnvironment"):
-        played(Mute())
+        played(Always(said))
     with pytest.raises(InputError, match="1 messages"):
-        Reply(messages=({"role": "tool", "content": "4"},), failure="broken")
+        Reply(messages=(said,), failure="broken")
 
 
-def played(environment, engine=None, **limits):
-    """The one episode of one prompt."""
-    engine, given = engine or Echo(), Limits(**limits)
-    [[episode]] = play(
-        engine, [Prompt("7", "", (4,))], environment, num_samples=1, options=OPTIONS, seed=0, limits=given
-    )
-    return episode
+def played(environment, **limits):
+    return episode_of(Echo(), environment, PROMPT, limits=Limits(**limits))
 
 
 def test_an_episode_that_a_limit_ends_is_cut_and_one_that_the_environment_ends_is_not():
@@ -135,22 +135,8 @@ def test_a_turn_begins_only_where_it_fits_into_the_tokens_of_the_episode(max_tok
 
 
 def test_no_turn_begins_after_the_seconds_of_an_episode():
-    times = iter([0.0, 1.0, 3.0, 6.0])
-
-    class Forever(AskAgain):
-        def reply(self, state, turn):
-            return Reply(messages=({"role": "user", "content": "again"},), token_ids=(8,))
-
-    [[episode]] = play(
-        Echo(),
-        [Prompt("7", "", (4,))],
-        Forever(),
-        num_samples=1,
-        options=OPTIONS,
-        seed=0,
-        limits=Limits(max_seconds=5.0),
-        clock=lambda: next(times),
-    )
+    times, forever = iter([0.0, 1.0, 3.0, 6.0]), Always({"role": "user", "content": "again"}, token_ids=(8,))
+    episode = episode_of(Echo(), forever, PROMPT, limits=Limits(max_seconds=5.0), clock=lambda: next(times))
     assert episode.num_turns == 3
     assert episode.completion.finish_reason == "length"
 
@@ -168,7 +154,7 @@ def test_an_environment_that_raises_ends_its_episodes_without_a_reward():
 
     episode = played(Broken())
     assert "RuntimeError: no more" in episode.failure
-    prompt = Prompt("7", "", (4,), columns={"answer": "go on"})
+    prompt = replace(PROMPT, columns={"answer": "go on"})
     [group] = judge([prompt], [[episode]], weighted([Exact()]), unscored="leave_out")
     assert group.rewards == (None,)
     verdict = group.verdicts[0]["exact"]
@@ -203,12 +189,9 @@ def said(name: str, finish_reason: str = "stop") -> Completion:
     ],
 )
 def test_an_answer_that_was_not_asked_for_is_refused(answer: object, needed: str) -> None:
-    class Engine:
+    class Engine(StandIn):
         def sample(self, *arguments: object, **options: object) -> object:
             return answer
-
-        def load(self, *arguments: object) -> None: ...
-        def close(self) -> None: ...
 
     with pytest.raises(EngineError, match=needed):
         play(Engine(), ASKED, SingleTurn(), num_samples=2, options=SamplingOptions(3), seed=0)

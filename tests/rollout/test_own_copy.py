@@ -11,6 +11,7 @@ from logitless.rollout.engine import ConcurrentEngine, Weights
 from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
+from tests.rollout.engines import StandIn
 
 OPTIONS = SamplingOptions(max_new_tokens=1)
 WEIGHTS = Weights.of(nn.Linear(1, 1))
@@ -28,14 +29,14 @@ def _started(call, *arguments):
     return thread
 
 
-class Gated:
+class Gated(StandIn):
     """An engine whose calls of ``sample`` are inside until the gate is opened."""
 
     prompts_at_once = 4
 
     def __init__(self):
         self.gate, self.lock = threading.Event(), threading.Lock()
-        self.version, self.inside, self.inside_at_push = 0, 0, []
+        self.inside, self.inside_at_push = 0, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         with self.lock:
@@ -49,9 +50,6 @@ class Gated:
     def load(self, weights, version):
         self.inside_at_push.append(self.inside)
         self.version = version
-
-    def close(self):
-        pass
 
 
 def _asking(engine):

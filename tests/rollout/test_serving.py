@@ -25,6 +25,7 @@ from logitless.rollout.serving.handler import MAX_BODY_BYTES
 from logitless.rollout.serving.protocol import ChatRequest, CompletionRequest
 from logitless.rollout.serving.server import EngineServer
 from logitless.types import Completion, Prompt
+from tests.rollout.engines import StandIn
 from tests.rollout.templates import chat_tokenizer
 
 OPTIONS = SamplingOptions(max_new_tokens=40)
@@ -32,11 +33,11 @@ WEIGHTS = Weights(nn.Module(), lambda: iter(()))
 QUESTION = [{"role": "user", "content": "ok?"}]
 
 
-class Letters:
+class Letters(StandIn):
     """Says "the 22" a letter a token, with the number of tokens it read; notes every call."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.calls, self.version = tokenizer, [], 0
+        self.tokenizer, self.calls = tokenizer, []
 
     def sample(self, prompts, num_samples, options, *, seed):
         self.calls.append([(p.id, tuple(p.token_ids.tolist())) for p in prompts])
@@ -47,12 +48,6 @@ class Letters:
         ids = self.tokenizer.convert_tokens_to_ids([*text, "<|im_end|>"])
         logp = tuple(-0.5 - i for i in range(len(ids)))
         return Completion(prompt.id, tuple(ids), text, "stop", logp, weights_version=self.version)
-
-    def load(self, weights, version):
-        self.version = version
-
-    def close(self):
-        pass
 
 
 def post(url, **body):
@@ -134,8 +129,7 @@ def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(ser
     episode = server.close_session("s").episode(0.5)
     completion = episode.completion
     assert list(completion.token_ids) == second["prompt_token_ids"][len(read) :] + second["choices"][0]["token_ids"]
-    own = [token for token, mine in zip(completion.token_ids, completion.trained, strict=True) if mine]
-    assert own == drawn + second["choices"][0]["token_ids"]
+    assert completion.token_ids[completion.trained].tolist() == drawn + second["choices"][0]["token_ids"]
     assert set(completion.token_versions) == {0, 3}
     assert completion.weights_version == 0
     assert episode.turn_rewards == (0.0, 0.5)
@@ -451,8 +445,7 @@ def test_a_chat_is_rendered_with_the_variables_of_the_recipe_and_a_request_that_
 def test_a_harness_reads_what_the_recipes_variables_make_of_the_chat_template_in_every_turn(tokenizer):
     prompts, [[episode]] = had(tokenizer, asking_twice, questions=["ok?"], num_samples=1, chat_template_kwargs=QUIET)
     assert tokenizer.decode(prompts[0].token_ids).endswith(THOUGHT)
-    given = zip(episode.completion.token_ids, episode.completion.trained, strict=True)
-    assert tokenizer.decode([token for token, own in given if not own]).endswith(THOUGHT)
+    assert tokenizer.decode(episode.completion.token_ids[~episode.completion.trained]).endswith(THOUGHT)
 
 
 def test_other_variables_of_the_chat_template_are_refused_in_every_turn_of_a_session(server):
@@ -590,13 +583,11 @@ def test_what_only_one_episode_of_a_group_began_with_is_read_and_not_trained_on(
         return 1.0
 
     prompts, groups = had(tokenizer, drive)
-    for prompt, group in zip(prompts, groups, strict=True):
-        for episode in group:
-            completion = episode.completion
-            whole = tokenizer.decode((*prompt.token_ids, *completion.token_ids)).replace(" ", "")
-            assert whole.startswith("<|im_start|>user\nok.")
-            own = [t for i, t in enumerate(completion.token_ids) if completion.trained is None or completion.trained[i]]
-            assert tokenizer.decode(own).replace(" ", "").startswith("the22")
+    for prompt, completion in ((p, e.completion) for p, group in zip(prompts, groups, strict=True) for e in group):
+        whole = tokenizer.decode((*prompt.token_ids, *completion.token_ids)).replace(" ", "")
+        assert whole.startswith("<|im_start|>user\nok.")
+        own = [t for i, t in enumerate(completion.token_ids) if completion.trained is None or completion.trained[i]]
+        assert tokenizer.decode(own).replace(" ", "").startswith("the22")
 
 
 def test_a_harness_that_fails_or_never_asks_ends_its_episode_without_a_reward(tokenizer):

@@ -20,15 +20,11 @@ COLUMNS = {"instruction_id_list": [IDS] * 3, "kwargs": [ARGUMENTS] * 3}
 TEXTS = ['"yes"', "no", "well, well, well"]
 
 
-def test_the_score_is_the_fraction_of_constraints_satisfied():
+def test_the_score_is_the_fraction_of_constraints_satisfied_or_one_where_all_are():
     verdicts = InstructionReward(name="ifeval_basic").verdicts(["?"] * 3, TEXTS, COLUMNS)
     assert [verdict.score for verdict in verdicts] == [1.0, pytest.approx(2 / 3), 0.0]
     assert verdicts[1].detail == tuple(zip(IDS, (True, False, True), strict=True))
-
-
-def test_all_gives_one_only_where_every_constraint_is_satisfied():
-    verdicts = InstructionReward(name="ifeval", reduction="all").verdicts(["?"] * 3, TEXTS, COLUMNS)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 0.0]
+    assert InstructionReward(name="ifeval", reduction="all")(["?"] * 3, TEXTS, **COLUMNS) == [1.0, 0.0, 0.0]
 
 
 def test_it_is_called_in_the_shape_of_trl_with_a_column_named_kwargs():
@@ -110,10 +106,8 @@ def test_a_pattern_that_never_ends_is_ungradable_and_costs_its_own_row_only():
     verdicts = InstructionReward().verdicts(["?"] * 4, ["a" * 40 + "!", "a" * 60, "a", "aaa"], columns)
     assert time.monotonic() - start < 60 * PATTERN_SECONDS
     assert [verdict.status for verdict in verdicts] == ["ungradable", "ungradable", "graded", "graded"]
-    assert [verdict.score for verdict in verdicts] == [0.0, 0.0, 1.0, 1.0]
-    assert [verdict.detail for verdict in verdicts] == [
-        (("keywords:existence", passed),) for passed in (False, False, True, True)
-    ]
+    for verdict, passed in zip(verdicts, (False, False, True, True), strict=True):
+        assert (verdict.score, verdict.detail) == (float(passed), (("keywords:existence", passed),))
 
 
 @pytest.mark.parametrize("text", ["a cat; c++ too", "no such thing", "acacac"])

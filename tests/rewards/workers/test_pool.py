@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def pool(mark):
     with WorkerPool(workers=2, name=mark) as made:
         yield made
     assert none_left(mark)
+
+
+@pytest.fixture
+def lone(mark):
+    """A pool of one worker."""
+    with WorkerPool(workers=1, name=mark) as made:
+        yield made
+
+
+def statuses(outcomes):
+    return [outcome.status for outcome in outcomes]
 
 
 def behaved(pool, name, way="kept"):
@@ -82,6 +94,9 @@ HOSTILE = {
 }
 
 
+REASONS = {"fail": "ValueError: no", "crash": "SIGSEGV", "exit_at_once": "exit code 7"}
+
+
 @pytest.mark.parametrize("way", ["kept", "fresh"])
 @pytest.mark.parametrize(("name", "status"), HOSTILE.items())
 def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name, status, way):
@@ -93,46 +108,37 @@ def test_a_hostile_item_costs_itself_and_leaves_nothing_running(pool, mark, name
         status = "orphans"  # its fork had not ended yet
     assert outcome.status == status
     assert (outcome.message == "") == (status == "done")
+    assert REASONS.get(name, "") in outcome.message
     assert pool.counts[status] >= before + (way == "kept")
     supervisor_and_workers = 3
     assert len(processes_of(mark)) <= supervisor_and_workers
 
 
-def test_the_pool_outlives_its_supervisor(mark):
-    with WorkerPool(workers=1, name=mark) as pool:
-        outcomes = pool.run(BEHAVE, [("well",), ("kill_its_parent",), ("well",)], deadline_seconds=5)
-    assert [outcome.status for outcome in outcomes] == ["done", "crashed", "done"]
-
-
-def test_reasons_name_the_exception_the_signal_or_the_exit_code(pool):
-    assert behaved(pool, "fail").message == "ValueError: no"
-    assert "SIGSEGV" in behaved(pool, "crash").message
-    assert "exit code 7" in behaved(pool, "exit_at_once").message
+def test_the_pool_outlives_its_supervisor(lone):
+    outcomes = lone.run(BEHAVE, [("well",), ("kill_its_parent",), ("well",)], deadline_seconds=5)
+    assert statuses(outcomes) == ["done", "crashed", "done"]
 
 
 @pytest.mark.parametrize(("before", "after"), [(100, 100), (400, 20)])
 def test_two_slow_items_run_beside_each_other_and_none_waits_behind_one(pool, tmp_path, before, after):
     slow = [("meet", str(tmp_path), other) for other in range(2)]  # neither ends before the other has begun
     outcomes = pool.run(BEHAVE, [("well",)] * before + slow + [("well",)] * after, deadline_seconds=100.0)
-    assert [outcome.status for outcome in outcomes] == ["done"] * (before + 2 + after)
+    assert statuses(outcomes) == ["done"] * (before + 2 + after)
 
 
 @pytest.mark.parametrize("left", ["leave_a_busy_thread", "leave_a_deadly_thread", "lower_its_limits"])
-def test_a_process_that_an_item_left_another_is_replaced(left):
-    with WorkerPool(workers=1) as pool:
-        pool.load("os:getpid", BEHAVE)
-        of_process = [pool.run("os:getpid", [()])[0].value]
-        of_process.append(pool.run("os:getpid", [()])[0].value)
-        assert pool.run(BEHAVE, [(left,)])[0].status == "done"
-        of_process.append(pool.run("os:getpid", [()])[0].value)
-    assert of_process[0] == of_process[1] != of_process[2]
+def test_a_process_that_an_item_left_another_is_replaced(lone, left):
+    lone.load("os:getpid", BEHAVE)
+    items = [("os:getpid", ()), ("os:getpid", ()), (BEHAVE, (left,)), ("os:getpid", ())]
+    first, second, done, last = (lone.run(task, [item])[0].value for task, item in items)
+    assert first == second != last
+    assert done == 1
 
 
-def test_an_alarm_that_an_item_left_is_taken_back():
-    with WorkerPool(workers=1) as pool:
-        pool.load("os:getpid", BEHAVE)
-        items = [("os:getpid", ()), (BEHAVE, ("leave_an_alarm",)), (BEHAVE, ("alarm",)), ("os:getpid", ())]
-        first, _, alarm, last = (pool.run(task, [item])[0].value for task, item in items)
+def test_an_alarm_that_an_item_left_is_taken_back(lone):
+    lone.load("os:getpid", BEHAVE)
+    items = [("os:getpid", ()), (BEHAVE, ("leave_an_alarm",)), (BEHAVE, ("alarm",)), ("os:getpid", ())]
+    first, _, alarm, last = (lone.run(task, [item])[0].value for task, item in items)
     assert alarm == [0.0, 0.0]
     assert first == last
 
@@ -149,41 +155,36 @@ def test_a_worker_that_loads_on_first_use_is_kept(workers):
 
 def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
     outcomes = pool.run("time:sleep", [(0.5,)] * 8, deadline_seconds=1.5)
-    assert [outcome.status for outcome in outcomes] == ["done"] * 8
+    assert statuses(outcomes) == ["done"] * 8
 
 
-def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(monkeypatch):
-    with WorkerPool(workers=1) as pool:
-        pool.load("time:sleep")
-        real, lost = pool._awake, []
+def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkeypatch):
+    lone.load("time:sleep")
+    real, lost = lone._awake, []
 
-        def late(deadline_seconds, patience):
-            found = real(deadline_seconds, patience)
-            if not found and not lost:
-                lost.append(time.sleep(0.3))
-                return []
-            return found
+    def late(deadline_seconds, patience):
+        found = real(deadline_seconds, patience)
+        if not found and not lost:
+            lost.append(time.sleep(0.3))
+            return []
+        return found
 
-        monkeypatch.setattr(pool, "_awake", late)
-        [outcome] = pool.run("time:sleep", [(1.0,)], deadline_seconds=0.5)
-        assert outcome.status == "done"
-        [outcome] = pool.run("time:sleep", [(60.0,)], deadline_seconds=0.5)
-        assert outcome.status == "idle"
+    monkeypatch.setattr(lone, "_awake", late)
+    outcomes = [lone.run("time:sleep", [(seconds,)], deadline_seconds=0.5)[0] for seconds in (1.0, 60.0)]
+    assert statuses(outcomes) == ["done", "idle"]
 
 
-def test_an_item_that_ends_while_it_is_looked_at_has_its_result(mark, monkeypatch):
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.load("time:sleep")
-        supervisor = pool._processes.supervisor
-        real = supervisor.usage
+def test_an_item_that_ends_while_it_is_looked_at_has_its_result(lone, monkeypatch):
+    lone.load("time:sleep")
+    supervisor = lone._processes.supervisor
+    real = supervisor.usage
 
-        def later(pid):
-            select.select([pool._workers[0].channel], [], [], 300)
-            return real(pid)
+    def later(pid):
+        select.select([lone._workers[0].channel], [], [], 300)
+        return real(pid)
 
-        monkeypatch.setattr(supervisor, "usage", later)
-        [outcome] = pool.run("time:sleep", [(0.6,)], deadline_seconds=0.3)
-    assert outcome.status == "done"
+    monkeypatch.setattr(supervisor, "usage", later)
+    assert statuses(lone.run("time:sleep", [(0.6,)], deadline_seconds=0.3)) == ["done"]
 
 
 def test_a_child_that_ends_while_it_is_looked_at_is_no_orphan(monkeypatch):
@@ -244,23 +245,16 @@ def test_memory_counts_for_each_item_alone(pool):
 @given(st.lists(st.sampled_from(["well", "fail", "exit_at_once", "return_nan", "exit_politely"]), max_size=12))
 @settings(max_examples=25, deadline=None)
 def test_any_mixture_of_items_gives_each_its_own_outcome(pool, names):
-    status = {"well": "done", "exit_at_once": "crashed"}
     outcomes = pool.run(BEHAVE, [(name,) for name in names], deadline_seconds=5)
-    assert [outcome.status for outcome in outcomes] == [status.get(name, "raised") for name in names]
+    assert statuses(outcomes) == [{"well": "done", **HOSTILE}[name] for name in names]
 
 
 def test_threads_share_a_pool_and_each_gets_its_own_results(pool):
-    results = {}
-
     def work(number):
-        results[number] = [outcome.value for outcome in pool.run("operator:mul", [(number, k) for k in range(50)])]
+        return [outcome.value for outcome in pool.run("operator:mul", [(number, k) for k in range(50)])]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert results == {number: [number * k for k in range(50)] for number in range(8)}
+    with ThreadPoolExecutor(8) as threads:
+        assert list(threads.map(work, range(8))) == [[number * k for k in range(50)] for number in range(8)]
 
 
 @pytest.mark.parametrize("path", ["no_such_module:f", "math:no_such_name", "math:pi", "math", ":f", ""])
@@ -271,7 +265,7 @@ def test_a_path_that_cannot_be_called_is_refused_before_any_item(pool, path):
 
 
 @pytest.mark.parametrize("source", ["while True: pass", "import os; os._exit(1)", "raise SystemExit(1)"])
-def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(tmp_path, monkeypatch, source):
+def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(lone, tmp_path, monkeypatch, source):
     (tmp_path / "bad_import.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     real = _Supervisor.load
@@ -282,20 +276,17 @@ def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(tm
         return real(self, path, call)
 
     monkeypatch.setattr(_Supervisor, "load", load)
-    with WorkerPool(workers=1) as pool:
-        assert pool.run("math:sqrt", [(4.0,)])[0].value == 2.0
-        with pytest.raises(ConfigurationError, match="bad_import"):
-            pool.load("bad_import:f")
-        assert pool.run("math:sqrt", [(9.0,)])[0].value == 3.0
+    assert lone.run("math:sqrt", [(4.0,)])[0].value == 2.0
+    with pytest.raises(ConfigurationError, match="bad_import"):
+        lone.load("bad_import:f")
+    assert lone.run("math:sqrt", [(9.0,)])[0].value == 3.0
 
 
 def test_a_worker_that_keeps_memory_is_replaced_before_the_limit_is_lost(pool):
     outcomes = pool.run(BEHAVE, [("keep_what_it_took",)] * 30, memory_bytes=MEMORY)
     assert {outcome.status for outcome in outcomes} == {"done"}
-    largest = max(
-        int(Path(f"/proc/{worker.pid}/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-        for worker in pool._workers
-    )
+    pages = (int(Path(f"/proc/{worker.pid}/statm").read_text().split()[0]) for worker in pool._workers)
+    largest = max(pages) * os.sysconf("SC_PAGE_SIZE")
     fresh = pool.run("logitless.rewards.workers.worker:_mapped_bytes", [()])[0].value
     assert largest < fresh + MEMORY + (100 << 20)
 
@@ -336,19 +327,18 @@ def test_a_supervisor_that_ends_while_it_starts_a_worker_is_replaced_and_leaves_
     assert len(made) == 3  # the first worker's channel, and those of the second supervisor and worker
 
 
-def test_a_supervisor_that_was_killed_after_an_import_is_replaced(mark):
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.run("math:sqrt", [(4.0,)])
-        supervisor = pool._processes.supervisor
-        end = supervisor.end
+def test_a_supervisor_that_was_killed_after_an_import_is_replaced(lone):
+    lone.run("math:sqrt", [(4.0,)])
+    supervisor = lone._processes.supervisor
+    end = supervisor.end
 
-        def killed(pid):
-            supervisor._process.kill()
-            supervisor._process.wait()
-            return end(pid)
+    def killed(pid):
+        supervisor._process.kill()
+        supervisor._process.wait()
+        return end(pid)
 
-        supervisor.end = killed
-        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
+    supervisor.end = killed
+    assert lone.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
 def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark, monkeypatch):
@@ -368,63 +358,53 @@ def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark,
         monkeypatch.setattr(pool, "_awake", awake)
         outcomes = pool.run("time:sleep", [(0.3,)] * 6)
         assert killed
-    assert [outcome.status for outcome in outcomes] == ["done"] * 6
+    assert statuses(outcomes) == ["done"] * 6
 
 
 def test_an_item_that_kills_the_supervisor_is_found_among_those_that_did_not(mark):
     items = [("well",)] * 3 + [("kill_its_grandparent",)] + [("well",)] * 20
     with WorkerPool(workers=2, name=mark) as pool:
         outcomes = pool.run(BEHAVE, items, deadline_seconds=5, ways="fresh")
-    statuses = [outcome.status for outcome in outcomes]
-    assert statuses == ["done"] * 3 + ["crashed"] + ["done"] * 20
+    assert statuses(outcomes) == ["done"] * 3 + ["crashed"] + ["done"] * 20
 
 
-def test_a_computing_item_that_was_stopped_is_idle_and_not_to_blame(mark):
-    with WorkerPool(workers=1, name=mark) as pool:
-        [outcome] = pool.run(BEHAVE, [("compute_and_stop_itself",)], deadline_seconds=1.0)
-    assert outcome.status == "idle"
+def test_a_computing_item_that_was_stopped_is_idle_and_not_to_blame(lone):
+    assert statuses(lone.run(BEHAVE, [("compute_and_stop_itself",)], deadline_seconds=1.0)) == ["idle"]
 
 
-def test_an_item_that_wants_to_compute_and_is_not_let_has_more_time(mark, monkeypatch):
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.run(BEHAVE, [("well",)])
-        supervisor = pool._processes.supervisor
-        seen = iter([Usage(0.0, running=True, asleep=False)] * 3)
-        real = supervisor.usage
-        monkeypatch.setattr(supervisor, "usage", lambda pid: next(seen, None) or real(pid))
-        start = time.monotonic()
-        [outcome] = pool.run(BEHAVE, [("compute_forever",)], deadline_seconds=0.2)
-    assert outcome.status == "timeout"
+def test_an_item_that_wants_to_compute_and_is_not_let_has_more_time(lone, monkeypatch):
+    lone.run(BEHAVE, [("well",)])
+    supervisor = lone._processes.supervisor
+    seen = iter([Usage(0.0, running=True, asleep=False)] * 3)
+    real = supervisor.usage
+    monkeypatch.setattr(supervisor, "usage", lambda pid: next(seen, None) or real(pid))
+    start = time.monotonic()
+    assert statuses(lone.run(BEHAVE, [("compute_forever",)], deadline_seconds=0.2)) == ["timeout"]
     assert time.monotonic() - start >= 4 * 0.2
 
 
 @pytest.fixture
-def seccomp():
+def seccomp(monkeypatch):
     if "seccomp" not in layers():
         pytest.skip("this kernel or container forbids seccomp")
+    # a machine may stand still in many of them
+    monkeypatch.setattr("logitless.rewards.workers.pool.MAX_DEADLINES", 1000)
 
 
 @pytest.mark.parametrize("behaviour", ["sleep_forever", "stop_itself"])
-def test_an_item_that_sleeps_or_stops_itself_is_to_blame_in_a_sandbox_alone(pool, monkeypatch, seccomp, behaviour):
-    monkeypatch.setattr(
-        "logitless.rewards.workers.pool.MAX_DEADLINES", 1000
-    )  # a machine may stand still in many of them
+def test_an_item_that_sleeps_or_stops_itself_is_to_blame_in_a_sandbox_alone(pool, seccomp, behaviour):
     outcomes = pool.run(BEHAVE, [(behaviour,)] * 2, deadline_seconds=0.3, ways=["confined", "fresh"])
-    assert [outcome.status for outcome in outcomes] == ["timeout", "idle"]
+    assert statuses(outcomes) == ["timeout", "idle"]
 
 
 def test_an_item_in_a_sandbox_that_sleeps_and_runs_whenever_its_deadline_is_looked_at_is_to_blame(
-    mark, monkeypatch, seccomp
+    lone, monkeypatch, seccomp
 ):
-    monkeypatch.setattr(
-        "logitless.rewards.workers.pool.MAX_DEADLINES", 1000
-    )  # a machine may stand still in many of them
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.run(BEHAVE, [("well",)])
-        shown = Usage(0.0, running=True, asleep=False)
-        monkeypatch.setattr(pool._processes.supervisor, "usage", lambda pid: shown)
-        outcomes = pool.run("time:sleep", [(1000.0,), (0.0,)], deadline_seconds=0.3, ways="confined")
-    assert [outcome.status for outcome in outcomes] == ["timeout", "done"]
+    lone.run(BEHAVE, [("well",)])
+    shown = Usage(0.0, running=True, asleep=False)
+    monkeypatch.setattr(lone._processes.supervisor, "usage", lambda pid: shown)
+    outcomes = lone.run("time:sleep", [(1000.0,), (0.0,)], deadline_seconds=0.3, ways="confined")
+    assert statuses(outcomes) == ["timeout", "done"]
     assert outcomes[0].message == "it slept for 0.3 s"
 
 
@@ -470,12 +450,8 @@ print("started", flush=True)
 )
 def test_however_the_interpreter_ends_no_process_is_left(ending):
     value = f"logitless-test-{uuid.uuid4()}"
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", f"NAME = {value!r}\n{SCRIPT}{ending}"],
-        cwd=ROOT,
-        capture_output=True,
-        timeout=600,
-    )
+    command = [sys.executable, "-W", "error", "-c", f"NAME = {value!r}\n{SCRIPT}{ending}"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, timeout=600)
     assert ended.stdout == b"started\n"
     assert b"ResourceWarning" not in ended.stderr
     assert none_left(value)

@@ -7,14 +7,14 @@ import pytest
 from logitless.data.sources import GuessingData, read_rows
 from logitless.errors import ConfigurationError, DataError
 from logitless.rollout.chat import ChatEnvironment, ChatTurns
-from logitless.rollout.environment import Limits, play
+from logitless.rollout.environment import Limits
 from logitless.rollout.environments.text_game import GuessingGame
-from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
+from tests.rollout.engines import StandIn, episode_of
 from tests.rollout.templates import chat_tokenizer
 
 
-class Halving:
+class Halving(StandIn):
     """An engine that halves the range by what it was answered: it reads the tokens of the whole episode."""
 
     def __init__(self, tokenizer):
@@ -33,29 +33,16 @@ class Halving:
         ids = self.tokenizer(f"{guess}<|im_end|>", add_special_tokens=False)["input_ids"]
         return Completion(prompt.id, tuple(ids), str(guess), "stop")
 
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
-
 
 def test_who_halves_the_range_finds_the_number_in_seven_turns():
     tokenizer = chat_tokenizer("qwen")
     environment = ChatEnvironment(GuessingGame(per_guess=0.1), ChatTurns(tokenizer))
     prompts = [Prompt(str(n), "", (5,), columns={"secret": n}) for n in (50, 25, 1, 100)]
-    episodes = play(
-        Halving(tokenizer),
-        prompts,
-        environment,
-        num_samples=1,
-        options=SamplingOptions(max_new_tokens=9),
-        seed=0,
-        limits=Limits(max_turns=7),
-    )
-    turns = [episode.num_turns for [episode] in episodes]
+    limits = Limits(max_turns=7)
+    episodes = [episode_of(Halving(tokenizer), environment, prompt, limits=limits) for prompt in prompts]
+    turns = [episode.num_turns for episode in episodes]
     assert turns == [1, 2, 6, 7]
-    assert [sum(e.turn_rewards) for [e] in episodes] == pytest.approx([1 - 0.1 * (n - 1) for n in turns])
+    assert [sum(e.turn_rewards) for e in episodes] == pytest.approx([1 - 0.1 * (n - 1) for n in turns])
 
 
 def test_what_is_no_number_is_answered_and_counts():

@@ -1,5 +1,7 @@
 """Tools run elsewhere, within limits, and an episode goes on with what they say."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from logitless.errors import ConfigurationError, UnavailableError
@@ -52,13 +54,20 @@ def test_what_a_tool_says_is_cut_where_it_is_too_long():
     assert said(Calculator(max_characters=3), "10**5") == ["100\n[3 more]"]
 
 
-@pytest.mark.parametrize("status", ["idle", "raised"])
-def test_a_machine_that_fails_ends_the_episode_without_a_reward(status, monkeypatch):
-    class Pool:
-        def run(self, task, items, **limits):
-            return [Outcome(status, message="no processor")] * len(items)
+@pytest.fixture
+def every_run_ends(monkeypatch):
+    """Each item of a pool ends with the given outcome."""
 
-    monkeypatch.setattr(tools_module, "shared_pool", lambda purpose: Pool())
+    def ends(*outcome, **details):
+        pool = SimpleNamespace(run=lambda task, items, **limits: [Outcome(*outcome, **details)] * len(items))
+        monkeypatch.setattr(tools_module, "shared_pool", lambda purpose: pool)
+
+    return ends
+
+
+@pytest.mark.parametrize("status", ["idle", "raised"])
+def test_a_machine_that_fails_ends_the_episode_without_a_reward(status, every_run_ends):
+    every_run_ends(status, message="no processor")
     environment = ToolEnvironment(tools=(Calculator(),))
     reply = environment.reply(None, turn("<calculator>1</calculator>"))
     assert reply.ends
@@ -66,12 +75,8 @@ def test_a_machine_that_fails_ends_the_episode_without_a_reward(status, monkeypa
 
 
 @pytest.mark.parametrize("status", ["timeout", "crashed", "memory", "orphans"])
-def test_a_call_that_breaks_its_own_run_is_read_as_an_error(status, monkeypatch):
-    class Pool:
-        def run(self, task, items, **limits):
-            return [Outcome(status)] * len(items)
-
-    monkeypatch.setattr(tools_module, "shared_pool", lambda purpose: Pool())
+def test_a_call_that_breaks_its_own_run_is_read_as_an_error(status, every_run_ends):
+    every_run_ends(status)
     assert Calculator().run([{"expression": "1"}]) == [Result(f"error: {status}")]
 
 

@@ -1,0 +1,23 @@
+"""What engines that stand in for a policy share, and an episode with one of them."""
+
+from logitless.rollout.environment import play
+from logitless.rollout.sampling import SamplingOptions
+
+
+class StandIn:
+    """All of an engine but ``sample``."""
+
+    version = 0
+
+    def load(self, weights, version):
+        self.version = version
+
+    def close(self):
+        pass
+
+
+def episode_of(engine, environment, prompt, *, max_new_tokens=4, **more):
+    """The one episode of one prompt."""
+    options = SamplingOptions(max_new_tokens=max_new_tokens)
+    [[episode]] = play(engine, [prompt], environment, num_samples=1, options=options, seed=0, **more)
+    return episode

@@ -1,0 +1,41 @@
+"""Log-probs of completions by their definition: a plain forward over each, then the distribution of every step."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
+from logitless.types import Completion, Prompt
+
+
+def logp_alone(
+    model: nn.Module, prompt: Prompt, completion: Completion, options: SamplingOptions, ends: Sequence[int] = ()
+) -> torch.Tensor:
+    """Of the tokens of one completion; ``ends`` are the tokens that a minimum of new tokens holds back."""
+    ids, first = torch.tensor([*prompt.token_ids, *completion.token_ids]), len(prompt.token_ids)
+    with torch.no_grad():
+        logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, first - 1 : -1].float().cpu()
+    steps = range(completion.length)
+    seen = torch.stack([torch.bincount(ids[: first + t], minlength=logits.shape[-1]) > 0 for t in steps])
+    counts = torch.stack([torch.bincount(ids[first : first + t], minlength=logits.shape[-1]) for t in steps])
+    history = History(seen, counts, torch.arange(completion.length), torch.tensor(ends, dtype=torch.long))
+    return sampling_logp(logits, options, history).gather(1, ids[first:, None])[:, 0]
+
+
+def check_logp(
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    groups: Sequence[Sequence[Completion]],
+    options: SamplingOptions,
+    *,
+    ends: Sequence[int] = (),
+    tolerance: float = 1e-3,
+) -> None:
+    """``logp_sampler`` of every completion is the one of its definition."""
+    for prompt, group in zip(prompts, groups, strict=True):
+        for completion in group:
+            expected = logp_alone(model, prompt, completion, options, ends)
+            assert expected.isfinite().all()
+            found = torch.tensor(completion.logp_sampler)
+            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
