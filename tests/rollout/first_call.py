@@ -10,42 +10,26 @@ import sys
 
 import torch
 
-from logitless.data.packing import pack
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
-from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
-from logitless.types import Prompt
-from tests.models.tiny import CONFIGS
-
-SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
-SIZES |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
+from tests.rollout.gpu.wide import engine_of, random_prompts, wide_model
+from tests.rollout.plain_forward import policy_logp, trainers_scores
 
 
 def main() -> None:
     """Samples with each of the options, and compares with a forward pass of training."""
-    model = load_model({**CONFIGS["qwen3"], **SIZES}, random_weights=True, dtype=torch.bfloat16, device="cuda").eval()
-    engine, policy = GpuEngine(model, character_tokenizer("abcdefgh"), max_rows=64), Policy(model)
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 300, (8,), generator=generator).tolist()
-    prompts = [
-        Prompt(str(i), "", tuple(torch.randint(3, 4000, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
+    model = wide_model()
+    engine, policy = engine_of(model, max_rows=64), Policy(model)
+    prompts = random_prompts(8, 300, torch.Generator().manual_seed(1))
     for seed, text in enumerate(sys.argv[1:]):
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
         options = SamplingOptions(max_new_tokens=24, **fields)
         groups = engine.sample(prompts, 4, options, seed=seed)
-        pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
         if options.temperature > 0:
-            with torch.no_grad():
-                scores = policy.scores(pack(pairs), temperature=options.temperature, backend="fused")
-            assert scores.logp.tolist() == [
-                x for _, c in pairs for x in (c.logp_sampler if c.logp_policy is None else c.logp_policy)
-            ], text
+            scores = trainers_scores(policy, prompts, groups, temperature=options.temperature)
+            assert scores.logp.tolist() == policy_logp(groups), text
         else:
-            assert all(x == 0 for _, c in pairs for x in c.logp_sampler), text
+            assert all(x == 0 for group in groups for c in group for x in c.logp_sampler), text
 
 
 if __name__ == "__main__":

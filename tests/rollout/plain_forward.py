@@ -1,12 +1,14 @@
-"""Log-probs of completions by their definition: a plain forward over each, then the distribution of every step."""
+"""Log-probs of completions by their definition, a plain forward over each, and as training scores them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
 
+from logitless.data.packing import pack
 from logitless.rollout.sampling import History, SamplingOptions, sampling_logp
-from logitless.types import Completion, Prompt
+from logitless.train.learn.policy import Policy
+from logitless.types import Completion, Prompt, TokenScores
 
 
 def logp_alone(
@@ -30,12 +32,27 @@ def check_logp(
     options: SamplingOptions,
     *,
     ends: Sequence[int] = (),
-    tolerance: float = 1e-3,
+    rtol: float = 1e-3,
+    atol: float = 1e-3,
 ) -> None:
     """``logp_sampler`` of every completion is the one of its definition."""
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             expected = logp_alone(model, prompt, completion, options, ends)
             assert expected.isfinite().all()
-            found = torch.tensor(completion.logp_sampler)
-            torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(torch.tensor(completion.logp_sampler), expected, rtol=rtol, atol=atol)
+
+
+def trainers_scores(
+    policy: Policy, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, temperature: float
+) -> TokenScores:
+    """What a forward pass of training says of the sampled tokens."""
+    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
+    with torch.no_grad():
+        return policy.scores(pack(pairs), temperature=temperature, backend="fused")
+
+
+def policy_logp(groups: Iterable[Sequence[Completion]]) -> list[float]:
+    """Log-probs of all sampled tokens under the policy, without filters."""
+    every = (completion for group in groups for completion in group)
+    return [x for c in every for x in (c.logp_sampler if c.logp_policy is None else c.logp_policy)]

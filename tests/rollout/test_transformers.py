@@ -181,7 +181,7 @@ def test_logp_sampler_includes_filters_penalties_bias_and_minimum(filters):
     options = SamplingOptions(max_new_tokens=10, **filters)
     ends = stop_ids(engine.tokenizer, engine._model, options)
     groups = engine.sample(asked, 4, options, seed=1)
-    check_logp(engine._model, asked, groups, options, ends=ends)
+    check_logp(engine._model, asked, groups, options, ends=ends, rtol=1e-4, atol=1e-4)
     assert all(c.length > options.min_new_tokens or c.finish_reason == "length" for c in chain(*groups))
 
 
@@ -367,7 +367,7 @@ def test_an_adapter_is_sampled_with():
 def test_autocast_gives_float32_log_probabilities_of_bfloat16_products():
     asked, options = prompts(3), SamplingOptions(max_new_tokens=6)
     groups = engine_of(autocast=torch.bfloat16).sample(asked, 1, options, seed=0)
-    check_logp(tiny("llama"), asked, groups, options, tolerance=0.1)
+    check_logp(tiny("llama"), asked, groups, options, rtol=0.1, atol=0.2)
 
 
 @pytest.mark.parametrize(

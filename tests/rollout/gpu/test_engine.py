@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from logitless.data.packing import pack
 from logitless.errors import ConfigurationError, InputError, TrainingError, UnavailableError
 from logitless.head import fused
 from logitless.models.char_tokenizer import character_tokenizer
@@ -22,7 +21,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
 from tests.models.tiny import CONFIGS
-from tests.rollout.plain_forward import check_logp
+from tests.rollout.plain_forward import check_logp, policy_logp, trainers_scores
 
 pytest.importorskip("triton")
 
@@ -63,13 +62,6 @@ def without_version(groups):
     return [replace(completion, weights_version=None) for completion in flat(groups)]
 
 
-def trainers_scores(model, prompts, groups, *, temperature):
-    """What a forward pass of training says of the sampled tokens."""
-    pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
-    with torch.no_grad():
-        return Policy(model).scores(pack(pairs), temperature=temperature, backend="fused")
-
-
 @pytest.mark.parametrize(
     "options", [{}, {"use_rslora": True}, {"modules_to_save": ("lm_head",)}], ids=["lora", "rslora", "trained-head"]
 )
@@ -84,7 +76,7 @@ def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options):
     engine, options = engine_of(model, prefill_tokens=40), SamplingOptions(max_new_tokens=5, temperature=0.8)
     assert engine.exact
     groups = engine.sample(PROMPTS, 2, options, seed=1)
-    scores = trainers_scores(model, PROMPTS, groups, temperature=0.8)
+    scores = trainers_scores(Policy(model), PROMPTS, groups, temperature=0.8)
     assert scores.logp.tolist() == [x for c in flat(groups) for x in c.logp_sampler]
     assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
     assert len(scores.logp) > 20
@@ -146,8 +138,8 @@ def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_th
     model = model_of(end_bias=-1.0)
     engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)
     groups = engine.sample(PROMPTS[:2], 2, options, seed=1)
-    scores = trainers_scores(model, PROMPTS[:2], groups, temperature=0.8)
-    assert scores.logp.tolist() == [x for c in flat(groups) for x in c.logp_policy]
+    scores = trainers_scores(Policy(model), PROMPTS[:2], groups, temperature=0.8)
+    assert scores.logp.tolist() == policy_logp(groups)
     assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
     sampled = torch.tensor([x for c in flat(groups) for x in c.logp_sampler])
     if "repetition_penalty" in filters:

@@ -6,41 +6,25 @@ from collections import Counter
 import pytest
 import torch
 
-from logitless.data.packing import pack
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import page_memory, steps
-from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.page_memory import PageMemory
 from logitless.rollout.gpu.steps import Steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
-from tests.models.tiny import CONFIGS
+from tests.rollout.gpu.wide import engine_of, wide_model
+from tests.rollout.plain_forward import policy_logp, trainers_scores
 
-pytestmark = pytest.mark.gpu
-WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 2}
-WIDE |= {"vocab_size": 2000, "max_position_embeddings": 40000, "head_dim": 64, "initializer_range": 0.05}
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "vocab_size": 2000}
+SIZES |= {"max_position_embeddings": 40000}
 OPTIONS = SamplingOptions(max_new_tokens=20)
-
-
-@pytest.fixture(autouse=True)
-def ordinary_memory():
-    """Poison is written by a kernel of its own before every launch, which a captured graph would repeat."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="module")
 def model():
-    config = {**CONFIGS["qwen3"], **WIDE}
-    return load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
-
-
-def engine_of(model, **options):
-    return GpuEngine(model, character_tokenizer("abcdefgh"), **options)
+    return wide_model(**SIZES)
 
 
 def prompts_of(count, length=70):
@@ -60,11 +44,8 @@ def test_2048_rows_give_what_a_few_at_once_give(model):
 def test_at_32_thousand_positions_every_token_has_the_trainers_bits(model):
     prompts = [*prompts_of(1, 32_700), *[Prompt("short", "", (5, 6, 7))]]
     groups = engine_of(model).sample(prompts, 3, SamplingOptions(max_new_tokens=70), seed=1)
-    pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
-    with torch.no_grad():
-        scores = Policy(model).scores(pack(pairs), temperature=1.0, backend="fused")
-    assert scores.logp.tolist() == [x for _, c in pairs for x in c.logp_sampler]
-    assert max(len(p.token_ids) + c.length for p, c in pairs) > 32_700
+    assert trainers_scores(Policy(model), prompts, groups, temperature=1.0).logp.tolist() == policy_logp(groups)
+    assert len(prompts[0].token_ids) + max(c.length for c in groups[0]) > 32_700
 
 
 @pytest.mark.parametrize("where", ["while a graph is captured", "while graphs are replayed"])
@@ -123,8 +104,7 @@ def test_where_the_device_has_no_memory_for_the_pages_rows_are_fewer_and_tokens_
 
 
 def test_a_model_that_went_to_the_host_and_back_is_sampled_as_before():
-    config = {**CONFIGS["qwen3"], **WIDE}
-    moving = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
+    moving = wide_model(**SIZES)
     engine, prompts = engine_of(moving), prompts_of(4)
     expected = engine.sample(prompts, 3, OPTIONS, seed=1)
     moving.cpu()

@@ -5,57 +5,32 @@ import threading
 import pytest
 import torch
 
-from logitless.data.packing import pack
-from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.rollout.engine import Weights
-from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
-from tests.models.tiny import CONFIGS
+from tests.rollout.gpu.wide import engine_of, random_prompts, wide_model
+from tests.rollout.plain_forward import policy_logp, trainers_scores
 
-pytestmark = pytest.mark.gpu
-WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
-WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
-
-
-@pytest.fixture(autouse=True)
-def ordinary_memory():
-    """Poison is written by a kernel of its own before every launch, which a captured graph would repeat."""
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
 
 @pytest.mark.parametrize(("lora", "filters"), [(False, {}), (True, {}), (False, {"top_p": 0.95, "min_p": 0.01})])
 def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters):
-    config = {**CONFIGS["qwen3"], **WIDE}
-    model = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
-    if lora:
-        model = add_lora(model, LoraOptions(rank=8))
-    engine = GpuEngine(model, character_tokenizer("abcdefgh"), max_rows=96, prefill_tokens=2000)
-    policy, generator = Policy(model), torch.Generator().manual_seed(1)
-    lengths = torch.randint(1, 700, (24,), generator=generator).tolist()
-    prompts = [
-        Prompt(str(i), "", tuple(torch.randint(3, 4000, (n,), generator=generator).tolist()))
-        for i, n in enumerate(lengths)
-    ]
+    model = add_lora(wide_model(), LoraOptions(rank=8)) if lora else wide_model()
+    engine, policy = engine_of(model, max_rows=96, prefill_tokens=2000), Policy(model)
+    prompts = random_prompts(24, 700, torch.Generator().manual_seed(1))
     options = SamplingOptions(max_new_tokens=150, temperature=0.9, stop_token_ids=tuple(range(3, 20)), **filters)
     for block in range(3):
         groups = engine.sample(prompts, 8, options, seed=block)
         assert engine.exact
-        pairs = [(p, c) for p, group in zip(prompts, groups, strict=True) for c in group]
         tokens = 0
-        for start in range(0, len(pairs), 24):
-            part = pairs[start : start + 24]
-            with torch.no_grad():
-                scores = policy.scores(pack(part), temperature=0.9, backend="fused")
-            assert scores.logp.tolist() == [
-                x for _, c in part for x in (c.logp_sampler if c.logp_policy is None else c.logp_policy)
-            ]
-            assert scores.entropy.tolist() == [x for _, c in part for x in c.entropy_sampler]
+        for start in range(0, len(prompts), 3):  # 24 completions in a pass
+            part = groups[start : start + 3]
+            scores = trainers_scores(policy, prompts[start : start + 3], part, temperature=0.9)
+            assert scores.logp.tolist() == policy_logp(part)
+            assert scores.entropy.tolist() == [x for group in part for c in group for x in c.entropy_sampler]
             tokens += len(scores.logp)
         assert tokens > 5000
         alone = engine.sample(prompts[5:6], 3, options, seed=block)
@@ -71,9 +46,8 @@ def test_a_first_call_waits_for_no_kernel_in_its_own_thread_and_other_lengths_ne
     import triton
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # nothing is known of this machine
-    config = {**CONFIGS["qwen2"], **WIDE, "hidden_size": 768, "intermediate_size": 1536, "num_attention_heads": 12}
-    model = load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
-    engine = GpuEngine(model, character_tokenizer("abcdefgh"), max_rows=64)
+    model = wide_model("qwen2", hidden_size=768, intermediate_size=1536, num_attention_heads=12)
+    engine = engine_of(model, max_rows=64)
     compiled: list[tuple[str, bool]] = []  # kernels, and whether the caller's thread waited for them
 
     def note(*, src, **_):

@@ -62,25 +62,18 @@ class StandIn:
         for prompt, s in zip(prompts, settings, strict=True):
             options = SamplingOptions(max_new_tokens=s.max_tokens, temperature=s.temperature)
             [group] = engine.sample([Prompt("p", "", tuple(prompt["prompt_token_ids"]))], s.n, options, seed=s.seed)
-            found = [
-                Output(
-                    list(c.token_ids),
-                    [{t: types.SimpleNamespace(logprob=x)} for t, x in zip(c.token_ids, c.logp_sampler, strict=True)],
-                    c.finish_reason,
-                )
-                for c in group
-            ]
-            outputs.append(types.SimpleNamespace(outputs=found))
+            outputs.append(types.SimpleNamespace(outputs=[self.as_output(c) for c in group]))
         return outputs
 
+    def as_output(self, c):
+        logprobs = [{t: types.SimpleNamespace(logprob=x)} for t, x in zip(c.token_ids, c.logp_sampler, strict=True)]
+        return Output(list(c.token_ids), logprobs, c.finish_reason)
 
-@pytest.fixture
+
+@pytest.fixture(autouse=True)
 def vllm(monkeypatch):
-    module = types.ModuleType("vllm")
-    module.LLM = StandIn
-    module.SamplingParams = types.SimpleNamespace
+    module = types.SimpleNamespace(LLM=StandIn, SamplingParams=types.SimpleNamespace)
     monkeypatch.setitem(sys.modules, "vllm", module)
-    return module
 
 
 def _engine(**changes):
@@ -89,7 +82,12 @@ def _engine(**changes):
     return VllmEngine(TOKENIZER, probe=probe, **(options | changes))
 
 
-@pytest.mark.usefixtures("vllm")
+def _loaded(**changes):
+    engine = _engine(**changes)
+    engine.load(Weights.of(tiny_policy()), 0)
+    return engine
+
+
 def test_completions_are_of_the_weights_loaded_last_with_their_version():
     engine = _engine()
     for version, seed in enumerate((0, 1)):
@@ -111,38 +109,30 @@ def test_completions_are_of_the_weights_loaded_last_with_their_version():
     assert not root.exists()
 
 
-@pytest.mark.usefixtures("vllm")
 def test_it_sleeps_between_rounds_where_it_is_told_to():
-    engine = _engine(sleep=True)
-    engine.load(Weights.of(tiny_policy()), 0)
+    engine = _loaded(sleep=True)
     engine.sample(PROMPTS, 1, OPTIONS, seed=0)
     engine.load(Weights.of(tiny_policy(1)), 1)
     assert StandIn.last.said == ["wake", "sleep"] * (1 + 1 + 1 + 1)  # probe, round, weights, probe
     assert StandIn.last.options["enable_sleep_mode"] is True
 
 
-@pytest.mark.usefixtures("vllm")
 def test_a_prefix_cache_that_is_not_reset_stops_the_run():
-    engine = _engine()
-    engine.load(Weights.of(tiny_policy()), 0)
+    engine = _loaded()
     StandIn.last.resets = False
     with pytest.raises(EngineError, match="did not reset"):
         engine.load(Weights.of(tiny_policy(1)), 1)
 
 
-@pytest.mark.usefixtures("vllm")
 def test_weights_that_did_not_arrive_stop_the_run(monkeypatch):
-    engine = _engine()
-    engine.load(Weights.of(tiny_policy()), 0)
+    engine = _loaded()
     monkeypatch.setattr(StandIn, "collective_rpc", lambda *arguments, **options: None)
     with pytest.raises(EngineError, match=r"vLLM in this process within 0\.0001 nats"):
         engine.load(Weights.of(tiny_policy(1)), 1)
 
 
-@pytest.mark.usefixtures("vllm")
 def test_a_completion_without_log_probs_stops_the_run(monkeypatch):
-    engine = _engine()
-    engine.load(Weights.of(tiny_policy()), 0)
+    engine = _loaded()
     output = types.SimpleNamespace(outputs=[Output([3], None, "length")])
     monkeypatch.setattr(StandIn, "generate", lambda *arguments, **options: [output])
     with pytest.raises(EngineError, match="a finished completion with log-probs"):
