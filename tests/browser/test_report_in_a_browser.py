@@ -11,10 +11,7 @@ from logitless.train.report.page import write_report
 from tests.browser.chromium import PROGRAM, Chromium, chromium
 from tests.train.fake_run import fake_run
 
-pytestmark = [
-    pytest.mark.browser,
-    pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine"),
-]
+pytestmark = [pytest.mark.browser, pytest.mark.skipif(PROGRAM is None, reason="no Chromium on this machine")]
 
 SMALLEST_LETTERS = """
 Math.min(...[...document.querySelectorAll('figure img')].map(image => {

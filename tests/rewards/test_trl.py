@@ -49,8 +49,7 @@ def trl_scores(reward_funcs, completions, event_loop):
 
 
 @pytest.mark.parametrize(
-    "completions",
-    [["4", "6"], [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "6"}]]],
+    "completions", [["4", "6"], [[{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "6"}]]]
 )
 def test_trl_calls_our_rewards_unchanged(completions, event_loop):
     rewards = [

@@ -36,8 +36,7 @@ def in_workers_and_here(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"),
-    [("too_many", "2 returned"), ("none_at_all", "0 returned"), ("not_a_list", "float returned")],
+    ("name", "reason"), [("too_many", "2 returned"), ("none_at_all", "0 returned"), ("not_a_list", "float returned")]
 )
 def test_another_number_of_values_than_one_a_completion_is_an_error(name, reason):
     worker, trusted = (reward.verdicts(["p"] * 2, ["a", "b"], {}) for reward in in_workers_and_here(name))

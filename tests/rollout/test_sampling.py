@@ -37,12 +37,7 @@ def test_the_distribution_is_that_of_the_processors_of_transformers(temperature,
     if min_p > 0:
         theirs.append(MinPLogitsWarper(min_p))
     options = SamplingOptions(
-        max_new_tokens=1,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=penalty,
+        max_new_tokens=1, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, repetition_penalty=penalty
     )
     seen = torch.zeros(5, 40, dtype=torch.bool).scatter(1, ids, True)
     expected = theirs(ids, logits.clone()).softmax(-1)

@@ -231,10 +231,7 @@ def test_requests_that_wait_for_the_engine_are_sampled_together_however_late_the
 
 
 def test_an_engine_is_asked_about_a_prompt_once_at_a_time_though_equal_requests_come_together(tokenizer):
-    with (
-        serving(tokenizer, gather_seconds=1.0) as server,
-        ThreadPoolExecutor(3) as threads,
-    ):
+    with serving(tokenizer, gather_seconds=1.0) as server, ThreadPoolExecutor(3) as threads:
         asked = [threads.submit(complete, server.url, seed=5) for _ in range(3)]
         assert [each.result()[0] for each in asked] == [200] * 3
     assert [len(call) for call in server._engine.calls] == [1] * 3
@@ -485,10 +482,7 @@ def test_a_request_that_outgrows_the_model_is_refused_alone_and_those_beside_it_
             check_prompts(prompts, num_samples, options, limit=OPTIONS.max_new_tokens + 4)
             return groups
 
-    with (
-        serving(tokenizer, Short, gather_seconds=1e-9) as server,
-        ThreadPoolExecutor(7) as threads,
-    ):
+    with serving(tokenizer, Short, gather_seconds=1e-9) as server, ThreadPoolExecutor(7) as threads:
         put = server._waiting.put
         server._waiting.put = lambda asked: (put(asked), come.release())
         first = threads.submit(complete, server.url, [5])

@@ -216,12 +216,7 @@ def test_a_policy_without_an_adapter_cannot_push_one(url):
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        failing(503),
-        gone,
-        lambda body: (200, b'{"choices": [{"index": 0, "tok'),
-        lambda body: (200, b""),
-    ],
+    [failing(503), gone, lambda body: (200, b'{"choices": [{"index": 0, "tok'), lambda body: (200, b"")],
     ids=["503", "gone", "truncated JSON", "empty"],
 )
 def test_a_passing_fault_is_asked_through_and_changes_nothing(served, url, fault):
