@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from logitless.models.repeated_rows import RepeatedRows
 
 
-@given(index=st.lists(st.integers(0, 6), min_size=1, max_size=24))
+@given(index=st.lists(st.integers(0, 6), max_size=24))
 def test_rows_and_gradients_are_those_of_plain_indexing(index):
-    index = torch.tensor(index)
+    index = torch.tensor(index, dtype=torch.long)
     x = torch.randn(7, 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weight = torch.randn(len(index), 2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     found, expected = RepeatedRows.of(index).take(x), x[index]
@@ -31,10 +31,3 @@ def test_a_second_derivative_is_whole():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     rows = RepeatedRows.of(torch.tensor([0, 2, 0, 0]))
     assert torch.autograd.gradgradcheck(lambda x: rows.take(x).pow(3), x)
-
-
-def test_no_rows_are_taken_of_nothing():
-    x = torch.zeros(3, 2, requires_grad=True)
-    rows = RepeatedRows.of(torch.zeros(0, dtype=torch.long))
-    rows.take(x).sum().backward()
-    assert x.grad.count_nonzero() == 0

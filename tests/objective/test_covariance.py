@@ -44,22 +44,6 @@ def test_the_number_is_a_floored_fraction_and_at_least_one(fraction, num_tokens,
     assert num_chosen(fraction, torch.tensor(num_tokens)).item() == expected
 
 
-def test_the_largest_are_chosen_among_the_eligible():
-    key = torch.tensor([5.0, 1.0, 3.0, 4.0])
-    eligible = torch.tensor([False, True, True, True])
-    assert largest(key, eligible, torch.tensor(2)).tolist() == [False, False, True, True]
-    assert largest(key, eligible, torch.tensor(9)).tolist() == eligible.tolist()
-    assert largest(key, TRUE, torch.tensor(9)).tolist() == [True] * 4
-    assert largest(key, ~TRUE, torch.tensor(2)).tolist() == [False] * 4
-    assert largest(key[:0], TRUE[:0], torch.tensor(1)).shape == (0,)
-
-
-def test_the_largest_are_chosen_over_all_ranks():
-    key = torch.tensor([5.0, 1.0, 3.0, 4.0])
-    other = torch.tensor([4.5, 0.0])
-    assert largest(key, TRUE, torch.tensor(2), lambda part: torch.cat([other, part])).tolist() == [True] + [False] * 3
-
-
 @given(
     key=st.lists(st.sampled_from([-math.inf, -1.0, 0.0, 2.0]), max_size=12),
     eligible=st.integers(0, 2**12 - 1),

@@ -229,13 +229,6 @@ def test_a_dropped_token_is_out_whatever_its_correction():
     assert (output.loss.item(), gradient) == (0, [0])
 
 
-def test_an_advantage_of_weight_zero_may_differ():
-    batch = batch_of(3, advantage=[1, 9, 1], token_weight=[1, 0, 1])
-    output, _, _ = run(Objective(SequenceRatio(), Importance()), batch, [-1, -1, -1])
-    assert output.token_loss.tolist() == [-1, 0, -1]
-    assert output.advantage.tolist() == [1, 0, 1]
-
-
 # --- covariance losses ------------------------------------------------------------------------------------------------
 
 
@@ -475,15 +468,6 @@ def test_results_are_float32_for_lower_inputs_and_float64_for_float64():
         assert output.loss.dtype == output.log_ratio.dtype == output.kl.dtype == worked
         output.loss.backward()
         assert logp.grad.dtype == given
-
-
-def test_no_token_at_all_is_a_loss_of_zero():
-    for objective in (Objective(), Objective(SequenceRatio(), kl=KLPenalty("k3")), Objective(surrogate=Gmpo())):
-        logp, entropy, batch = random_batch((0, 0), seed=0)
-        output = objective(logp, entropy, batch, beta=0.1 if objective.kl else 0.0)
-        output.loss.backward()
-        assert output.loss.item() == 0.0
-        assert logp.grad.shape == (0,)
 
 
 def test_the_work_grows_with_the_tokens_and_not_with_the_sequences():

@@ -18,14 +18,6 @@ def ranges_of(lengths, counted=None):
     return Ranges(index, len(lengths), counted)
 
 
-def test_sum_and_mean_of_each_range_by_hand():
-    ranges = ranges_of([2, 0, 3])
-    values = torch.tensor([1.0, 2.0, 4.0, 5.0, 9.0])
-    assert ranges.sum(values).tolist() == [3.0, 0.0, 18.0]
-    assert ranges.mean(values).tolist() == [1.5, 0.0, 6.0]
-    assert ranges.spread(ranges.mean(values)).tolist() == [1.5, 1.5, 6.0, 6.0, 6.0]
-
-
 def test_only_counted_tokens_enter_a_sum_whatever_the_others_hold():
     ranges = ranges_of([3, 2], counted=[True, False, True, False, False])
     values = torch.tensor([1.0, math.nan, 4.0, math.inf, math.nan])
@@ -33,20 +25,12 @@ def test_only_counted_tokens_enter_a_sum_whatever_the_others_hold():
     assert ranges.mean(values).tolist() == [2.5, 0.0]
 
 
-@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
-def test_ranges_without_tokens_sum_to_zero(lengths):
-    ranges = ranges_of(lengths)
-    assert ranges.sum(torch.zeros(0)).tolist() == [0.0] * len(lengths)
-    assert ranges.mean(torch.zeros(0)).tolist() == [0.0] * len(lengths)
-    assert ranges.spread(torch.zeros(len(lengths))).shape == (0,)
-
-
 def test_a_nan_stays_in_its_own_range():
     ranges = ranges_of([1, 1, 1])
     assert ranges.sum(torch.tensor([1.0, math.nan, 2.0])).isnan().tolist() == [False, True, False]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60)
 @given(lengths=st.lists(st.integers(0, 7), max_size=6), seed=st.integers(0, 99))
 def test_sum_mean_and_spread_agree_with_a_loop_in_value_and_gradient(lengths, seed):
     generator = torch.Generator().manual_seed(seed)
@@ -55,7 +39,8 @@ def test_sum_mean_and_spread_agree_with_a_loop_in_value_and_gradient(lengths, se
     values = torch.randn(total, generator=generator, dtype=torch.float64, requires_grad=True)
     weights = torch.randn(total, generator=generator, dtype=torch.float64)
     ranges = ranges_of(lengths, counted)
-    (ranges.spread(ranges.mean(values) * ranges.sum(values)) * weights).sum().backward()
+    found = (ranges.spread(ranges.mean(values) * ranges.sum(values)) * weights).sum()
+    found.backward()
     reference = values.detach().clone().requires_grad_()
     loss = torch.zeros((), dtype=torch.float64)
     start = 0
@@ -64,6 +49,7 @@ def test_sum_mean_and_spread_agree_with_a_loop_in_value_and_gradient(lengths, se
         chosen = reference[here][torch.tensor(counted[here], dtype=torch.bool)]
         loss = loss + chosen.sum() / max(len(chosen), 1) * chosen.sum() * weights[here].sum()
         start += length
+    torch.testing.assert_close(found, loss, rtol=1e-12, atol=1e-12)
     if total:
         loss.backward()
         torch.testing.assert_close(values.grad, reference.grad, rtol=1e-12, atol=1e-12)
@@ -84,12 +70,6 @@ def test_sums_are_bitwise_repeatable_and_do_not_depend_on_neighbours():
     alone = ranges_of([3000]).sum(values[2000:])
     assert together[1].item() == alone[0].item()
     assert torch.equal(together, ranges_of([2000, 3000]).sum(values))
-
-
-def test_the_backward_of_a_gather_is_a_sum_over_the_range():
-    values = torch.tensor([1.0, 2.0], requires_grad=True)
-    ranges_of([3, 1]).spread(values).backward(torch.tensor([1.0, 10.0, 100.0, 5.0]))
-    assert values.grad.tolist() == [111.0, 5.0]
 
 
 def test_turns_are_ranges_of_their_own_inside_each_sequence():

@@ -1,7 +1,5 @@
 """The log ratio at each level: value by hand, gradient by hand."""
 
-import math
-
 import torch
 
 from logitless.objective.ranges import Ranges
@@ -47,16 +45,3 @@ def test_sequence_token_log_ratio_has_the_value_of_the_sequence_and_the_gradient
     values, gradient = gradient_of_second(lambda log_ratio: sequence_token_log_ratio(log_ratio, RANGES))
     assert values == [-0.25, -0.25, -0.25, -0.25]
     assert gradient == [0.0, 1.0, 0.0, 0.0]
-
-
-def test_the_ratio_is_exactly_one_where_the_policies_agree():
-    logp = torch.randn(4, generator=torch.Generator().manual_seed(0))
-    log_ratio = token_log_ratio(logp, logp.clone())
-    for level in (log_ratio, sequence_log_ratio(log_ratio, RANGES), sequence_token_log_ratio(log_ratio, RANGES)):
-        assert level.exp().tolist() == [1.0] * 4
-
-
-def test_a_sequence_ratio_is_the_geometric_mean_of_token_ratios():
-    log_ratio = torch.tensor([math.log(2.0), math.log(8.0)], dtype=torch.float64)
-    pair = Ranges(torch.tensor([0, 0]), 1, torch.tensor([True, True]))
-    torch.testing.assert_close(sequence_log_ratio(log_ratio, pair).exp(), torch.full((2,), 4.0, dtype=torch.float64))
