@@ -45,8 +45,7 @@ def test_a_recipe_that_runs_here_has_no_problem_and_no_change(tmp_path: Path) ->
 def test_what_is_missing_has_the_setting_that_does_without(
     section: str, change: dict[str, Any], said: str, changes: tuple[str, ...], tmp_path: Path
 ) -> None:
-    raw = tiny_raw(tmp_path)
-    found = fit(tmp_path, **{section: raw[section] | change})
+    found = fit(tmp_path, **{section: change})
     assert len(found.problems) == 1
     assert said in found.problems[0]
     assert found.changes == changes
@@ -54,11 +53,7 @@ def test_what_is_missing_has_the_setting_that_does_without(
 
 @NO_GPU
 def test_the_gpu_engine_and_its_layers_are_left_together(tmp_path: Path) -> None:
-    found = fit(
-        tmp_path,
-        model={**tiny_raw(tmp_path)["model"], "layers": "row_invariant"},
-        rollout={**tiny_raw(tmp_path)["rollout"], "engine": {"name": "gpu"}},
-    )
+    found = fit(tmp_path, model={"layers": "row_invariant"}, rollout={"engine": {"name": "gpu"}})
     assert found.changes == ("model.layers=transformers", "rollout.engine={name: transformers}")
     assert found.recipe.rollout.engine.name == "transformers"
 
@@ -71,9 +66,10 @@ def test_a_writer_that_is_absent_is_left_out(tmp_path: Path) -> None:
 
 
 def test_a_plan_that_is_too_large_gets_the_fewest_changes_that_fit(tmp_path: Path) -> None:
-    whole = fit(tmp_path, train={**tiny_raw(tmp_path)["train"], "tokens_per_micro_batch": 10**6}).plan
+    large = {"tokens_per_micro_batch": 10**6}
+    whole = fit(tmp_path, train=large).plan
     assert whole is not None
-    found = fit(tmp_path, whole.total_bytes - 1, train={**tiny_raw(tmp_path)["train"], "tokens_per_micro_batch": 10**6})
+    found = fit(tmp_path, whole.total_bytes - 1, train=large)
     assert found.changes is not None
     assert len(found.changes) == 1
     fitting = plan_of(load_recipe(tmp_path / "recipe.yaml", found.changes))
@@ -91,11 +87,7 @@ def test_a_host_with_too_little_memory_is_found_before_anything_is_loaded(
 ) -> None:
     monkeypatch.setattr(nearest, "device_of", lambda section: torch.device("cuda"))  # to which nothing is sent
     monkeypatch.setattr(nearest, "free_host_memory", lambda: 1024)
-    raw = tiny_raw(tmp_path)
-    changes = {
-        "model": raw["model"] | {"device": "auto", "trained_dtype": "bfloat16"},
-        "train": raw["train"] | {"optimizer": {"moments": "host"}},
-    }
+    changes = {"model": {"device": "auto", "trained_dtype": "bfloat16"}, "train": {"optimizer": {"moments": "host"}}}
     found = fit(tmp_path, 10**9, **changes)
     assert found.plan is not None
     needed = size_text(found.plan.host.peak_bytes)
@@ -114,7 +106,6 @@ def test_what_a_gpu_needs_beside_it_is_no_matter_on_a_cpu(tmp_path: Path) -> Non
 
 
 def test_data_that_is_not_there_is_a_problem_without_a_change(tmp_path: Path) -> None:
-    raw = tiny_raw(tmp_path)
-    found = fit(tmp_path, data={**raw["data"], "train": {"name": "file", "path": str(tmp_path / "no.jsonl")}})
+    found = fit(tmp_path, data={"train": {"name": "file", "path": str(tmp_path / "no.jsonl")}})
     assert found.changes is None
     assert "no.jsonl" in found.problems[0]

@@ -24,6 +24,9 @@ def practice(folder: Path) -> dict[str, Any]:
     return raw
 
 
+HELD = dict.fromkeys(("beta", "beta_min", "beta_max"), 0.1)
+
+
 def rules(raw: dict[str, Any]) -> list[str]:
     return [finding.rule for finding in audit_recipe(parse_recipe(raw))]
 
@@ -40,11 +43,7 @@ def test_a_recipe_as_papers_have_it_has_no_finding(tmp_path: Path) -> None:
         ("filtered sampling", "rollout", {"sampling": {"max_new_tokens": 256, "top_p": 0.95}}),
         ("filtered sampling", "rollout", {"sampling": {"max_new_tokens": 256, "repetition_penalty": 1.1}}),
         ("reference without effect", "kl", {"control": {"name": "fixed", "beta": 0.0}}),
-        (
-            "KL target without control",
-            "kl",
-            {"control": {"name": "proportional", "beta": 0.1, "beta_min": 0.1, "beta_max": 0.1, "target": 0.05}},
-        ),
+        ("KL target without control", "kl", {"control": {"name": "proportional", "target": 0.05} | HELD}),
         ("learning rate", "train", {"optimizer": {"learning_rate": 1e-4}}),
         ("learning rate", "train", {"optimizer": {"learning_rate": 1e-9}}),
         ("learning rate", "model", {"lora": {"rank": 8}}),
@@ -78,13 +77,9 @@ def test_recorded_completions_that_repeat_their_prompt_are_found(tmp_path: Path)
     raw = tiny_raw(tmp_path)
     recipe = parse_recipe(raw)
     data = data_of(recipe, tokenizer_of(recipe.model))
+    answer = {"text": "b", "finish_reason": "stop"}
     rows = [
-        {
-            "prompt_id": p.id,
-            "token_ids": [*(p.token_ids.tolist() if n == 0 else ()), 4, 2],
-            "text": "b",
-            "finish_reason": "stop",
-        }
+        answer | {"prompt_id": p.id, "token_ids": [*(() if n else p.token_ids.tolist()), 4, 2]}
         for p in data.train
         for n in range(4)
     ]

@@ -20,6 +20,18 @@ def inputs(rows, width, vocabulary, spread=4.0, seed=0):
     return x, w.requires_grad_(), y, torch.randn(2, rows, device="cuda", generator=g)
 
 
+def exact(x, w, y, upstream, rows=slice(None)):
+    """In float64: log-probs, logits' log-softmax, and the gradient of the logits of logp."""
+    p = (x.detach()[rows].double() @ w.detach().double().T).log_softmax(1)
+    dz = -p.exp() * upstream[0, rows, None].double()
+    dz[torch.arange(len(p)), y[rows]] += upstream[0, rows].double()
+    return p.gather(1, y[rows, None]).squeeze(1), p, dz
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
 SHAPES = [(896, 151936), (2048, 151936), (4096, 128256), (8192, 128256)]
 
 
@@ -28,21 +40,17 @@ SHAPES = [(896, 151936), (2048, 151936), (4096, 128256), (8192, 128256)]
 @pytest.mark.parametrize("peaked", [False, True])
 def test_errors_against_float64_obey_the_accuracy_law(width, vocabulary, spread, peaked):
     x, w, y, upstream = inputs(256, width, vocabulary, spread)
-    z = x.detach().double() @ w.detach().double().T
     if peaked:
-        y = z.argmax(1)
-    p = z.log_softmax(1)
-    logp, entropy = p.gather(1, y[:, None]).squeeze(1), -(p.exp() * p).sum(1)
+        y = (x.detach().double() @ w.detach().double().T).argmax(1)
+    logp, p, dz = exact(x, w, y, upstream)
+    entropy = -(p.exp() * p).sum(1)
     scores = fused.token_scores(x, LMHead(w), y)
     bound = (1e-4 if width <= 4096 else 2.5e-4) * (1 if spread == 4 else 2)
     assert float((scores.logp.detach().double() - logp).abs().max()) <= bound
     assert float((scores.entropy.detach().double() - entropy).abs().max()) <= 1e-3
-    dz = -p.exp() * upstream[0][:, None].double()
-    dz[torch.arange(256), y] += upstream[0].double()
-    dx, dw = dz @ w.detach().double(), dz.T @ x.detach().double()
     gx, gw = torch.autograd.grad(scores.logp, [x, w], upstream[0])
-    assert float((gx.double() - dx).norm() / dx.norm()) <= stored_error(torch.bfloat16)
-    assert float((gw.double() - dw).norm() / dw.norm()) <= stored_error(torch.bfloat16)
+    assert relative(gx, dz @ w.detach().double()) <= stored_error(torch.bfloat16)
+    assert relative(gw, dz.T @ x.detach().double()) <= stored_error(torch.bfloat16)
 
 
 @pytest.mark.parametrize("budget", [None, 2 * 50304 * 256, 0])
@@ -66,17 +74,11 @@ def test_offsets_beyond_31_bits_are_right():
     scores = fused.token_scores(x, LMHead(w), y, memory_budget=2**36)
     gx, gw = torch.autograd.grad(scores.logp, [x, w], upstream[0])
     tail = slice(rows - 256, rows)
-    z = x.detach()[tail].double() @ w.detach().double().T
-    p = z.log_softmax(1)
-    torch.testing.assert_close(
-        scores.logp.detach()[tail].double(), p.gather(1, y[tail, None]).squeeze(1), atol=1e-4, rtol=0
-    )
-    dz = -p.exp() * upstream[0, tail, None].double()
-    dz[torch.arange(256), y[tail]] += upstream[0, tail].double()
-    dx = dz @ w.detach().double()
-    assert float((gx[tail].double() - dx).norm() / dx.norm()) < stored_error(torch.bfloat16)
+    logp, _, dz = exact(x, w, y, upstream, tail)
+    torch.testing.assert_close(scores.logp.detach()[tail].double(), logp, atol=1e-4, rtol=0)
+    assert relative(gx[tail], dz @ w.detach().double()) < stored_error(torch.bfloat16)
     again = torch.autograd.grad(fused.token_scores(x, LMHead(w), y, memory_budget=0).logp, w, upstream[0])[0]
-    assert float((gw.double() - again.double()).norm() / again.double().norm()) < stored_error(torch.bfloat16)
+    assert relative(gw, again.double()) < stored_error(torch.bfloat16)
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.5, 0.0])

@@ -47,6 +47,13 @@ def given(rows, width, vocabulary, rank=0):
     return Given(operands, rows_given, 20 * torch.rand(rows, device="cuda", generator=g))
 
 
+def some(case, chosen, hidden=None):
+    """The same call for some of the rows."""
+    rows = case.rows if hidden is None else case.rows._replace(hidden=hidden)
+    chosen_rows = launch.Rows(*(None if x is None else x[chosen] for x in rows))
+    return Given(case.operands, chosen_rows, case.anchor[chosen])
+
+
 @pytest.mark.parametrize("shape", EDGES, ids=str)
 def test_every_edge_is_right(shape):
     gpu = variants.variant(torch.empty(1, shape.width, dtype=torch.bfloat16, device="cuda"))
@@ -78,9 +85,8 @@ def test_kept_exponentials_beyond_31_bits_are_in_their_places():
     case = given(shape.rows, shape.width, shape.vocabulary)
     found = scoring_pass.scored(case, shape.num_kept)
     tail = slice(shape.num_kept - 100, shape.num_kept)
-    rows = launch.Rows(*(None if x is None else x[tail] for x in case.rows))
     part = scoring_pass.Found(found.kept[tail], found.s[:, tail], found.t[:, tail])
-    assert scoring_pass.wrong(part, Given(case.operands, rows, case.anchor[tail]), 100) == []
+    assert scoring_pass.wrong(part, some(case, tail), 100) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,7 @@ def test_operands_beyond_31_bits_are_read_where_they_are(rows, width, vocabulary
     case = given(rows, width, vocabulary)
     found = scoring_pass.scored(case, 0)
     tail = slice(max(0, rows - 128), rows)
-    part = Given(case.operands, launch.Rows(*(None if x is None else x[tail] for x in case.rows)), case.anchor[tail])
+    part = some(case, tail)
     columns = slice(max(0, vocabulary // 256 * 256 - 512), vocabulary)
     d = part.rows.hidden.double() @ case.operands.weight[columns].double().T * passes.LOG2E * case.operands.gain
     d -= part.anchor.double()[:, None]
@@ -112,8 +118,7 @@ def test_a_rows_sums_depend_on_that_row_alone(rank):
         (case.rows.hidden, list(range(500, 100, -1))),
         (spoiled, list(range(700))),
     ):
-        rows = launch.Rows(*(None if x is None else x[chosen] for x in case.rows._replace(hidden=hidden)))
-        found = scoring_pass.scored(Given(case.operands, rows, case.anchor[chosen]), len(chosen))
+        found = scoring_pass.scored(some(case, chosen, hidden), len(chosen))
         clean = torch.tensor([hidden is case.rows.hidden or row not in (5, 130, 699) for row in chosen], device="cuda")
         assert torch.equal(found.kept[clean], together.kept[chosen][clean])
         assert torch.equal(found.s[:, clean], together.s[:, chosen][:, clean])

@@ -64,20 +64,29 @@ def test_a_surrogate_by_its_path_has_the_loss_and_the_gradient_that_it_says(tmp_
 
 
 @pytest.mark.parametrize(
-    ("result", "said"),
+    ("made", "result", "said"),
     [
-        ("loss", "SurrogateTerms from the surrogate 'own'.*given Tensor"),
-        ("SurrogateTerms(loss[1:])", r"loss \[N\] with N = 10.*given a tensor \[9\]"),
-        ("SurrogateTerms(loss.detach())", "differentiable in logp"),
-        ("SurrogateTerms(0 * loss)", "differentiable in logp.*no gradient for any token"),
-        ("SurrogateTerms(loss / 0)", "a finite loss for each token.*given 10 of 10"),
-        ("SurrogateTerms((inputs.log_ratio ** 2).sqrt())", "a finite gradient for each token"),
-        ("SurrogateTerms(loss + inputs.nothing)", "AttributeError.*nothing.*mine.py, line 13"),
+        (surrogate, "loss", "SurrogateTerms from the surrogate 'own'.*given Tensor"),
+        (surrogate, "SurrogateTerms(loss[1:])", r"loss \[N\] with N = 10.*given a tensor \[9\]"),
+        (surrogate, "SurrogateTerms(loss.detach())", "differentiable in logp"),
+        (surrogate, "SurrogateTerms(0 * loss)", "differentiable in logp.*no gradient for any token"),
+        (surrogate, "SurrogateTerms(loss / 0)", "a finite loss for each token.*given 10 of 10"),
+        (surrogate, "SurrogateTerms((inputs.log_ratio ** 2).sqrt())", "a finite gradient for each token"),
+        (surrogate, "SurrogateTerms(loss + inputs.nothing)", "AttributeError.*nothing.*mine.py, line 13"),
+        (advantage, "of_token", "AdvantageOutput.*given Tensor"),
+        (
+            advantage, "AdvantageOutput(inputs.rewards.nan_to_num())",
+            r"each of 10 tokens from 'own'.*given a tensor \[4\]",
+        ),
+        (advantage, "AdvantageOutput(inputs.rewards[inputs.sequence])", "given 2 of 10 that are not finite"),
+        (advantage, "AdvantageOutput(of_token + 1)", "advantage 0 for a completion without a reward"),
+        (advantage, "AdvantageOutput(of_token * torch.arange(10))", "one advantage a completion, as its level"),
+        (advantage, "AdvantageOutput(of_token + inputs.nothing)", "AttributeError.*mine.py, line 14"),
     ],
-)
-def test_a_surrogate_that_does_not_give_a_loss_a_token_is_refused_by_its_path(tmp_path, result, said):
+)  # fmt: skip
+def test_what_is_not_one_finite_number_a_token_is_refused_by_its_path(tmp_path, made, result, said):
     with pytest.raises(ConfigurationError, match=said) as caught:
-        surrogate(tmp_path, result)
+        made(tmp_path, result)
     assert "mine.py:Mine" in str(caught.value)
 
 
@@ -113,23 +122,6 @@ def test_another_shape_is_refused_at_every_call(tmp_path):
 def test_an_advantage_by_its_path_is_what_it_says(tmp_path):
     inputs = AdvantageInputs(torch.tensor([1.0, 3.0]), torch.tensor([5, 5]), torch.tensor([0, 1, 1]))
     assert advantage(tmp_path).checked(inputs).advantage.tolist() == [1, 3, 3]
-
-
-@pytest.mark.parametrize(
-    ("result", "said"),
-    [
-        ("of_token", "AdvantageOutput.*given Tensor"),
-        ("AdvantageOutput(inputs.rewards.nan_to_num())", r"each of 10 tokens from 'own'.*given a tensor \[4\]"),
-        ("AdvantageOutput(inputs.rewards[inputs.sequence])", "given 2 of 10 that are not finite"),
-        ("AdvantageOutput(of_token + 1)", "advantage 0 for a completion without a reward"),
-        ("AdvantageOutput(of_token * torch.arange(10))", "one advantage a completion, as its level"),
-        ("AdvantageOutput(of_token + inputs.nothing)", "AttributeError.*mine.py, line 14"),
-    ],
-)
-def test_an_advantage_that_is_not_one_finite_number_a_token_is_refused_by_its_path(tmp_path, result, said):
-    with pytest.raises(ConfigurationError, match=said) as caught:
-        advantage(tmp_path, result)
-    assert "mine.py:Mine" in str(caught.value)
 
 
 def test_an_advantage_a_token_says_so(tmp_path):
