@@ -13,8 +13,18 @@ from logitless.types import Completion
 from tests.train.tiny import ALPHABET
 
 
+class FakeEngine:
+    """An engine without weights."""
+
+    def load(self, weights: Weights, version: int) -> None:
+        self.version = version
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+
 @dataclass
-class Scripted:
+class Scripted(FakeEngine):
     """An engine that says what ``answers`` gives for a prompt's text, and notes what it was asked for."""
 
     answers: Callable[[str, int], str]
@@ -32,12 +42,6 @@ class Scripted:
             said = zip(ids, texts, ends, strict=True)
             out.append([Completion(p.id, i, t, e, weights_version=self.version) for i, t, e in said])
         return out
-
-    def load(self, weights: Weights, version: int) -> None:
-        self.version = version
-
-    def close(self) -> None:
-        pass
 
 
 def trained_with(engine):

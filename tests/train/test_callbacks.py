@@ -16,7 +16,7 @@ from logitless.train.recipe.loading import parse_recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.run import run_recipe
 from tests.ranks import run_on_ranks
-from tests.train.interrupting import stop_at
+from tests.train.interrupting import stopped_at
 from tests.train.tiny import repeated, tiny_raw, tiny_recipe
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text(encoding="utf-8")
@@ -55,8 +55,11 @@ class Noting(logitless.Callback):
 TWO_BLOCKS = {"train__blocks": 2, "train__epochs_per_block": 1, "kl": None}
 
 
+SHORT = {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
+
+
 def test_a_path_a_mapping_and_a_recipe_are_the_same_run(tmp_path):
-    raw = tiny_raw(tmp_path) | {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
+    raw = tiny_raw(tmp_path) | SHORT
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(raw | {"name": "path"}))
     results = [
@@ -119,11 +122,9 @@ def test_a_callback_stops_a_run_which_goes_on_bit_for_bit(whole, tmp_path, momen
     assert repeated(result.folder) == repeated(whole.heard[-1][2].folder)
 
 
-def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(whole, tmp_path, monkeypatch):
+def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(whole, tmp_path):
     recipe, rest = tiny_recipe(tmp_path, **TWO_BLOCKS), Noting()
-    with monkeypatch.context() as patched:
-        stop_at(1, patched)
-        logitless.train(recipe)
+    stopped_at(1, recipe)
     logitless.train(recipe, resume=True, callbacks=[rest])
     [one], [other] = ([repeatable(m) for kind, n, m in e.heard if (kind, n) == ("block", 1)] for e in (whole, rest))
     assert one == other
@@ -161,8 +162,8 @@ def test_a_numbered_run_that_torchrun_may_start_again_is_refused(tmp_path, monke
 
 
 def test_the_example_of_the_page_runs(tmp_path, monkeypatch, capsys):
-    raw = tiny_raw(tmp_path) | {"kl": None, "train": {"blocks": 1, "tokens_per_step": 40, "tokens_per_micro_batch": 32}}
-    raw["evaluation"] = {"success_at": 100.0}  # an accuracy of 0, so that the callback does not stop the run
+    # with an accuracy of 0, so that the callback does not stop the run
+    raw = tiny_raw(tmp_path) | SHORT | {"evaluation": {"success_at": 100.0}}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
     monkeypatch.chdir(tmp_path)
     [program] = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
@@ -15,8 +14,16 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe, start
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from tests.ranks import run_on_ranks
-from tests.train.interrupting import stop_at
-from tests.train.tiny import assert_same_end, repeated, start_without_report, tiny_recipe
+from tests.train.interrupting import stopped_at
+from tests.train.tiny import (
+    assert_equal,
+    assert_same_end,
+    finished_run,
+    repeated,
+    start_without_report,
+    tiny_recipe,
+    warm_start,
+)
 
 LORA = {"model__lora": {"rank": 2, "targets": ["q_proj", "v_proj", "down_proj"]}}
 
@@ -28,7 +35,7 @@ def home(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def parent(home) -> RunFolder:
-    return start(tiny_recipe(home))[0]
+    return finished_run(home)
 
 
 @pytest.fixture
@@ -47,23 +54,17 @@ def _assert_goes_on(parent, fork):
     assert said["changed"] == {}
 
 
-def test_a_fork_with_the_same_keys_is_bitwise_the_run_going_on_also_where_it_was_stopped(
-    parent, fork_recipe, monkeypatch
-):
-    with monkeypatch.context() as patched:
-        stop_at(6, patched)
-        fork, complete = start(fork_recipe(), fork=f"{parent.path}:1")
-    assert not complete
+def test_a_fork_with_the_same_keys_is_bitwise_the_run_going_on_also_where_it_was_stopped(parent, fork_recipe):
+    fork = stopped_at(6, fork_recipe(), fork=f"{parent.path}:1")
     assert start(fork_recipe(), resume="auto", fork=f"{parent.path}:1")[1]
     _assert_goes_on(parent, fork)
     assert len(json.loads(fork.provenance.read_text())["starts"]) == 2
 
 
 def test_a_fork_of_lora_after_a_warm_start_is_bitwise_the_run_going_on(tmp_path):
-    tiny_recipe(tmp_path)
-    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3}
-    whole, _ = start(tiny_recipe(tmp_path, **LORA, warm_start=warm))
-    fork, complete = start(tiny_recipe(tmp_path, **LORA, warm_start=warm, name="fork"), fork=f"{whole.path}:1")
+    changes = LORA | {"warm_start": warm_start(tmp_path)}
+    whole = finished_run(tmp_path, **changes)
+    fork, complete = start(tiny_recipe(tmp_path, **changes, name="fork"), fork=f"{whole.path}:1")
     assert complete
     _assert_goes_on(whole, fork)
 
@@ -90,14 +91,10 @@ def test_a_fork_takes_other_keys_and_says_what_begins_anew(parent, fork_recipe, 
 def test_a_fork_in_another_dtype_begins_with_the_same_master_weights(parent, fork_recipe):
     fork, complete = start(fork_recipe(model__trained_dtype="bfloat16", train__blocks=2), fork=f"{parent.path}:1")
     assert complete
-    begun, before = (
-        read_checkpoint(checkpoints(fork.checkpoints)[0]).tensors,
-        read_checkpoint(parent.checkpoints / "block-000001-step-000004").tensors,
-    )
+    folders = checkpoints(fork.checkpoints)[0], parent.checkpoints / "block-000001-step-000004"
+    begun, before = (read_checkpoint(folder).tensors for folder in folders)
     assert begun.keys() == before.keys()
-    for name in begun:
-        if not name.startswith("random/"):
-            assert torch.equal(begun[name], before[name]), name
+    assert_equal(*({n: t for n, t in each.items() if not n.startswith("random/")} for each in (begun, before)))
 
 
 @pytest.mark.parametrize(
@@ -133,9 +130,8 @@ def test_ranks_fork_what_one_process_wrote(parent, home, tmp_path):
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
-def test_a_checkpoint_amid_a_block_is_passed_over_and_refused_by_name(tmp_path, monkeypatch):
-    stop_at(5, monkeypatch)
-    stopped, _ = start(tiny_recipe(tmp_path))
+def test_a_checkpoint_amid_a_block_is_passed_over_and_refused_by_name(tmp_path):
+    stopped = stopped_at(5, tiny_recipe(tmp_path))
     assert parent_of(str(stopped.path)).progress["block"] == 1
     assert load_checkpoint(stopped.checkpoints).folder.name == "block-000001-step-000005"
     for place, said in (

@@ -8,17 +8,16 @@ import pytest
 import torch
 
 from logitless.objective.presets import PRESETS
-from logitless.rollout.recorded import write_completions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly.engines import open_engines
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import AdaptersOff, Policy
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.report.page import write_report
-from logitless.train.run import start
 from logitless.types import Completion
 from tests.train.engines import Scripted, trained_with
-from tests.train.tiny import blocks_of, steps_of, stored, tiny_recipe
+from tests.train.interrupting import before
+from tests.train.tiny import assert_equal, blocks_of, finished_run, recorded_engine, steps_of, stored
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
@@ -27,15 +26,10 @@ BLOCK = {"data__held_out": None, "train__blocks": 1}
 TWO_BLOCKS = {"data__held_out": None, "train__blocks": 2}
 
 
-def _run(folder, engine=None, **changes) -> RunFolder:
-    opening = open_engines if engine is None else trained_with(engine)
-    run, complete = start(tiny_recipe(folder, **changes), open_engines=opening)
-    assert complete
-    return run
-
-
-def _scripted(folder, answers, **changes) -> RunFolder:
-    return _run(folder, Scripted(answers), **changes)
+def _run(folder, answers=None, **changes) -> RunFolder:
+    """A run, whose sampler says what ``answers`` gives."""
+    opening = open_engines if answers is None else trained_with(Scripted(answers))
+    return finished_run(folder, open_engines=opening, **changes)
 
 
 def _rows(run: RunFolder) -> list[dict]:
@@ -45,13 +39,12 @@ def _rows(run: RunFolder) -> list[dict]:
 @pytest.fixture
 def asked(monkeypatch):
     """What the policy's engine was asked for: prompts, samples of each, temperature, most tokens."""
-    plain, asked = TransformersEngine.sample, []
+    asked = []
 
-    def sample(self, prompts, num_samples, options, *, seed):
+    def noted(_, prompts, num_samples, options, **__):
         asked.append((len(prompts), num_samples, options.temperature, options.max_new_tokens))
-        return plain(self, prompts, num_samples, options, seed=seed)
 
-    monkeypatch.setattr(TransformersEngine, "sample", sample)
+    before(monkeypatch, TransformersEngine, "sample", noted)
     return asked
 
 
@@ -70,13 +63,12 @@ def test_the_first_step_of_every_block_has_ratio_exactly_1_over_several_micro_ba
 
 
 def test_the_policy_is_scored_once_a_block_whatever_the_number_of_epochs(tmp_path, monkeypatch):
-    plain, calls = Policy.scores, []
+    calls = []
 
-    def scores(self, batch, **options):
-        calls.append((torch.is_grad_enabled(), next(self.model.parameters()).requires_grad))
-        return plain(self, batch, **options)
+    def noted(policy, *_, **__):
+        calls.append((torch.is_grad_enabled(), next(policy.model.parameters()).requires_grad))
 
-    monkeypatch.setattr(Policy, "scores", scores)
+    before(monkeypatch, Policy, "scores", noted)
     _run(tmp_path, **BLOCK, **ONE_STEP, train__epochs_per_block=3, kl={"placement": "loss", "control": FIXED})
     policy, reference, training = (False, True), (False, False), (True, True)
     assert calls == [policy, reference, training, training, training]
@@ -85,15 +77,10 @@ def test_the_policy_is_scored_once_a_block_whatever_the_number_of_epochs(tmp_pat
 # --- groups ---------------------------------------------------------------------------------------------------------
 
 
-def _half_without_signal(text: str, i: int) -> str:
-    """The first four prompts in the alphabet get answers of one length, the others of different ones."""
-    return "aa" if text[0] in "abcd" else "a" * (1 + i)
-
-
 @pytest.mark.parametrize("zero_signal", ["keep", "drop"])
 def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, zero_signal):
-    answers = _half_without_signal
-    run = _scripted(tmp_path, answers, **SHORT, rollout__zero_signal=zero_signal, rollout__prompts_per_block=8)
+    changes = {**SHORT, "rollout__zero_signal": zero_signal, "rollout__prompts_per_block": 8}
+    run = _run(tmp_path, lambda text, i: "aa" if text[0] in "abcd" else "a" * (1 + i), **changes)
     (block,) = blocks_of(run)
     assert block["group/zero_signal_fraction"] == 0.5
     trained = 8 if zero_signal == "keep" else 4
@@ -103,86 +90,32 @@ def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, zero
     assert without == [0.0 if zero_signal == "keep" else None] * 16
 
 
-def test_refills_draw_other_prompts_until_the_block_is_full(tmp_path):
-    engine = Scripted(_half_without_signal)
-    run = _run(tmp_path, engine, **SHORT, rollout__zero_signal="refill", rollout__max_refills=9)
-    (block,) = blocks_of(run)
-    assert block["group/trained"] == 4
-    drawn = [text for texts, *_ in engine.asked for text in texts]
-    assert block["group/dropped"] == len(drawn) - 4 == sum(t[0] in "abcd" for t in drawn)
-    assert block["group/refill_rounds"] == len(engine.asked) - 1 > 0
-    assert len(_rows(run)) == 4 * len(drawn)
-
-
 def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path):
     def answers(text, i):
         return "a" * (1 + i % 2) if i else "h" * 6  # the first of each group is cut
 
     options = {**SHORT, "algorithm": {"preset": "dapo"}, "train__tokens_per_step": 1000}
-    run = _scripted(tmp_path, answers, **options, train__drop_truncated=True)
+    run = _run(tmp_path, answers, **options, train__drop_truncated=True)
     assert steps_of(run)[0]["optimizer/tokens"] == 4 * (2 + 1 + 2)
     assert blocks_of(run)[0]["length/truncated_fraction"] == 0.25
     assert _rows(run)[0]["advantage"] > 0  # it still counts in its group
 
 
 def test_a_step_whose_completions_are_all_dropped_has_no_gradient_and_no_token(tmp_path):
-    def answers(text, i):
-        return "ab"[i % 2] * 6  # every completion is cut
-
-    run = _scripted(tmp_path, answers, **SHORT, train__drop_truncated=True)
+    run = _run(tmp_path, lambda text, i: "ab"[i % 2] * 6, **SHORT, train__drop_truncated=True)  # all are cut
     for record in steps_of(run):
         assert (record["optimizer/tokens"], record["optimizer/grad_norm"], record["loss/total"]) == (0, 0, 0)
-    first, last = _trained(run)
-    assert all(torch.equal(first[name], last[name]) for name in first)
-
-
-# --- rewards and advantages by hand ---------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def by_hand(tmp_path_factory) -> RunFolder:
-    """Of each group: nothing, the right answer, three and four letters."""
-    return _scripted(
-        tmp_path_factory.mktemp("by_hand"),
-        lambda text, i: ["", text[::-1], "aaa", "aaaa"][i],
-        **SHORT,
-        rewards=[{"name": "exact", "weight": 2.0}, {"name": "length", "cap": 6, "weight": -0.5}],
-        algorithm={"preset": "grpo", "advantage": {"name": "group_centered", "clip": 1.0}},
-    )
-
-
-def test_several_rewards_are_summed_with_their_weights(by_hand):
-    (block,) = blocks_of(by_hand)
-    assert (block["reward/exact/mean"], block["reward/length/mean"]) == (0.25, (2 + 3 + 4) / 4)
-    assert block["reward/mean"] == 2.0 * 0.25 - 0.5 * 2.25
-    assert [row["reward"] for row in _rows(by_hand)[:4]] == [0.0, 1.0, -1.5, -2.0]
-
-
-def test_a_completion_that_is_empty_is_counted_and_harmless_and_clipped_advantages_are_counted(by_hand):
-    (block,) = blocks_of(by_hand)
-    assert (block["length/empty"], block["length/min"]) == (4, 0)
-    assert [row["advantage"] for row in _rows(by_hand)] == [None, 1.0, -0.875, -1.0] * 4  # of 0.625, 1.625, ..., -1.375
-    assert block["advantage/clipped"] == 4 * 2
-    assert sum(record["optimizer/tokens"] for record in steps_of(by_hand)) == 4 * (2 + 3 + 4)
-
-
-def test_several_functions_can_be_compared_one_by_one(tmp_path):
-    algorithm = {"preset": "grpo", "advantage": {"name": "gdpo"}}
-    rewards = [{"name": "length", "cap": 6}, {"name": "exact", "weight": 2.0}]
-    (block,) = blocks_of(_run(tmp_path, **SHORT, algorithm=algorithm, rewards=rewards))
-    assert block["advantage/std"] > 0.5
+    assert_equal(*_trained(run))
 
 
 # --- KL and entropy -------------------------------------------------------------------------------------------------
 
 
 def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path):
-    def answers(text, i):
-        return "ab"[i % 2] * (1 + i)
-
     kl = {"placement": "reward", "control": {"name": "fixed", "beta": 5.0}}
+    changes = {**TWO_BLOCKS, "train__epochs_per_block": 1}
     run, plain = (
-        _scripted(tmp_path / str(i), answers, **TWO_BLOCKS, kl=each, train__epochs_per_block=1)
+        _run(tmp_path / str(i), lambda text, i: "ab"[i % 2] * (1 + i), **changes, kl=each)
         for i, each in enumerate((kl, None))
     )
     first, second = ([row["advantage"] for row in _rows(each)] for each in (run, plain))
@@ -195,23 +128,8 @@ def test_kl_in_the_reward_changes_advantages_and_no_loss_term(tmp_path):
 
 
 def test_without_a_kl_there_is_no_reference(tmp_path, monkeypatch):
-    def forbidden(*arguments, **options):
-        raise AssertionError("a reference was made")
-
-    monkeypatch.setattr("logitless.train.assembly.policies.frozen_copy", forbidden)
+    monkeypatch.setattr("logitless.train.assembly.policies.frozen_copy", None)
     assert not any(name.startswith("kl_ref") for record in steps_of(_run(tmp_path, **SHORT)) for name in record)
-
-
-def test_the_coefficient_of_a_kl_that_is_updated_once_an_epoch_moves_by_the_mean_of_its_steps(tmp_path):
-    control = {"name": "linear", "beta": 1.0, "gain": 2.0, "target": 0.01, "guardrail": None}
-    steps = steps_of(_run(tmp_path, **TWO_BLOCKS, kl={"placement": "loss", "control": control, "update": "epoch"}))
-    beta, waiting = 1.0, []
-    for now, following in zip(steps, [*steps[1:], {"epoch": 0}], strict=True):
-        assert now["kl_ref/beta"] == pytest.approx(beta)
-        waiting.append(now["kl_ref/controlled"])
-        if following["epoch"] != now["epoch"]:
-            beta, waiting = beta + 2.0 * (fmean(waiting) - 0.01), []
-    assert len({record["kl_ref/beta"] for record in steps}) == 4
 
 
 def test_the_controlled_kl_is_that_of_the_chosen_estimator_and_a_coefficient_at_its_bounds_is_counted(tmp_path):
@@ -264,10 +182,8 @@ def test_held_out_prompts_are_sampled_with_settings_of_their_own(tmp_path, asked
 
 
 def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated_greedily(tmp_path, asked):
-    tiny_recipe(tmp_path)
     completions = [Completion(str(prompt), (3,) * n, "a" * n, "stop") for prompt in range(8) for n in (1, 2, 3, 4)]
-    write_completions(tmp_path / "recorded.jsonl", completions)
-    engine = {"name": "recorded", "path": str(tmp_path / "recorded.jsonl")}
+    engine = recorded_engine(tmp_path, completions)
     run = _run(tmp_path, kl=None, train__blocks=2, train__epochs_per_block=1, rollout__engine=engine)
     assert [record["reward/mean"] for record in blocks_of(run)] == [2.5, 2.5]
     first = steps_of(run)[0]
@@ -278,21 +194,16 @@ def test_recorded_completions_are_trained_on_while_the_policy_is_evaluated_greed
 
 
 def test_lora_trains_the_adapter_against_its_own_base_model(tmp_path, monkeypatch):
-    references, plain = [], Learner.__init__
-
-    def init(self, recipe, algorithm, policy, reference, **rest):
-        plain(self, recipe, algorithm, policy, reference, **rest)
-        references.append(reference)
-
-    monkeypatch.setattr(Learner, "__init__", init)
+    references = []
+    before(monkeypatch, Learner, "__init__", lambda *arguments, **_: references.append(arguments[4]))
     run = _run(tmp_path, **TWO_BLOCKS, model__lora={"rank": 2, "targets": ["q_proj", "down_proj"]})
     (reference,) = references
     assert isinstance(reference, AdaptersOff)
     steps = steps_of(run)
     assert steps[0]["kl_ref/k3_mean"] == 0 < steps[-1]["kl_ref/k3_mean"]
-    before, after = _trained(run)
-    assert all("lora_" in name for name in before)
-    assert any(not torch.equal(before[name], after[name]) for name in before)
+    begun, after = _trained(run)
+    assert all("lora_" in name for name in begun)
+    assert any(not torch.equal(begun[name], after[name]) for name in begun)
 
 
 def test_under_dropout_the_block_is_scored_without_it_and_numbers_are_the_seeds(tmp_path):

@@ -1,5 +1,8 @@
 """Ranks in any arrangement give the loss and gradients of one: copies, shards, shared sequences and vocabulary."""
 
+from contextlib import ExitStack
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,7 +21,7 @@ from logitless.rollout.vllm.probe import scored_tokens
 from logitless.train.assembly import stages
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.data import data_of, rewards_of
-from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
+from logitless.train.assembly.model import is_cut_from_host, tokenizer_of
 from logitless.train.block import pack_groups
 from logitless.train.learn import learner as learner_module
 from logitless.train.learn import policy as policy_module
@@ -26,21 +29,8 @@ from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.run import start
 from tests.ranks import run_on_ranks
-from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_GPT2, TINY_LLAMA, assert_equal, tiny_model, tiny_raw, tiny_recipe
 
-# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 11,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
 LLAMA = TINY_LLAMA | HEADS
 
@@ -49,10 +39,9 @@ def _learner(folder, changes, dtype, arrangement=None, device="cpu"):
     """A learner of the tiny recipe, its weights cut over the ranks of the process group as the arrangement says; those
     that are cut start in the host's memory."""
     recipe = tiny_recipe(folder, **changes)
-    tokenizer = tokenizer_of(recipe.model)
-    algorithm = algorithm_of(recipe)
-    place = torch.device("cpu" if arrangement is not None and arrangement.is_sharded else device)
-    models = [policy_model(recipe.model, tokenizer, seed=seed, device=place) for seed in (0, 1)]
+    tokenizer, algorithm = tokenizer_of(recipe.model), algorithm_of(recipe)
+    place = "cpu" if arrangement is not None and arrangement.is_sharded else device
+    models = [tiny_model(recipe, place, seed=seed) for seed in (0, 1)]
     if dtype is not None:
         models = [model.to(dtype) for model in models]
     value_head = value_head_of(recipe, algorithm, models[0])
@@ -84,7 +73,7 @@ def _groups(folder, changes, dtype, device="cpu"):
 def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="cpu"):
     """Scores of a block, and in each step of an epoch whose weights do not move the loss and all gradients."""
     learner, _ = _learner(folder, changes, dtype, arrangement, device)
-    found = []
+    found, losses = [], []
 
     def instead_of_a_step(optimizer, *, meanwhile, **_):
         meanwhile()
@@ -94,15 +83,11 @@ def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="c
             parameter.grad = None
         return torch.tensor(0.0), True
 
-    plain, learner_module.take_step = learner_module.take_step, instead_of_a_step
-    losses = []
-    try:
+    with mock.patch.object(learner_module, "take_step", instead_of_a_step):
         block = learner.score(pack_groups(groups), groups)
         learner.begin(block)
         while learner.in_training and learner.progress.epoch == 0:
             losses.append(learner.step()["loss/total"])
-    finally:
-        learner_module.take_step = plain
     return block.logp_old, losses, found
 
 
@@ -154,7 +139,7 @@ def test_in_float64_any_arrangement_has_the_scores_loss_and_gradients_of_one_ran
     if "model__source" in changes:
         rtol = atol = 1e-6  # its norms and angles are float32 whatever the weights are
     else:
-        changes = {"model__source": GPT2, **changes}
+        changes = {"model__source": TINY_GPT2, **changes}
         rtol = atol = 1e-12
     _check(tmp_path, changes, arrangement.replicate * arrangement.weights, arrangement, rtol=rtol, atol=atol)
 
@@ -203,17 +188,7 @@ def test_summed_in_order_gradients_and_losses_are_bitwise_identical_on_one_two_a
             assert torch.equal(found[0], logp)
             assert found[1] == losses
             for step, of_one in zip(found[2], gradients, strict=True):
-                assert step.keys() == of_one.keys()
-                assert all(torch.equal(step[name], gradient) for name, gradient in of_one.items())
-
-
-def test_without_the_order_other_numbers_of_ranks_differ_in_bits(tmp_path):
-    changes = {"train__tokens_per_micro_batch": 17, "model__source": LLAMA}
-    tiny_raw(tmp_path)
-    groups = _groups(tmp_path, changes, None)
-    _, _, one = _gradients(0, tmp_path, changes, None, groups)
-    (_, _, two), _ = run_on_ranks(2, _gradients, tmp_path, changes, None, groups, Arrangement(2, 1, 1))
-    assert any(not torch.equal(b[name], a[name]) for a, b in zip(one, two, strict=True) for name in a)
+                assert_equal(step, of_one)
 
 
 # --- weights that no rank has whole -----------------------------------------------------------------------------------
@@ -221,9 +196,7 @@ def test_without_the_order_other_numbers_of_ranks_differ_in_bits(tmp_path):
 
 def _sharded(rank, folder, **changes):
     """A policy whose weights each rank drew by its number, cut over all of them."""
-    recipe = tiny_recipe(folder, **changes)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=rank, device=torch.device("cpu"))
-    policy = Policy(model)
+    policy = Policy(tiny_model(tiny_recipe(folder, **changes), seed=rank))
     policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"))
     return policy
 
@@ -249,47 +222,34 @@ class _Seen(Exception):
     """A run's learner was to be made."""
 
 
+def _begun(folder, **changes):
+    """The policy and the reference with which a run would begin to learn."""
+    with mock.patch.object(stages, "Learner", side_effect=_Seen) as learner, pytest.raises(_Seen):
+        start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD))
+    return learner.call_args.args[2:4]
+
+
 def _references(rank, folder, parallel):
     """The reference's weights as a run begins, whose ranks drew other ones."""
-    seen = {}
-
-    def learner(recipe, algorithm, policy, reference, **_):
-        seen.update({name: whole(p.detach()) for name, p in reference.held().items()})
-        raise _Seen
-
-    made, plain = stages.policy_model, stages.Learner
-    stages.policy_model = lambda *args, seed, **options: made(*args, seed=rank, **options)
-    stages.Learner = learner
-    try:
-        start(tiny_recipe(folder, parallel=parallel), ranks=Ranks(data=dist.group.WORLD))
-    except _Seen:
-        return seen
-    finally:
-        stages.policy_model, stages.Learner = made, plain
+    made = stages.policy_model
+    with mock.patch.object(stages, "policy_model", lambda *args, seed, **options: made(*args, seed=rank, **options)):
+        _, reference = _begun(folder, parallel=parallel)
+    return {name: whole(p.detach()) for name, p in reference.held().items()}
 
 
 @pytest.mark.parametrize("parallel", [{"replicate": 2}, {}], ids=["copies", "shards"])
 def test_all_ranks_have_the_reference_of_the_first(parallel, tmp_path):
     tiny_raw(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    first = dict(tiny_model(tiny_recipe(tmp_path)).named_parameters())
     for found in run_on_ranks(2, _references, tmp_path, parallel):
-        assert found
-        for name, weight in first.named_parameters():
-            assert torch.equal(found[name], weight.detach()), name
+        assert_equal(found, first)
 
 
 def _after_sharding(rank, folder, changes, empty):
     """All tensors after the cut, made whole; ranks but the first drew other weights, or none."""
     ranks = Ranks(data=dist.group.WORLD)
     recipe = tiny_recipe(folder, **changes)
-    model = policy_model(
-        recipe.model,
-        tokenizer_of(recipe.model),
-        seed=rank,
-        device=torch.device("cpu"),
-        empty=empty and not ranks.is_first,
-    )
+    model = tiny_model(recipe, seed=rank, empty=empty and not ranks.is_first)
     assert all(p.is_meta for p in model.parameters()) == (empty and not ranks.is_first)
     for buffer in model.buffers():
         buffer += rank  # as GPT-J's positions, which are rounded otherwise where they are read
@@ -298,8 +258,7 @@ def _after_sharding(rank, folder, changes, empty):
     for each in (policy, reference):
         each.shard(Arrangement(1, 2, 1).mesh("cpu"), made_same=ranks.broadcast)
     assert policy.device.type == reference.device.type == "cpu"
-    settings = causal_lm(model).generation_config.eos_token_id
-    return _tensors(policy), _tensors(reference), settings
+    return _tensors(policy), _tensors(reference)
 
 
 def _tensors(policy):
@@ -319,65 +278,48 @@ LORA = {"model__lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "lm_head"
         {"model__source": LLAMA, "algorithm__preset": "ppo"},
         {"model__source": LLAMA | {"tie_word_embeddings": True}},
         {"model__source": LLAMA, **LORA, "kl": None},
-        {"model__source": GPT2},
+        {"model__source": TINY_GPT2},
     ],
     ids=["master weights", "untied, value head", "tied", "adapter", "tied, learned positions"],
 )
 def test_all_ranks_get_the_weights_of_the_first_bit_for_bit_unit_by_unit_as_they_are_cut(changes, empty, tmp_path):
     tiny_raw(tmp_path)
     recipe = tiny_recipe(tmp_path, **changes)
-    first = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
+    first = tiny_model(recipe)
     of_reference = _tensors(Policy(frozen_copy(first, dtype=torch.bfloat16)))
     expected = _tensors(Policy(first, value_head=value_head_of(recipe, algorithm_of(recipe), first)))
-    for policy, reference, _ in run_on_ranks(2, _after_sharding, tmp_path, changes, empty):
-        for found, wanted in ((policy, expected), (reference, of_reference)):
-            assert found.keys() == wanted.keys()
-            for name, tensor in wanted.items():
-                assert found[name].dtype == tensor.dtype
-                assert torch.equal(found[name], tensor), name
+    for found in run_on_ranks(2, _after_sharding, tmp_path, changes, empty):
+        for tensors, wanted in zip(found, (expected, of_reference), strict=True):
+            assert_equal(tensors, wanted)
+            assert all(tensors[name].dtype == tensor.dtype for name, tensor in wanted.items())
 
 
 def _started(rank, folder, changes, odd):
     """Whether this rank read weights for a run, and what its learner would begin with."""
-    seen, shape, read = {}, stages._shape, loading._read_weights
-
-    def reading(*arguments):
-        seen["reads"] = True
-        return read(*arguments)
-
-    def learner(recipe, algorithm, policy, reference, **_):
-        seen["tensors"], seen["eos"] = _tensors(policy), causal_lm(policy.model).generation_config.eos_token_id
-        seen["unshared"] = policy.unshared_because, policy.shares_prompts
-        raise _Seen
-
-    plain, why = stages.Learner, policy_module.why_unshared
-    stages.Learner, loading._read_weights = learner, reading
-    policy_module.why_unshared = lambda model: None if next(model.parameters()).is_meta else "its layers are odd"
-    if odd:
-        stages._shape = lambda model: [*shape(model), [rank]]
-    try:
-        start(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD))
-    except _Seen:
-        return seen
-    finally:
-        stages.Learner, stages._shape, loading._read_weights = plain, shape, read
-        policy_module.why_unshared = why
+    shape = stages._shape
+    with ExitStack() as patched:
+        read = patched.enter_context(mock.patch.object(loading, "_read_weights", wraps=loading._read_weights))
+        odd_layers = {"why_unshared": lambda model: None if next(model.parameters()).is_meta else "its layers are odd"}
+        patched.enter_context(mock.patch.multiple(policy_module, **odd_layers))
+        if odd:
+            patched.enter_context(mock.patch.object(stages, "_shape", lambda model: [*shape(model), [rank]]))
+        policy, _ = _begun(folder, **changes)
+    eos = causal_lm(policy.model).generation_config.eos_token_id
+    return read.called, _tensors(policy), eos, (policy.unshared_because, policy.shares_prompts)
 
 
 @pytest.mark.parametrize("odd", [False, True], ids=["alike", "made otherwise than read"])
 def test_the_first_rank_alone_reads_a_model_that_is_cut_unless_it_is_made_otherwise_than_it_is_read(odd, tmp_path):
-    recipe = tiny_recipe(tmp_path)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=3, device=torch.device("cpu"))
+    model = tiny_model(tiny_recipe(tmp_path), seed=3)
     model.generation_config.eos_token_id = [2, 5]
     model.save_pretrained(tmp_path / "model")
     changes = {"model__source": str(tmp_path / "model"), "model__random_weights": False}
-    first, second = run_on_ranks(2, _started, tmp_path, changes, odd)
-    assert (first.pop("reads"), second.pop("reads", False)) == (True, odd)
-    for found in (first, second):
-        assert found["eos"] == [2, 5]
-        assert found["unshared"] == ("its layers are odd", False)
+    found = run_on_ranks(2, _started, tmp_path, changes, odd)
+    assert [reads for reads, *_ in found] == [True, odd]
+    for _, tensors, eos, unshared in found:
+        assert (eos, unshared) == ([2, 5], ("its layers are odd", False))
         for name, weight in model.named_parameters():
-            assert torch.equal(found["tensors"][name], weight), name
+            assert torch.equal(tensors[name], weight), name
 
 
 DEEPSEEK = {
@@ -411,18 +353,15 @@ def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_mad
 def _without_room(rank, folder):
     policy = _sharded(0, folder)
     needed = policy.sharded.whole_bytes
-    plain, policy_module._room = policy_module._room, lambda device: needed - (rank == 1)
-    try:
+    room = mock.patch.object(policy_module, "_room", return_value=needed - (rank == 1))
+    with room, pytest.raises(UnavailableError) as error:
         policy.gather()
-    except UnavailableError as error:
-        return needed, policy.sharded.is_whole, str(error)
-    finally:
-        policy_module._room = plain
+    return needed, policy.sharded.is_whole, str(error.value)
 
 
 def test_where_one_rank_has_no_room_for_all_weights_every_rank_refuses_to_sample(tmp_path):
     tiny_raw(tmp_path)
-    numbers = sum(p.numel() for p in _learner(tmp_path, {}, None)[0].policy.named_parameters().values())
+    numbers = sum(p.numel() for p in tiny_model(tiny_recipe(tmp_path)).parameters())
     for needed, is_whole, said in run_on_ranks(2, _without_room, tmp_path):
         assert (needed, is_whole) == (4 * numbers, False)
         assert "for all weights, which are whole while this process samples" in said
@@ -438,7 +377,6 @@ def _scored_in_shards(rank, folder, changes):
 @pytest.mark.parametrize("changes", [{}, {"model__source": LLAMA}])  # a tied LM head, and one of its own
 def test_a_probe_of_sharded_weights_says_what_full_logits_of_whole_ones_say(changes, tmp_path):
     tiny_raw(tmp_path)
-    model = _learner(tmp_path, changes, None)[0].policy.model
-    expected = scored_tokens(model, (3, 4, 5), (6, 7), 0.8)
+    expected = scored_tokens(tiny_model(tiny_recipe(tmp_path, **changes)), (3, 4, 5), (6, 7), 0.8)
     for found in run_on_ranks(2, _scored_in_shards, tmp_path, changes):
         assert found == pytest.approx(expected, abs=1e-5)

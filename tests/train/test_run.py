@@ -14,17 +14,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from logitless.errors import CheckpointError, ConfigurationError, TrainingError, UnavailableError
+from logitless.errors import CheckpointError, ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
-from logitless.train import run as runs
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
 from logitless.train.store import checkpoint as checkpoints
-from tests.train.interrupting import at_step, stop_at
-from tests.train.tiny import tiny_recipe
+from logitless.types import Completion
+from tests.train.interrupting import at_step, before, stopped_at
+from tests.train.tiny import finished_run, recorded_engine, tiny_recipe, warm_start
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 TWO_BLOCKS = {**SHORT, "train__blocks": 2}
@@ -53,11 +53,8 @@ def finished(trained, tmp_path) -> RunFolder:
 # --- the folder -----------------------------------------------------------------------------------------------------
 
 
-def test_a_numbered_run_is_called_as_its_folder_and_goes_on_by_that_name(finished, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        stop_at(1, patched)
-        folder, complete = start(tiny_recipe(tmp_path, **SHORT), numbered=True)
-    assert not complete
+def test_a_numbered_run_is_called_as_its_folder_and_goes_on_by_that_name(finished, tmp_path):
+    folder = stopped_at(1, tiny_recipe(tmp_path, **SHORT), numbered=True)
     assert folder.path.name == "tiny-2"
     assert load_recipe(folder.config).name == "tiny-2"
     assert json.loads(folder.summary.read_text())["name"] == "tiny-2"
@@ -81,16 +78,6 @@ def test_a_second_process_cannot_join_a_run(tmp_path, monkeypatch):
     assert "for this process alone" in refused[0]
     assert [record["step"] for record in folder.read_metrics()] == list(range(len(folder.read_metrics())))
     assert not (folder.path / "lock.json").exists()
-
-
-def test_a_start_that_fails_leaves_no_folder(tmp_path, monkeypatch):
-    def broken(*arguments, **options):
-        raise UnavailableError(needed="a writer", given="none", remedy="Repair it.")
-
-    monkeypatch.setattr(runs, "open_writers", broken)
-    with pytest.raises(UnavailableError):
-        start(tiny_recipe(tmp_path, **SHORT))
-    assert not any((tmp_path / "runs").iterdir())
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -139,28 +126,13 @@ def test_rows_that_changed_under_a_run_are_noticed_and_a_rewritten_file_of_the_s
 
 
 def test_recorded_completions_that_changed_under_a_run_are_noticed(tmp_path):
-    rows = [
-        {"prompt_id": str(prompt), "token_ids": [3] * length, "text": "a" * length, "finish_reason": "stop"}
-        for prompt in range(8)
-        for length in (1, 2, 3, 4)
-    ]
-    path = tmp_path / "recorded.jsonl"
-    engine = {"name": "recorded", "path": str(path)}
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    start(tiny_recipe(tmp_path, **SHORT, rollout__engine=engine))
-    path.write_text("".join(json.dumps(row | {"token_ids": [4] * len(row["token_ids"])}) + "\n" for row in rows))
+    def recorded(token):
+        lengths = [(str(prompt), length) for prompt in range(8) for length in (1, 2, 3, 4)]
+        return recorded_engine(tmp_path, [Completion(p, (token,) * n, "a" * n, "stop") for p, n in lengths])
+
+    finished_run(tmp_path, **SHORT, rollout__engine=recorded(3))
     with pytest.raises(ConfigurationError, match="other rows in completions"):
-        start(tiny_recipe(tmp_path, **TWO_BLOCKS, rollout__engine=engine), resume=True)
-
-
-def test_a_recipe_of_python_with_relative_paths_is_written_with_whole_ones(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    tiny_recipe(tmp_path)
-    recipe = tiny_recipe(tmp_path, **SHORT, data__train__path="train.jsonl", model__tokenizer="./tokenizer")
-    folder, _ = start(recipe)
-    monkeypatch.chdir(folder.path)
-    assert load_recipe(folder.config) == recipe
-    assert recipe.data.train.path == tmp_path / "train.jsonl"
+        start(tiny_recipe(tmp_path, **TWO_BLOCKS, rollout__engine=recorded(4)), resume=True)
 
 
 # --- state that cannot be read --------------------------------------------------------------------------------------
@@ -186,7 +158,6 @@ def test_a_state_without_a_key_is_an_error_that_names_the_checkpoint(finished, t
 
 def test_a_block_is_rolled_out_while_its_predecessor_is_saved_and_no_step_is_taken(tmp_path, monkeypatch):
     events, rolled_out = [], threading.Event()
-    write, sample, step = checkpoints.write_tensors, TransformersEngine.sample, Learner.step
 
     def writing(path, tensors):
         if "block-000001" in str(path):
@@ -194,21 +165,15 @@ def test_a_block_is_rolled_out_while_its_predecessor_is_saved_and_no_step_is_tak
             assert rolled_out.wait(300), "the save holds up the next block"
             time.sleep(0.1)
             events.append("saved")
-        return write(path, tensors)
 
-    def sampling(self, *arguments, **options):
+    def sampling(*arguments, **options):
         events.append("rollout")
         if events.count("rollout") == 2:
             rolled_out.set()
-        return sample(self, *arguments, **options)
 
-    def stepping(self):
-        events.append("step")
-        return step(self)
-
-    monkeypatch.setattr(checkpoints, "write_tensors", writing)
-    monkeypatch.setattr(TransformersEngine, "sample", sampling)
-    monkeypatch.setattr(Learner, "step", stepping)
+    before(monkeypatch, checkpoints, "write_tensors", writing)
+    before(monkeypatch, TransformersEngine, "sample", sampling)
+    before(monkeypatch, Learner, "step", lambda _: events.append("step"))
     start(tiny_recipe(tmp_path, **TWO_BLOCKS, **ONE_STEP))
     assert events == ["rollout", "step", "rollout", "saved", "step"]
 
@@ -220,25 +185,18 @@ def test_a_full_disk_in_the_warm_start_is_an_error_in_words_that_leaves_no_folde
 
     monkeypatch.setattr(Policy, "save", full)
     with pytest.raises(TrainingError, match=r"No space left.*Free disk space"):
-        start(tiny_recipe(tmp_path, **SHORT, warm_start=_warm_start(tmp_path)))
+        start(tiny_recipe(tmp_path, **SHORT, warm_start=warm_start(tmp_path)))
     assert not any((tmp_path / "runs").iterdir())
-
-
-def _warm_start(tmp_path, **more):
-    tiny_recipe(tmp_path)
-    return {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 3, **more}
 
 
 # --- rewards that fail ----------------------------------------------------------------------------------------------
 
 
-def test_blocks_that_nothing_could_score_are_counted_across_a_stop_and_end_the_run(tmp_path, monkeypatch):
+def test_blocks_that_nothing_could_score_are_counted_across_a_stop_and_end_the_run(tmp_path):
     faulty = {"name": "function", "path": "tests.train.faulty_rewards:raising"}
     rewards = [faulty, {"name": "length", "cap": 6}]
     changes = {**SHORT, **ONE_STEP, "train__blocks": 9, "train__max_blocks_unscored": 2, "rewards": rewards}
-    with monkeypatch.context() as patched:
-        stop_at(1, patched)
-        start(tiny_recipe(tmp_path, **changes))
+    stopped_at(1, tiny_recipe(tmp_path, **changes))
     with pytest.raises(TrainingError, match=r"(?s)100% by raising, and as bad for 2 blocks in a row.*Traceback.*Error"):
         start(tiny_recipe(tmp_path, **changes), resume=True)
     assert [number for number, _ in _folder(tmp_path).read_rollouts()] == [1, 2]
@@ -285,7 +243,7 @@ ADAPTER = {
     ("lora", "least", "most"), [(False, 5, inf), (True, 1, 2)], ids=["full", "lora after a warm start"]
 )
 def test_a_resumed_run_holds_no_more_than_a_fresh_one(tmp_path, lora, least, most):
-    changes = {**LARGE, **ADAPTER, "warm_start": _warm_start(tmp_path, sequences_per_step=2)} if lora else LARGE
+    changes = {**LARGE, **ADAPTER, "warm_start": warm_start(tmp_path, sequences_per_step=2)} if lora else LARGE
     peaks = []
     for blocks in (1, 2):
         gc.collect()

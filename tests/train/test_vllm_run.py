@@ -3,9 +3,9 @@
 import json
 import os
 import threading
+from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
 
@@ -19,7 +19,7 @@ from logitless.rollout.vllm import weight_folder
 from logitless.rollout.vllm.api import VllmServer
 from logitless.rollout.vllm.nccl_transfer import NcclSync
 from logitless.train.assembly.engines import open_engines
-from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.model import tokenizer_of
 from logitless.train.collect.ahead import LOG
 from logitless.train.collect.one_client import ReadTogether
 from logitless.train.learn.learner import Learner
@@ -28,7 +28,7 @@ from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import assert_same_end, repeated, start_without_report, tiny_recipe
+from tests.train.tiny import assert_same_end, start_without_report, tiny_model, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -39,13 +39,10 @@ def _recipe(folder, url=URL, **changes):
     return tiny_recipe(folder, rollout__engine=engine, **changes)
 
 
-def _served(folder):
+def _served(folder, seed=9):
     """A server of the recipe's model, started with other weights."""
     recipe = tiny_recipe(folder)
-    tokenizer = tokenizer_of(recipe.model)
-    return Served(
-        lambda: policy_model(recipe.model, tokenizer, seed=9, device=torch.device("cpu")), tokenizer, context=64
-    )
+    return Served(lambda: tiny_model(recipe, seed=seed), tokenizer_of(recipe.model), context=64)
 
 
 def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(tmp_path):
@@ -77,71 +74,44 @@ def _die_from_the_second_block(served):
     return answer
 
 
-@pytest.mark.slow
-def test_a_run_whose_server_is_gone_stops_with_a_checkpoint_and_goes_on_bitwise_on_another_one(tmp_path):
-    with serving(_served(tmp_path)) as url:
-        whole, _ = start(_recipe(tmp_path, url, name="whole"))
-    dying = _served(tmp_path)
-    dying.faults["/inference/v1/generate"] = [_die_from_the_second_block(dying)] * 10_000
-    with serving(dying) as url, pytest.raises(EngineError, match=r"HTTP 503: something broke.*--resume"):
-        start(_recipe(tmp_path, url, name="stopped", engine={"give_up_seconds": 0.1}))
-    with serving(_served(tmp_path)) as url:
-        resumed, complete = start(_recipe(tmp_path, url, name="stopped"), resume=True)
-    assert complete
-    assert repeated(whole) == repeated(resumed)  # all but times and sizes, and the probe's seed
-    assert list(whole.read_rollouts()) == list(resumed.read_rollouts())
-
-
 def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path):
-    served = _served(tmp_path)
-    recipe = tiny_recipe(tmp_path)
-    tokenizer = tokenizer_of(recipe.model)
-    served.model = lambda: policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("cpu"))
-    served.restart()
+    served = _served(tmp_path, seed=tiny_recipe(tmp_path).seed)
     with serving(served) as url:
-        weights = {"name": "adapter"}
-        run, complete = start(_recipe(tmp_path, url, engine={"weights": weights}, model__lora=LORA))
+        run, complete = start(_recipe(tmp_path, url, engine={"weights": {"name": "adapter"}}, model__lora=LORA))
     assert complete
-    assert not [path for path, _ in served.asked if path == "/collective_rpc"]
+    assert not _loads(served)
     assert max(line.get("parity/difference_max", 0.0) for line in run.read_metrics()) < 1e-4
 
 
+def _loads(served):
+    return [path for path, _ in served.asked if path == "/collective_rpc"]
+
+
 def _opened(recipe):
-    tokenizer = tokenizer_of(recipe.model)
-    model = policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu"))
-    return open_engines(recipe, model, tokenizer)
+    return open_engines(recipe, tiny_model(recipe), tokenizer_of(recipe.model))
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_over_nccl_a_restarted_server_gets_the_weights_again_only_where_nothing_trains_meanwhile(tmp_path, staleness):
-    made = {}
-
-    class Noting(NcclSync):
-        def __init__(self, *arguments, **options):
-            made.update(options)
-            super().__init__(*arguments, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("logitless.train.assembly.engines.NcclSync", Noting)
-        weights = {"name": "nccl", "address": "127.0.0.1"}
-        _opened(_recipe(tmp_path, engine={"weights": weights}, rollout__staleness=staleness)).close()
-    assert made["trains_meanwhile"] == (staleness > 0)
+def test_over_nccl_a_restarted_server_gets_the_weights_again_only_where_nothing_trains_meanwhile(
+    tmp_path, monkeypatch, staleness
+):
+    made = mock.Mock(wraps=NcclSync)
+    monkeypatch.setattr("logitless.train.assembly.engines.NcclSync", made)
+    weights = {"name": "nccl", "address": "127.0.0.1"}
+    _opened(_recipe(tmp_path, engine={"weights": weights}, rollout__staleness=staleness)).close()
+    assert made.call_args.kwargs["trains_meanwhile"] == (staleness > 0)
 
 
 def _on_servers(rank, folder, urls, node, changes, device="cpu"):
     """A run of several ranks on servers, whose weights are never whole; what it ended with on this rank."""
-    os.environ["LOCAL_RANK"] = "0" if rank % node == 0 else "1"
-    gather = ShardedModel.gather
-    ShardedModel.gather = None
     engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
-    try:
-        recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
-        return start_without_report(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
-    except EngineError as error:
-        return str(error)
-    finally:
-        del os.environ["LOCAL_RANK"]
-        ShardedModel.gather = gather
+    local_rank = {"LOCAL_RANK": "0" if rank % node == 0 else "1"}
+    with mock.patch.dict(os.environ, local_rank), mock.patch.object(ShardedModel, "gather", None):
+        try:
+            recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
+            return start_without_report(recipe, ranks=Ranks(data=dist.group.WORLD))[1]
+        except EngineError as error:
+            return str(error)
 
 
 def _prompts_asked(served):
@@ -149,7 +119,6 @@ def _prompts_asked(served):
     return {tuple(body["token_ids"]) for body in asked if body["sampling_params"]["n"] == 4}
 
 
-@pytest.mark.slow
 def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_would(tmp_path):
     with serving(_served(tmp_path)) as url:
         alone, _ = start(_recipe(tmp_path, url, name="alone"))
@@ -160,8 +129,7 @@ def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_w
     same = ("prompt_id", "completion", "finish_reason", "reward")
     for (_, rows), (_, found) in zip(alone.read_rollouts(), several.read_rollouts(), strict=True):
         assert [[row[name] for name in same] for row in rows] == [[row[name] for name in same] for row in found]
-    loads = [path for path, _ in served.asked if path == "/collective_rpc"]
-    assert len(loads) == 4  # one at the start and one after each block: the other rank pushes nothing
+    assert len(_loads(served)) == 4  # one at the start and one after each block: the other rank pushes nothing
 
 
 @pytest.mark.multi_gpu
@@ -170,16 +138,15 @@ def test_sharded_weights_of_gpus_reach_a_server_tensor_by_tensor_and_pass_its_pr
         assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}, "cuda", device="cuda") == [True, True]
 
 
-@pytest.mark.slow
 def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
     first, second = _served(tmp_path), _served(tmp_path)
     way = {"name": "folder", "path": str(tmp_path / "weights")}
     with serving(first) as one, serving(second) as other:
         assert run_on_ranks(2, _on_servers, tmp_path, [one, other], 1, {"weights": way}) == [True, True]
-    assert _prompts_asked(first)
-    assert _prompts_asked(second)
     assert sorted(path.name for path in (tmp_path / "weights").iterdir()) == ["client-0", "client-1"]
-    assert all(len([path for path, _ in each.asked if path == "/collective_rpc"]) == 4 for each in (first, second))
+    for each in (first, second):
+        assert _prompts_asked(each)
+        assert len(_loads(each)) == 4
 
 
 def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
@@ -211,7 +178,7 @@ def test_a_node_without_a_server_has_no_client(tmp_path):
     served = _served(tmp_path)
     with serving(served) as url:
         assert run_on_ranks(2, _on_servers, tmp_path, [url], 1, {}) == [True, True]
-    assert len([path for path, _ in served.asked if path == "/collective_rpc"]) == 4
+    assert len(_loads(served)) == 4
 
 
 def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
@@ -220,33 +187,6 @@ def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
     with serving(served) as url:
         ends = run_on_ranks(2, _on_servers, tmp_path, [url], 2, {"give_up_seconds": 0.1})
     assert all("HTTP 503" in end for end in ends)
-    assert "(on rank 0)" in ends[1]
-    assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
-
-
-def _on_servers_with_a_full_disk(rank, *arguments):
-    """The same, where the second version of the weights finds no room."""
-    plain = weight_folder.save_file
-
-    def save_file(tensors, path, **options):
-        if int(path.parent.name) > 0:
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
-        plain(tensors, path, **options)
-
-    weight_folder.save_file = save_file
-    try:
-        return _on_servers(rank, *arguments)
-    finally:
-        weight_folder.save_file = plain
-
-
-@pytest.mark.slow
-def test_a_full_disk_under_the_weights_of_a_client_ends_all_ranks_with_a_checkpoint(tmp_path):
-    way = {"name": "folder", "path": str(tmp_path / "weights")}
-    with serving(_served(tmp_path)) as url:
-        ends = run_on_ranks(2, _on_servers_with_a_full_disk, tmp_path, [url], 2, {"weights": way})
-    assert all(f"written to {tmp_path / 'weights'}, for the servers to read" in end for end in ends)
-    assert all("No space left on device" in end for end in ends)
     assert "(on rank 0)" in ends[1]
     assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
 
@@ -264,12 +204,6 @@ def test_without_vllm_beside_the_trainer_weights_do_not_go_over_nccl(tmp_path, m
         sync = NcclSync("policy", Patience(give_up_seconds=0.1), address="127.0.0.1", port=29600)
         with pytest.raises(UnavailableError, match="vLLM beside the trainer"):
             sync.push([VllmServer(HttpClient(url))], Weights.of(served.model()), 0)
-
-
-def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
-    recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
-    assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
-    assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")
 
 
 # --- weights that change while completions are under way
@@ -323,3 +257,17 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
     engine = {"name": "recorded", "path": str(run.path)}
     again, _ = start(tiny_recipe(tmp_path, name="again", rollout__engine=engine, **changes | {"rollout__staleness": 0}))
     assert_same_end(run, again)
+
+
+def test_a_full_disk_under_the_weights_for_servers_is_an_error_of_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(weight_folder, "save_file", mock.Mock(side_effect=SafetensorError("No space left on device")))
+    weights = {"name": "folder", "path": str(tmp_path / "weights")}
+    words = rf"written to {tmp_path}/weights\S*, for the servers to read; given .*No space left on device"
+    with serving(_served(tmp_path)) as url, pytest.raises(EngineError, match=words):
+        start(_recipe(tmp_path, url, engine={"weights": weights}))
+
+
+def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
+    recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
+    assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
+    assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")

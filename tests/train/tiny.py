@@ -1,19 +1,25 @@
 """A recipe small enough to run in a second: one layer, eight prompts, a length reward."""
 
 import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.models.char_tokenizer import character_tokenizer
+from logitless.rollout.recorded import write_completions
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import parse_recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import start
 from logitless.train.store.checkpoint import Checkpoint, checkpoints, load_checkpoint, read_checkpoint
+from logitless.types import Completion
 
 ALPHABET = "abcdefgh"
 TINY_LLAMA = {
@@ -30,11 +36,35 @@ TINY_LLAMA = {
     "pad_token_id": 0,
 }
 
+# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
+TINY_GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 4,
+    "vocab_size": 11,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "initializer_range": 0.3,
+}
+
+
+def tiny_model(recipe: Recipe, device: str = "cpu", *, seed: int = 0, **options: Any) -> nn.Module:
+    """The policy's model as a run makes it."""
+    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=seed, device=torch.device(device), **options)
+
+
+def finished_run(folder: Path, *, resume: bool = False, open_engines: Any = open_engines, **changes: Any) -> RunFolder:
+    """A run of the tiny recipe with changes, at its end."""
+    run, complete = start(tiny_recipe(folder, **changes), resume=resume, open_engines=open_engines)
+    assert complete
+    return run
+
 
 def start_without_report(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
     """``start`` in a process that ``conftest.py`` does not reach, such as that of a rank."""
-    from logitless.train.run import start
-
     with mock.patch("logitless.train.run.write_report"):
         return start(recipe, **options)
 
@@ -107,6 +137,24 @@ def tiny_recipe(folder: Path, **changes: Any) -> Recipe:
     return parse_recipe(raw)
 
 
+def warm_start(folder: Path, **more: Any) -> dict[str, Any]:
+    """A warm start of three steps on what the tiny recipe trains on."""
+    tiny_raw(folder)
+    return {"data": {"name": "file", "path": str(folder / "train.jsonl")}, "steps": 3, **more}
+
+
+def recorded_engine(folder: Path, completions: Iterable[Completion]) -> dict[str, Any]:
+    """The engine that gives these completions."""
+    write_completions(folder / "recorded.jsonl", completions)
+    return {"name": "recorded", "path": str(folder / "recorded.jsonl")}
+
+
+def held_out_set(folder: Path, **more: Any) -> dict[str, Any]:
+    """A held-out set of one prompt."""
+    (folder / "more.jsonl").write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
+    return {"more": {"data": {"name": "file", "path": str(folder / "more.jsonl")}, **more}}
+
+
 def stored(run: RunFolder) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """All tensors of a run's first and last checkpoint."""
     found = checkpoints(run.checkpoints)
@@ -129,12 +177,17 @@ def repeated(run: RunFolder) -> list[dict[str, Any]]:
     return [repeatable(record) for record in run.read_metrics()]
 
 
+def assert_equal(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> None:
+    """The same names, and the same numbers of each."""
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
 def assert_same_tensors(one: Checkpoint, other: Checkpoint) -> None:
     """Weights, optimizer and random state, bit for bit."""
     assert one.folder.name == other.folder.name
-    assert one.tensors.keys() == other.tensors.keys()
-    for name, tensor in one.tensors.items():
-        assert torch.equal(tensor, other.tensors[name]), name
+    assert_equal(one.tensors, other.tensors)
 
 
 def assert_same_end(one: RunFolder, other: RunFolder) -> None:

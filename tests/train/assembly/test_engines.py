@@ -8,49 +8,41 @@ import torch
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.rollout.recorded import write_completions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly import resolve
 from logitless.train.assembly.engines import Engines, open_engines
-from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.resolve import GPU_RULES, resolved
 from logitless.train.recipe.engine import GpuEngineSection
-from logitless.train.record.metrics import repeatable
 from logitless.train.run import start
-from logitless.types import Completion
-from tests.train.engines import Copying, copying
-from tests.train.interrupting import stop_at
-from tests.train.tiny import tiny_recipe
+from tests.train.engines import copying
+from tests.train.interrupting import stopped_at
+from tests.train.tiny import finished_run, repeated, tiny_recipe, warm_start
 
 # Evaluation at temperature 1, so that a difference in the weights shows.
 SAMPLED = {"every_blocks": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 6}, "success_at": 5.0}
 LORA = {"rank": 4, "alpha": 64.0, "targets": "all-linear"}
-ONE_STEP = {
+
+
+CHANGES = {
     "kl": None,
     "train__epochs_per_block": 1,
     "train__tokens_per_step": 1000,
     "train__optimizer": {"learning_rate": 0.2},
+    "train__blocks": 3,
+    "evaluation": SAMPLED,
 }
 
 
-def _warm_start(folder) -> dict:
-    return {"data": {"name": "file", "path": str(folder / "train.jsonl")}, "steps": 2, "learning_rate": 0.05}
-
-
 def _lines(folder, **changes):
-    opening = changes.pop("open_engines", open_engines)
-    run, complete = start(
-        tiny_recipe(folder, evaluation=SAMPLED, train__blocks=3, **ONE_STEP, **changes), open_engines=opening
-    )
-    assert complete
-    return [repeatable(record) for record in run.read_metrics()], [rows for _, rows in run.read_rollouts()]
+    run = finished_run(folder, **CHANGES, **changes)
+    return repeated(run), [rows for _, rows in run.read_rollouts()]
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
 def test_training_and_evaluation_with_copies_equal_those_in_this_process(tmp_path, lora):
-    warm = _warm_start(tmp_path)
-    here = _lines(tmp_path, name="here", model__lora=lora, warm_start=warm)
-    there = _lines(tmp_path, name="there", model__lora=lora, warm_start=warm, open_engines=copying)
+    changes = {"model__lora": lora, "warm_start": warm_start(tmp_path, steps=2, learning_rate=0.05)}
+    here = _lines(tmp_path, name="here", **changes)
+    there = _lines(tmp_path, name="there", **changes, open_engines=copying)
     if lora is None:
         assert here == there
     else:  # W + BA is rounded once where it is merged: the same tokens, logp_sampler a last digit apart
@@ -74,56 +66,13 @@ def test_engines_get_the_weights_at_the_start_and_after_each_block_and_are_close
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_a_resumed_run_hands_the_restored_weights_over(tmp_path, monkeypatch, lora):
-    changes = {"model__lora": lora, "warm_start": _warm_start(tmp_path), "evaluation": SAMPLED, "train__blocks": 3}
-    whole, _ = start(tiny_recipe(tmp_path, **ONE_STEP, **changes, name="whole"), open_engines=copying)
-    stopped = tiny_recipe(tmp_path, **ONE_STEP, **changes, name="stopped")
-    with monkeypatch.context() as patched:
-        stop_at(1, patched)
-        folder, complete = start(stopped, open_engines=copying)
-    assert not complete
+def test_a_resumed_run_hands_the_restored_weights_over(tmp_path, lora):
+    changes = CHANGES | {"model__lora": lora, "warm_start": warm_start(tmp_path, steps=2, learning_rate=0.05)}
+    whole = finished_run(tmp_path, **changes, name="whole", open_engines=copying)
+    stopped = tiny_recipe(tmp_path, **changes, name="stopped")
+    folder = stopped_at(1, stopped, open_engines=copying)
     start(stopped, resume=True, open_engines=copying)
-    assert [repeatable(r) for r in whole.read_metrics()] == [repeatable(r) for r in folder.read_metrics()]
-
-
-@pytest.mark.parametrize(
-    ("left_out", "changes"),
-    [(0, {"name": "start"}), (0, {"name": "warm_start", "warm": True}), (1, {"name": "block"}), (2, {"name": "block"})],
-)
-def test_a_hand_over_that_is_left_out_shows(tmp_path, left_out, changes):
-    """The two tests above can fail: without one of the hand-overs the numbers are others."""
-
-    class Forgetful(Copying):
-        def load(self, weights, version):
-            if version != left_out or not self.loaded:
-                super().load(weights, version)
-            if version == left_out == 0:  # as it was opened: other weights than the policy's
-                for parameter in self.model.parameters():
-                    parameter.data.mul_(1.5)
-
-    warm = {"warm_start": _warm_start(tmp_path)} if changes.get("warm") else {}
-    tiny_recipe(tmp_path)
-    here = _lines(tmp_path, name="here", **warm)
-    there = _lines(tmp_path, name="there", **warm, open_engines=lambda *a: Engines(Forgetful(*a), Forgetful(*a)))
-    assert here != there
-
-
-def test_a_recorded_file_is_trained_on_while_the_policy_is_evaluated(tmp_path):
-    recipe = tiny_recipe(tmp_path)
-    write_completions(tmp_path / "recorded.jsonl", [Completion("0", (3,), "a", "stop")])
-    engine = {"name": "recorded", "path": str(tmp_path / "recorded.jsonl")}
-    import torch
-
-    from logitless.train.assembly.model import policy_model
-
-    tokenizer = tokenizer_of(recipe.model)
-    model = policy_model(recipe.model, tokenizer, seed=0, device=torch.device("cpu"))
-    one = open_engines(resolved(recipe, model, Arrangement()).recipe, model, tokenizer)
-    other = open_engines(tiny_recipe(tmp_path, rollout__engine=engine), model, tokenizer)
-    assert one.training is one.evaluation
-    assert len(one.distinct) == 1
-    assert type(other.evaluation) is type(one.evaluation)
-    assert other.distinct == (other.training, other.evaluation)
+    assert repeated(whole) == repeated(folder)
 
 
 def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_and_says_why(tmp_path, monkeypatch):

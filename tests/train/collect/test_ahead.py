@@ -6,7 +6,6 @@ import threading
 import time
 
 import pytest
-import torch
 
 from logitless.errors import DataError
 from logitless.rewards.reward import weighted
@@ -15,14 +14,15 @@ from logitless.rollout.environment import SingleTurn
 from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks
 from logitless.train.collect.collector import Collector
 from logitless.train.run import start
-from logitless.train.store.checkpoint import checkpoints, read_checkpoint
+from logitless.train.store.checkpoint import checkpoints, load_checkpoint
 from logitless.types import Completion, Prompt
-from tests.train.tiny import tiny_recipe
+from tests.train.engines import FakeEngine
+from tests.train.tiny import assert_equal, finished_run, tiny_recipe
 
 PROMPTS = [Prompt(str(i), "ab", (3, 4)) for i in range(8)]
 
 
-class Noting:
+class Noting(FakeEngine):
     """An engine that says when it is asked, and how many blocks had been trained on."""
 
     def __init__(self, seconds=0.0, fails_at=None):
@@ -33,16 +33,8 @@ class Noting:
         if len(self.begun) - 1 == self.fails_at:
             raise RuntimeError("the engine is gone")
         time.sleep(self.seconds)
-        return [
-            [Completion(p.id, (3,) * (1 + i), "a" * (1 + i), "stop", (-1.0 / 3,) * (1 + i)) for i in range(num_samples)]
-            for p in prompts
-        ]
-
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
+        lengths = range(1, 1 + num_samples)
+        return [[Completion(p.id, (3,) * n, "a" * n, "stop", (-1.0 / 3,) * n) for n in lengths] for p in prompts]
 
 
 def ahead(folder, engine, tmp_path, *, staleness, blocks=6):
@@ -129,49 +121,38 @@ def test_a_log_of_other_prompts_or_without_the_block_is_refused(tmp_path):
 # --- whole runs
 
 
-def weights(folder, block=None):
-    """Everything that a checkpoint holds, the last one's unless a block is named."""
-    found = {read.name: read for read in checkpoints(folder.checkpoints)}
-    names = [name for name in found if block is None or f"block-{block:06d}" in name]
-    return dict(read_checkpoint(found[names[-1]]).tensors)
-
-
-def assert_same(one, other):
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-def steps(folder):
-    """The metrics that a run repeats."""
+def assert_same_end(one, other):
+    """The same last checkpoint, and the same metrics of training."""
+    assert_equal(*(load_checkpoint(run.checkpoints).tensors for run in (one, other)))
     kept = ("reward/mean", "loss/total", "optimizer/grad_norm", "rollout/lag_max", "step", "block")
-    return [{name: record[name] for name in kept if name in record} for record in folder.read_metrics()]
+    lines = [[[line.get(name) for name in kept] for line in run.read_metrics()] for run in (one, other)]
+    assert lines[0] == lines[1]
+
+
+def logged(run):
+    """The blocks in the log of a run."""
+    return [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
 
 
 @pytest.fixture(scope="module")
 def asynchronous(tmp_path_factory):
-    """A run with two blocks ahead, where each step of training takes as long as a block."""
-    folder = tmp_path_factory.mktemp("ahead")
-    recipe = tiny_recipe(folder, train__blocks=6, rollout__staleness=2)
-    run, complete = start(recipe)
-    assert complete
-    return folder, recipe, run
+    """A run with two blocks ahead, and its folder and changes."""
+    folder, changes = tmp_path_factory.mktemp("ahead"), {"train__blocks": 6, "rollout__staleness": 2}
+    return folder, changes, finished_run(folder, **changes)
 
 
 def test_adapters_are_trained_while_a_copy_of_them_samples(tmp_path):
     lora = {"rank": 2, "targets": ["q_proj"]}
-    run, complete = start(tiny_recipe(tmp_path, train__blocks=3, rollout__staleness=1, model__lora=lora))
-    assert complete
-    drawn = [json.loads(file.read_text())["versions"] for file in sorted((run.path / LOG).iterdir())]
-    assert max(drawn[-1]) > 0  # with weights that were handed over while the run went on
+    run = finished_run(tmp_path, train__blocks=3, rollout__staleness=1, model__lora=lora)
+    assert max(logged(run)[-1]["versions"]) > 0  # with weights that were handed over while the run went on
 
 
 def test_every_block_is_logged_with_the_versions_that_drew_it(asynchronous):
-    _, recipe, run = asynchronous
-    rows = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    _, changes, run = asynchronous
+    staleness, rows = changes["rollout__staleness"], logged(run)
     assert [row["block"] for row in rows] == list(range(6))
     for row in rows:
-        assert 0 <= row["block"] - row["begun_after"] <= recipe.rollout.staleness
+        assert 0 <= row["block"] - row["begun_after"] <= staleness
         assert len(row["versions"]) >= 1
     first_step: dict[int, int] = {}
     for record in run.read_metrics()[1:]:
@@ -179,35 +160,28 @@ def test_every_block_is_logged_with_the_versions_that_drew_it(asynchronous):
     lags = {record["block"]: record["rollout/lag_max"] for record in run.read_metrics() if "rollout/lag_max" in record}
     assert list(lags) == list(first_step) == list(range(1, 7))
     for block, lag in lags.items():  # never more than the steps of so many blocks, however many those take
-        assert 0 <= lag <= first_step[block] - first_step[max(1, block - recipe.rollout.staleness)]
+        assert 0 <= lag <= first_step[block] - first_step[max(1, block - staleness)]
     assert not any(thread.name == "collector" for thread in threading.enumerate())
 
 
 def test_another_run_replays_the_log_in_every_bit(asynchronous):
     folder, _, run = asynchronous
     engine = {"name": "recorded", "path": str(run.path)}
-    again, _ = start(tiny_recipe(folder, train__blocks=6, rollout__engine=engine, name="again"))
-    assert_same(weights(again), weights(run))
-    assert steps(again) == steps(run)
+    assert_same_end(run, finished_run(folder, train__blocks=6, rollout__engine=engine, name="again"))
 
 
 def test_a_run_that_was_stopped_goes_on_from_its_log_in_every_bit(asynchronous, tmp_path):
-    _, recipe, run = asynchronous
-    whole = weights(run)
+    folder, changes, run = asynchronous
     stopped = tmp_path / "runs" / "tiny"
     shutil.copytree(run.path, stopped)
     for path in checkpoints(stopped / "checkpoints"):
         if int(path.name.split("-")[1]) > 2:
             shutil.rmtree(path)
-    again, complete = start(recipe.model_copy(update={"output": str(tmp_path / "runs")}), resume=True)
-    assert complete
-    assert_same(weights(again), whole)
-    assert steps(again) == steps(run)
+    assert_same_end(run, finished_run(folder, resume=True, output=str(tmp_path / "runs"), **changes))
 
 
 def test_on_policy_is_the_default_and_needs_no_log(tmp_path):
-    run, _ = start(tiny_recipe(tmp_path, train__blocks=1))
-    assert not (run.path / LOG).exists()
+    assert not (finished_run(tmp_path, train__blocks=1).path / LOG).exists()
 
 
 def test_a_folder_without_a_log_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from logitless.train.collect.collector import Collector, sampled_and_judged
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Completion, Prompt
 from tests.ranks import run_on_ranks
-from tests.train.engines import Scripted
+from tests.train.engines import FakeEngine, Scripted
 
 PROMPTS = [Prompt(letter, letter, (3 + i,)) for i, letter in enumerate("abcdefgh")]
 
@@ -78,17 +78,11 @@ def test_the_guardrail_shortens_completions_but_leaves_one_token():
 # --- with several ranks
 
 
-class Counting:
+class Counting(FakeEngine):
     """An engine whose completions say what they were asked for."""
 
     def __init__(self):
         self.asked = []
-
-    def load(self, weights, version):
-        """Nothing to keep."""
-
-    def close(self):
-        """Nothing to give back."""
 
     def sample(self, prompts, num_samples, options, *, seed):
         self.asked.append([prompt.id for prompt in prompts])
@@ -101,21 +95,18 @@ class Counting:
         ]
 
 
+def sampled_by(engine, prompts, num_samples, seed):
+    """Groups of one or all ranks."""
+    ranks = Ranks(data=dist.group.WORLD) if dist.is_initialized() else Ranks.alone()
+    rewards, options = weighted([Length()]), SamplingOptions(max_new_tokens=4)
+    more = {"num_samples": num_samples, "options": options, "unscored": "leave_out", "seed": seed}
+    return sampled_and_judged(ranks, engine, SingleTurn(), prompts, rewards, **more)
+
+
 def _groups(rank, num_prompts):
     engine = Counting()
-    ranks = Ranks(data=dist.group.WORLD) if dist.is_initialized() else Ranks.alone()
-    groups = sampled_and_judged(
-        ranks,
-        engine,
-        SingleTurn(),
-        [Prompt(str(i), f"prompt {i}", (i + 1,)) for i in range(num_prompts)],
-        weighted([Length()]),
-        num_samples=2,
-        options=SamplingOptions(max_new_tokens=4),
-        unscored="leave_out",
-        seed=11,
-    )
-    return groups, engine.asked
+    prompts = [Prompt(str(i), f"prompt {i}", (i + 1,)) for i in range(num_prompts)]
+    return sampled_by(engine, prompts, num_samples=2, seed=11), engine.asked
 
 
 def test_each_rank_samples_its_share_and_all_get_all_groups():

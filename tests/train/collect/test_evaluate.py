@@ -14,22 +14,17 @@ from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.collect.evaluate import Evaluation, HeldOut, pass_at_k, success_metrics
 from logitless.types import Completion, Prompt, Verdict
+from tests.train.engines import FakeEngine
 
 PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
 ANSWERS = {"a": ["yes", "no"], "b": ["yes", "maybe"]}
 
 
-class _Engine:
+class _Engine(FakeEngine):
     def sample(self, prompts, num_samples, options, *, seed):
         self.asked = (num_samples, options, seed)
         ends = {"yes": "stop", "no": "stop", "maybe": "length"}
         return [[Completion(p.id, (1,) * len(t), t, ends[t]) for t in ANSWERS[p.id]] for p in prompts]
-
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
 
 
 def _evaluate(rewards, **changes):
@@ -68,7 +63,7 @@ def test_the_threshold_is_of_the_weighted_sum():
 
 
 class _Unable(Length):
-    """Scores the first completions, and fails at the others."""
+    """Scores so many completions, and fails at the others."""
 
     scored = 0
 

@@ -12,21 +12,18 @@ from logitless.distributed import Ranks
 from logitless.distributed.exit_reasons import ExitReasons
 from logitless.distributed.ranks import _called_by_name
 from logitless.errors import EngineError
-from logitless.rewards.reward import weighted
-from logitless.rewards.text.length import Length
 from logitless.rollout.engine import Weights
-from logitless.rollout.environment import SingleTurn
-from logitless.rollout.sampling import SamplingOptions
-from logitless.train.collect.collector import sampled_and_judged
 from logitless.train.collect.one_client import OneClientANode
 from logitless.types import Completion, Prompt
 from tests.ranks import run_on_ranks
+from tests.train.collect.test_collector import sampled_by
+from tests.train.engines import FakeEngine
 
 FULL = OSError(28, "No space left on device")
 PROMPTLY = 100  # seconds, of the 300 after which a collective gives up
 
 
-class Failing:
+class Failing(FakeEngine):
     """An engine that reads some of the weights, probes, and fails where it is told to."""
 
     def __init__(self, at, error=FULL):
@@ -47,9 +44,6 @@ class Failing:
     def sample(self, prompts, num_samples, options, *, seed):
         self._fail("sampling")
         return [[Completion(p.id, (1,), "a", "stop")] * num_samples for p in prompts]
-
-    def close(self):
-        """Nothing to give back."""
 
     def _fail(self, where):
         if where == self.at:
@@ -126,23 +120,10 @@ def test_whatever_a_client_meets_during_a_push_ends_all_ranks_and_the_next_push_
 
 def _rounds(rank):
     """What rounds of sampling end with, in which one rank's engine fails; over the same connections."""
-    ranks, found = Ranks(data=dist.group.WORLD), []
-    prompts = [Prompt(str(i), "p", (i + 1,)) for i in range(2)]
-    errors = [MemoryError("of the host"), KeyboardInterrupt(), EngineError(needed="a", given="b", remedy="C.")]
-    for error in errors:
-        engine = Failing("sampling" if rank == 1 else "nowhere", error)
+    found, prompts = [], [Prompt(str(i), "p", (i + 1,)) for i in range(2)]
+    for error in (MemoryError("of the host"), KeyboardInterrupt(), EngineError(needed="a", given="b", remedy="C.")):
         try:
-            sampled_and_judged(
-                ranks,
-                engine,
-                SingleTurn(),
-                prompts,
-                weighted([Length()]),
-                num_samples=1,
-                options=SamplingOptions(max_new_tokens=4),
-                unscored="leave_out",
-                seed=0,
-            )
+            sampled_by(Failing("sampling" if rank == 1 else "nowhere", error), prompts, num_samples=1, seed=0)
         except BaseException as raised:
             found.append(_words(raised))
     return found

@@ -2,6 +2,7 @@
 
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -14,12 +15,13 @@ from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks, 
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.refill import OneAtATime
 from logitless.types import Completion, Prompt
+from tests.train.engines import FakeEngine
 from tests.train.tiny import tiny_recipe
 
 PROMPTS = [Prompt(str(i), "ab", (3, 4)) for i in range(12)]
 
 
-class Gated:
+class Gated(FakeEngine):
     """An engine of several threads: a prompt waits for its gate, and has a signal unless it is named here."""
 
     prompts_at_once = 8
@@ -40,27 +42,19 @@ class Gated:
             [_completion(p, 2 if p.id in self.without else 1 + i, seed) for i in range(num_samples)] for p in prompts
         ]
 
-    def load(self, weights, version):
-        pass
-
-    def close(self):
-        pass
-
 
 def _completion(prompt, length, seed):
     return Completion(prompt.id, (3,) * length, "a" * length, "stop", (-(seed % 97) / 97,) * length, weights_version=0)
 
 
-def collector(folder, engine, tmp_path, *, kind=AheadCollector, max_refills=2, blocks=2, environment=None):
+def collector(folder, engine, tmp_path, *, kind=AheadCollector, max_refills=2, blocks=2):
     """Of four prompts a block, in the order of an unshuffled list."""
     options = tiny_recipe(tmp_path, rollout__zero_signal="refill", rollout__max_refills=max_refills).rollout
-    arguments = (PROMPTS, engine, environment or SingleTurn(), weighted([Length()]), options)
-    if kind is Collector:
-        return Collector(*arguments, seed=0)
-    log = CollectedBlocks(folder, PROMPTS)
-    if kind is ReplayingCollector:
-        return ReplayingCollector(*arguments, seed=0, log=log)
-    return AheadCollector(*arguments, seed=0, staleness=1, blocks=blocks, log=log)
+    arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
+    more = {} if kind is Collector else {"log": CollectedBlocks(folder, PROMPTS)}
+    if kind is AheadCollector:
+        more |= {"staleness": 1, "blocks": blocks}
+    return kind(*arguments, seed=0, **more)
 
 
 def order(tmp_path, count):
@@ -69,12 +63,11 @@ def order(tmp_path, count):
 
 
 def test_a_place_without_a_signal_is_filled_again_while_the_others_are_still_sampled(tmp_path):
-    first = order(tmp_path, 4)
+    *first, fifth = order(tmp_path, 5)
     gates = {prompt: threading.Event() for prompt in first[1:]}
     engine = Gated(without_signal=first[:1], gates=gates)
     assert isinstance(engine, ConcurrentEngine)
     made = collector(tmp_path / LOG, engine, tmp_path, blocks=1)
-    fifth = order(tmp_path, 5)[4]
     opener = threading.Thread(target=_open_when, args=(engine, fifth, gates.values()))
     opener.start()
     block = made.next(0)  # would wait for ever, were the fifth prompt not asked for before the gates open
@@ -155,11 +148,7 @@ def test_an_environment_is_asked_by_one_thread_at_a_time():
             return Reply(reward=1.0)
 
     shared = OneAtATime(Counting())
-    turn = Completion("7", (3,), "a", "stop")
-    threads = [threading.Thread(target=shared.reply, args=(n, turn)) for n in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(6) as threads:
+        list(threads.map(shared.reply, range(6), [Completion("7", (3,), "a", "stop")] * 6))
     assert most == [1] * 6
     assert shared.start(replace(PROMPTS[0], id="x"), seed=0) == "x"

@@ -1,6 +1,7 @@
 """The learner alone: a block through its epochs, the state it goes on from, and what it refuses."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -91,24 +92,30 @@ ONCE = {"train__epochs_per_block": 1, "train__tokens_per_step": 1000}
 HALF_SILENT = [group_of(name, [1.0] * 4 if name in "bd" else [0.0, 1.0, 1.0, 0.0], [3, 5, 6, 6]) for name in "abcd"]
 
 
+def test_a_block_with_values_is_scored(tmp_path):
+    made = learner(tmp_path, **ONCE, algorithm__preset="ppo")
+    made.policy.value_head = object()
+    assert not made._may_score_itself(made._plan(pack_groups(GROUPS), 0, None))
+
+
 def first_step(folder, **changes):
-    """The first step's numbers, the gradient-free weights after it, and how many tokens were read before it."""
-    made, read = learner(folder, **ONCE, **changes), []
-    scores = made.policy.scores
+    """The first step's numbers, the weights after it, and how many tokens were read before it and in it."""
+    made = learner(folder, **ONCE, **changes)
+    made.policy.scores = mock.Mock(wraps=made.policy.scores)
 
-    def counted(batch, **options):
-        read.append(batch.num_tokens)
-        return scores(batch, **options)
+    def read():
+        return sum(call.args[0].num_tokens for call in made.policy.scores.call_args_list)
 
-    made.policy.scores = counted
     made.begin(made.score(pack_groups(HALF_SILENT), HALF_SILENT))
-    before = sum(read)
-    return made.step(), weights(made), before, sum(read) - before
+    scored = read()
+    return made.step(), weights(made), scored, read() - scored
 
 
 def test_a_step_with_every_saving_has_the_numbers_of_one_without(tmp_path):
     plain, plain_weights, scored, trained = first_step(tmp_path, **{f"train__{name}": False for name in SAVINGS})
     assert (scored, trained) == (80, 80)
+    others = ("saving/", "optimizer/read_tokens", "optimizer/micro_batches")
+    plain = {key: value for key, value in plain.items() if not key.startswith(others)}
     for name in (*SAVINGS, None):
         changes = {f"train__{each}": name in (each, None) for each in SAVINGS}
         record, after, scored, trained = first_step(tmp_path, **changes)
@@ -116,11 +123,7 @@ def test_a_step_with_every_saving_has_the_numbers_of_one_without(tmp_path):
         assert trained == (40 if leaves_out else 80)
         assert scored == (0 if name == "reuse_logp" else 40 if reuses else 80)
         assert record["ratio/min"] == record["ratio/max"] == 1
-        same = {key for key in plain if not key.startswith("saving/") and key != "optimizer/read_tokens"}
-        same -= {"optimizer/micro_batches"}
-        assert {key: record[key] for key in same} == pytest.approx(
-            {key: plain[key] for key in same}, rel=1e-4, abs=1e-6
-        )
+        assert {key: record[key] for key in plain} == pytest.approx(plain, rel=1e-4, abs=1e-6)
         assert record["saving/zero_advantage_sequences"] == (8 if leaves_out else 0)
         assert (record["saving/shared_tokens"] > 0) == (name in ("share_prompts", None))
         for mine, theirs in zip(after, plain_weights, strict=True):
@@ -134,23 +137,13 @@ def test_a_step_with_every_saving_has_the_numbers_of_one_without(tmp_path):
         {"train__epochs_per_block": 2},
         {"train__tokens_per_step": 40},
         {"algorithm__filters": ({"name": "top_entropy", "quantile": 0.5},)},
-        {"algorithm__preset": "ppo"},
+        {"rescore": True},
     ],
 )
 def test_a_block_that_is_used_twice_or_read_before_its_step_is_scored(tmp_path, changes):
-    made = learner(tmp_path, **{**ONCE, **changes})
-    if "algorithm__preset" in changes:
-        made.policy.value_head = object()
-        assert not made._may_score_itself(made._plan(pack_groups(GROUPS), 0, None))
-        return
-    scored = made.score(pack_groups(GROUPS), GROUPS)
-    assert not scored.scores_itself
-    assert not scored.logp_old.isnan().any()
-
-
-def test_a_bitwise_re_score_check_reads_everything(tmp_path):
-    made = learner(tmp_path, **ONCE)
-    scored = made.score(pack_groups(HALF_SILENT), HALF_SILENT, rescore=True)
+    changes = dict(changes)
+    rescore = changes.pop("rescore", False)
+    scored = learner(tmp_path, **{**ONCE, **changes}).score(pack_groups(HALF_SILENT), HALF_SILENT, rescore=rescore)
     assert not scored.scores_itself
     assert not scored.logp_old.isnan().any()
 
@@ -176,7 +169,6 @@ def short_of_memory(monkeypatch, most: int) -> list[int]:
 
 def test_a_step_short_of_memory_is_repeated_with_smaller_micro_batches_and_equals_itself(tmp_path, monkeypatch):
     whole, made = learner(tmp_path, train__share_prompts=False), learner(tmp_path, train__share_prompts=False)
-    records = []
     for each in (whole, made):
         begin(each)
     expected = [whole.step() for _ in range(4)]
@@ -186,11 +178,11 @@ def test_a_step_short_of_memory_is_repeated_with_smaller_micro_batches_and_equal
     records += [made.step() for _ in range(3)]
     assert made.halved is None
     assert len(failures) == 1
-    assert [r["optimizer/tokens_per_micro_batch"] for r in records] == [16] * 4
-    assert [r["optimizer/halvings"] for r in records] == [1] * 4
-    assert [r["step"] for r in records] == [r["step"] for r in expected]
+    found = [[r[f"optimizer/{name}"] for name in ("tokens_per_micro_batch", "halvings")] for r in records]
+    assert found == [[16, 1]] * 4
     assert records[0]["optimizer/micro_batches"] > expected[0]["optimizer/micro_batches"]
     for record, wanted in zip(records, expected, strict=True):
+        assert record["step"] == wanted["step"]
         assert record["optimizer/grad_norm"] == pytest.approx(wanted["optimizer/grad_norm"], rel=1e-4)
     for found, wanted in zip(weights(made), weights(whole), strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)

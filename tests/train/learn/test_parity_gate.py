@@ -12,8 +12,7 @@ from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly.engines import Engines
 from logitless.train.learn.parity_gate import check_parity, parity
 from logitless.train.recipe.rollout import ParitySection
-from logitless.train.run import start
-from tests.train.tiny import blocks_of, tiny_recipe
+from tests.train.tiny import blocks_of, finished_run
 
 
 def test_the_numbers_by_hand():
@@ -37,91 +36,79 @@ def test_the_numbers_by_hand():
 FOUND = parity(torch.tensor([0.5, -0.1]), Ranges(torch.tensor([0, 1]), 2, torch.tensor([True, True])))
 
 
-@pytest.mark.parametrize(("name", "value"), [("mean", 0.3), ("p95", 0.48), ("max", 0.5), ("sequence", 0.5)])
-def test_each_threshold_warns_and_stops(name, value):
-    said = []
-    check_parity(FOUND, ParitySection(warn={name: value + 0.01}), said.append)
-    assert not said
-    check_parity(FOUND, ParitySection(warn={name: value - 0.01}), said.append)
-    assert name in said[0]
-    with pytest.raises(TrainingError, match=f"given {name}"):
-        check_parity(FOUND, ParitySection(stop={name: value - 0.01}), said.append)
-
-
-def test_a_difference_that_is_not_a_number_passes_every_threshold():
-    found = dict(FOUND, **{"parity/difference_mean": math.nan})
-    with pytest.raises(TrainingError, match="mean nan"):
-        check_parity(found, ParitySection(stop={"mean": 100.0}), print)
-
-
-class _Off(TransformersEngine):
-    """Says log-probs that are a little wrong."""
-
-    def sample(self, *arguments, **options):
-        groups = super().sample(*arguments, **options)
-        return [[replace(c, logp_sampler=c.logp_sampler + 0.25) for c in group] for group in groups]
-
-
-def _off(recipe, model, tokenizer):
-    engine = _Off(model, tokenizer)
-    return Engines(engine, engine)
-
-
 ONE_STEP = {"train__epochs_per_block": 1, "train__tokens_per_step": 10_000}
 """A block that one step uses once, whose own pass says ``logp_old`` (train.reuse_logp)."""
+
+
+def _run(tmp_path, change=None, **changes):
+    """A run whose sampler says log-probs that this changes."""
+
+    class Engine(TransformersEngine):
+        def sample(self, *arguments, **options):
+            groups = super().sample(*arguments, **options)
+            if change is None:
+                return groups
+            return [[replace(c, logp_sampler=change(c.logp_sampler)) for c in group] for group in groups]
+
+    def opening(recipe, model, tokenizer):
+        engine = Engine(model, tokenizer)
+        return Engines(engine, engine)
+
+    return finished_run(tmp_path, open_engines=opening, **changes)
+
+
+def off(logp):
+    return logp + 0.25
+
+
+def test_each_threshold_warns_and_stops_also_over_what_is_no_number():
+    for name, value in (("mean", 0.3), ("p95", 0.48), ("max", 0.5), ("sequence", 0.5)):
+        said = []
+        check_parity(FOUND, ParitySection(warn={name: value + 0.01}), said.append)
+        assert not said
+        check_parity(FOUND, ParitySection(warn={name: value - 0.01}), said.append)
+        assert name in said[0]
+        with pytest.raises(TrainingError, match=f"given {name}"):
+            check_parity(FOUND, ParitySection(stop={name: value - 0.01}), said.append)
+    with pytest.raises(TrainingError, match="mean nan"):
+        check_parity(FOUND | {"parity/difference_mean": math.nan}, ParitySection(stop={"mean": 100.0}), print)
 
 
 @pytest.mark.parametrize("changes", [{}, ONE_STEP], ids=["scored", "scores itself"])
 def test_every_block_has_its_numbers_and_equal_engines_agree(tmp_path, changes):
     stop = {"mean": 1e-4, "p95": 1e-4, "max": 1e-4, "sequence": 1e-3}
-    run, complete = start(tiny_recipe(tmp_path, train__blocks=2, rollout__parity={"stop": stop}, **changes))
-    assert complete
-    assert len(blocks_of(run)) == 2
-    for line in blocks_of(run):
+    lines = blocks_of(_run(tmp_path, train__blocks=2, rollout__parity={"stop": stop}, **changes))
+    assert len(lines) == 2
+    for line in lines:
         assert (line["saving/scored_tokens"] > 0) == bool(changes)  # what the scoring pass left to the step
         assert 0 <= line["parity/difference_mean"] <= line["parity/difference_max"] < 1e-4
 
 
 def test_a_block_that_scores_itself_has_the_numbers_of_one_that_is_scored(tmp_path):
-    found = {}
+    found = []
     for reuse in (True, False):
-        recipe = tiny_recipe(tmp_path, name=f"reuse-{reuse}", train__blocks=1, train__reuse_logp=reuse, **ONE_STEP)
-        run, _ = start(recipe, open_engines=_off)
-        [line] = blocks_of(run)
-        found[reuse] = {name: value for name, value in line.items() if name.startswith("parity/")}
-    assert len(found[True]) == 6
-    assert found[True] == pytest.approx(found[False], rel=1e-4)
+        run = _run(tmp_path, off, name=f"reuse-{reuse}", train__blocks=1, train__reuse_logp=reuse, **ONE_STEP)
+        found.append({name: value for name, value in blocks_of(run)[0].items() if name.startswith("parity/")})
+    assert len(found[0]) == 6
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 @pytest.mark.parametrize("changes", [{}, ONE_STEP], ids=["scored", "scores itself"])
 def test_a_run_whose_sampler_disagrees_stops(tmp_path, changes):
-    recipe = tiny_recipe(tmp_path, rollout__parity={"stop": {"mean": 0.2}}, **changes)
     with pytest.raises(TrainingError, match=r"within rollout.parity.stop; given mean 0.25 nats over 0.2"):
-        start(recipe, open_engines=_off)
+        _run(tmp_path, off, rollout__parity={"stop": {"mean": 0.2}}, **changes)
 
 
-class _Silent(TransformersEngine):
-    """Gives no log-probs."""
-
-    def sample(self, *arguments, **options):
-        groups = super().sample(*arguments, **options)
-        return [[replace(c, logp_sampler=None) for c in group] for group in groups]
+def _compared(run):
+    return any(name.startswith("parity/") for line in run.read_metrics() for name in line)
 
 
 @pytest.mark.parametrize("changes", [{}, ONE_STEP])
 def test_a_threshold_over_a_sampler_without_log_probs_ends_the_run(tmp_path, changes):
-    def silent(recipe, model, tokenizer):
-        engine = _Silent(model, tokenizer)
-        return Engines(engine, engine)
-
     with pytest.raises(TrainingError, match=r"log-probs by the sampler.*given none in this block"):
-        start(tiny_recipe(tmp_path, rollout__parity={"warn": {"mean": 0.2}}, **changes), open_engines=silent)
-    run, complete = start(tiny_recipe(tmp_path, name="without", train__blocks=1, **changes), open_engines=silent)
-    assert complete
-    assert not any(name.startswith("parity/") for line in run.read_metrics() for name in line)
+        _run(tmp_path, lambda logp: None, rollout__parity={"warn": {"mean": 0.2}}, **changes)
+    assert not _compared(_run(tmp_path, lambda logp: None, name="without", train__blocks=1, **changes))
 
 
 def test_filtered_sampling_is_of_another_distribution_and_not_compared(tmp_path):
-    recipe = tiny_recipe(tmp_path, train__blocks=1, rollout__sampling={"max_new_tokens": 6, "top_k": 2})
-    run, _ = start(recipe)
-    assert not any(name.startswith("parity/") for line in run.read_metrics() for name in line)
+    assert not _compared(_run(tmp_path, train__blocks=1, rollout__sampling={"max_new_tokens": 6, "top_k": 2}))

@@ -9,10 +9,8 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.value_head import value_head_for
-from logitless.objective.divergence import KLPenalty
-from logitless.objective.objective import Objective
 from logitless.train.learn.policy import AdaptersOff, Policy
-from logitless.types import Completion, Prompt, TokenBatch
+from logitless.types import Completion, Prompt
 from tests.train.learn.test_step import LLAMA
 
 OPTIONS = {"temperature": 0.8, "backend": "chunked"}
@@ -39,15 +37,6 @@ def _adapted() -> Policy:
     return policy
 
 
-def test_scores_are_those_of_the_full_logits():
-    model, batch = _model(), _batch()
-    logp = []
-    for ids, count in (((1, 2, 3, 5, 6), 2), ((4, 7, 8, 9), 3)):
-        rows = (model(torch.tensor([ids])).logits[0] / 0.8).log_softmax(-1)
-        logp += [float(rows[j - 1, ids[j]].detach()) for j in range(len(ids) - count, len(ids))]
-    assert Policy(model).scores(batch, **OPTIONS).logp.tolist() == pytest.approx(logp, abs=1e-5)
-
-
 def test_without_adapters_the_policy_is_its_base_model():
     policy, batch = _adapted(), _batch()
     base = Policy(_model()).scores(batch, **OPTIONS)
@@ -55,24 +44,6 @@ def test_without_adapters_the_policy_is_its_base_model():
     assert torch.equal(found.logp, base.logp)
     assert torch.equal(found.entropy, base.entropy)
     assert not torch.equal(policy.scores(batch, **OPTIONS).logp, base.logp)  # and its adapters are on again
-
-
-def test_a_fresh_adapter_starts_at_a_kl_of_exactly_0():
-    policy = Policy(add_lora(_model(), LORA, seed=1))
-    batch = _batch()
-    with torch.no_grad():
-        ref = AdaptersOff(policy).scores(batch, **OPTIONS).logp
-    scores = policy.scores(batch, **OPTIONS)
-    tokens = TokenBatch(
-        batch.sequence,
-        batch.num_sequences,
-        advantage=torch.ones(5),
-        token_weight=torch.full((5,), 0.2),
-        logp_ref=ref,
-        logp_old=scores.logp.detach(),
-    )
-    output = Objective(kl=KLPenalty("k3"))(scores.logp, None, tokens, beta=1.0)
-    assert (output.kl == 0).all()
 
 
 def test_only_the_adapter_gets_a_gradient():

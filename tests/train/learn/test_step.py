@@ -1,6 +1,7 @@
 """The laws of an optimizer step: how it is cut changes nothing, its first ratio is 1, its gradient is the formula's."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -29,27 +30,10 @@ from logitless.train.learn.step import (
     zero_advantage_output,
 )
 from logitless.types import Completion, Prompt, TokenBatch
+from tests.train.tiny import TINY_GPT2, TINY_LLAMA
 
-# LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
-GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 2,
-    "vocab_size": 23,
-    "n_positions": 64,
-    "initializer_range": 0.3,
-}
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "vocab_size": 23,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-}
+GPT2 = TINY_GPT2 | {"vocab_size": 23}
+LLAMA = TINY_LLAMA | {"vocab_size": 23, "num_hidden_layers": 2, "initializer_range": 0.3}
 PROMPT_LENGTHS = (3, 3, 3, 3, 7, 7, 7, 7)
 COMPLETION_LENGTHS = (4, 1, 9, 5, 2, 0, 11, 6)  # one of them is empty
 TEMPERATURE, BETA, BONUS = 0.7, 0.3, 0.05
@@ -59,6 +43,13 @@ def _policy(config=GPT2, dtype=torch.float64, **options) -> Policy:
     model = load_model(config, dtype=dtype, random_weights=True, seed=3)
     disable_dropout(model)
     return Policy(model.train(), **options)
+
+
+ROWS = tuple(s for s in range(8) if s != 5)
+
+
+def _scores(policy, batch, rows=(ROWS,), temperature=TEMPERATURE):
+    return scores_of(policy, batch, list(rows), temperature=temperature, backend="chunked")
 
 
 def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> MicroBatch:
@@ -74,7 +65,7 @@ def _block(policy: Policy, dtype: torch.dtype = torch.float64) -> MicroBatch:
         prompt = prompts[prompt_length]
         pairs.append((prompt, Completion(prompt.id, ids(length), "", "stop")))
     batch = pack(pairs)
-    scored = scores_of(policy, batch, [(s,) for s in range(8) if s != 5], temperature=TEMPERATURE, backend="chunked")
+    scored = _scores(policy, batch, [(s,) for s in ROWS])
 
     def near(scale: float) -> torch.Tensor:
         return scored.logp.to(dtype) + scale * torch.randn(batch.num_tokens, generator=generator, dtype=dtype)
@@ -98,26 +89,20 @@ def _with(block: MicroBatch, **changes) -> MicroBatch:
     return MicroBatch(block.packed, replace(block.tokens, **changes))
 
 
-def _gradient(
-    policy, block, plan, objective, weighting, value_loss=None, *, beta=BETA, statistics=None, num_steps=1, dropped=None
-):
+def _parts(block, plan, objective, weighting, **options):
+    """The micro-batches of a step."""
+    options = {"dropped": [False] * block.packed.num_sequences, "num_steps": 1, "statistics": None} | options
+    return step_batch(block.packed, block.tokens, plan, objective, weighting, **options)
+
+
+def _gradient(policy, block, plan, objective, weighting, value_loss=None, *, beta=BETA, statistics=None, **options):
     parameters = policy.named_parameters().values()
     for parameter in parameters:
         parameter.grad = None
-    micro_batches = step_batch(
-        block.packed,
-        block.tokens,
-        plan,
-        objective,
-        weighting,
-        dropped=dropped or [False] * block.packed.num_sequences,
-        num_steps=num_steps,
-        statistics=statistics,
-    )
     outputs = backward(
         policy,
         objective,
-        micro_batches,
+        _parts(block, plan, objective, weighting, statistics=statistics, **options),
         temperature=TEMPERATURE,
         backend="chunked",
         beta=beta,
@@ -198,42 +183,53 @@ def test_the_steps_of_an_epoch_add_up_to_the_whole_block_under_block_totals():
     torch.testing.assert_close(sum(parts) / 2, whole, rtol=1e-12, atol=1e-14)
 
 
-def _by_formula(policy: Policy, block: MicroBatch, rows) -> torch.Tensor:
+def _oracle():
+    """The same model with transformers' own attention."""
+    model = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(model)
+    return model
+
+
+def _each(block: MicroBatch):
+    """Of each sequence with a token its number, the ids that are read, its targets and where they lie in the block."""
+    inputs, first, start = block.packed.inputs, 0, 0
+    for s, (length, count) in enumerate(zip(inputs.lengths, inputs.source_counts, strict=True)):
+        at = slice(start, start + count)
+        if count:
+            yield s, inputs.input_ids[first : first + length], block.packed.target[at], at
+        first, start = first + length, start + count
+
+
+def _clipped_loss(logp, tokens: TokenBatch, at: slice) -> torch.Tensor:
+    ratio, advantage = (logp - tokens.logp_old[at]).exp(), tokens.advantage[at]
+    return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+
+
+def _by_formula(model, block: MicroBatch, rows) -> torch.Tensor:
     """The gradient of GRPO with k3 and entropy bonus, written out over full logits.
 
     ``rows``: what makes the logits of one sequence, so that its prompt may be padded or not.
     """
-    policy.model.zero_grad()
-    inputs, num_tokens, target = block.packed.inputs, block.packed.num_tokens, block.packed.target
-    block = block.tokens
-    loss, first, start = torch.zeros((), dtype=torch.float64), 0, 0
-    for s in range(block.num_sequences):
-        length, count = inputs.lengths[s], inputs.source_counts[s]
-        if count:
-            tokens = inputs.input_ids[first : first + length]
-            at = slice(start, start + count)
-            log_probabilities = (rows(tokens)[-count:] / TEMPERATURE).log_softmax(-1)
-            logp = log_probabilities.gather(1, target[at, None])[:, 0]
-            ratio = (logp - block.logp_old[at]).exp()
-            advantage = block.advantage[at]
-            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            d = logp - block.logp_ref[at]
-            penalty = (-d).exp() - 1 + d
-            loss = loss + (policy_loss + BETA * penalty).mean() / 8  # eight sequences, the empty one too
-            entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
-            loss = loss - BONUS * entropy.sum() / num_tokens
-        first, start = first + length, start + count
+    loss = torch.zeros((), dtype=torch.float64)
+    for _, ids, target, at in _each(block):
+        log_probabilities = (rows(ids)[-len(target) :] / TEMPERATURE).log_softmax(-1)
+        logp = log_probabilities.gather(1, target[:, None])[:, 0]
+        d = logp - block.tokens.logp_ref[at]
+        penalty = (-d).exp() - 1 + d
+        loss = loss + (_clipped_loss(logp, block.tokens, at) + BETA * penalty).mean() / 8  # the empty sequence too
+        entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
+        loss = loss - BONUS * entropy.sum() / block.packed.num_tokens
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 @pytest.mark.parametrize("padding", [0, 5])
 def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time_with_or_without_padded_prompts(padding):
-    policy = _policy()
+    policy, oracle = _policy(), _oracle()
     block = _block(policy)
-    assert step_gradient_differs(policy, block)
-    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
-    disable_dropout(oracle)
+    [output] = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
+    clipped = output.policy.clipped_low | output.policy.clipped_high
+    assert 0 < clipped.sum() < block.packed.num_tokens  # the case tests something
 
     def logits(tokens):
         padded = torch.cat([torch.zeros(padding, dtype=torch.long), tokens])[None]
@@ -241,16 +237,9 @@ def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time_with_or_with
         positions = (torch.arange(padded.shape[1]) - padding).clamp(min=0)[None]
         return oracle(input_ids=padded, attention_mask=mask, position_ids=positions, use_cache=False).logits[0]
 
-    expected = _by_formula(Policy(oracle), block, logits)
+    expected = _by_formula(oracle, block, logits)
     found = _gradient(policy, block, CUTS["uneven rows"], *_composition("grpo"))[1]
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
-
-
-def step_gradient_differs(policy, block):
-    """The case tests something: some ratios are clipped and some are not."""
-    outputs = _gradient(policy, block, WHOLE, *_composition("grpo"))[2]
-    clipped = outputs[0].policy.clipped_low | outputs[0].policy.clipped_high
-    return 0 < clipped.sum() < block.packed.num_tokens
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -293,34 +282,20 @@ def test_tokens_of_dropped_completions_weigh_nothing_and_their_garbage_reaches_n
 
 
 def test_weights_belong_to_the_step():
-    policy = _policy()
-    block = _block(policy)
     plan = StepPlan((4, 5, 6, 7), ((4,), (6, 7)))
-    parts = step_batch(
-        block.packed, block.tokens, plan, Objective(), SequenceMean(), dropped=[False] * 8, num_steps=3, statistics=None
-    )
+    parts = _parts(_block(_policy()), plan, Objective(), SequenceMean(), num_steps=3)
     # four sequences (one empty) of 2, 11 and 6 tokens
     assert [p.tokens.token_weight.unique().tolist() for p in parts] == [[1 / 8], [1 / 44, 1 / 24]]
 
 
-@pytest.mark.parametrize("scope", ["step", "micro_batch"])
-def test_the_weights_of_the_entropy_bonus_sum_to_1(scope):
-    policy = _policy()
+@pytest.mark.parametrize(
+    ("scope", "sums"), [("step", [14 / 27, 5 / 27, 8 / 27]), ("micro_batch", [1 / 3, 1 / 3, 1 / 3])]
+)
+def test_the_weights_of_the_entropy_bonus_sum_to_1(scope, sums):
     objective = Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
-    block = _block(policy)
-    parts = step_batch(
-        block.packed,
-        block.tokens,
-        CUTS["uneven rows"],
-        objective,
-        MicroBatchTokenMean(),
-        dropped=[s == 6 for s in range(8)],
-        num_steps=1,
-        statistics=None,
-    )
-    sums = [float(p.tokens.entropy_weight.sum()) for p in parts]
-    expected = {"step": [14 / 27, 5 / 27, 8 / 27], "micro_batch": [1 / 3, 1 / 3, 1 / 3]}[scope]
-    assert sums == pytest.approx(expected, abs=1e-12)
+    dropped = [s == 6 for s in range(8)]
+    parts = _parts(_block(_policy()), CUTS["uneven rows"], objective, MicroBatchTokenMean(), dropped=dropped)
+    assert [float(p.tokens.entropy_weight.sum()) for p in parts] == pytest.approx(sums, abs=1e-12)
 
 
 def test_a_step_without_a_token_is_refused():
@@ -354,21 +329,21 @@ def _plan(block: MicroBatch, *, share: bool, by_cost: bool, leave_out: bool) -> 
     return plan
 
 
-SAVINGS = [(share, by_cost, leave_out) for share in (0, 1) for by_cost in (0, 1) for leave_out in (0, 1)]
+WITHOUT_LEFT_OUT = {"dropped": [s == LEFT_OUT for s in range(8)]}
 
 
 @pytest.mark.parametrize(("preset", "parameters"), PRESETS)
 def test_every_saving_alone_and_together_leaves_loss_and_gradient_to_1e12(preset, parameters):
     found = algorithm(preset, parameters)
     assert found.silent_without_advantage
-    options = {"beta": 0.0, "dropped": [s == LEFT_OUT for s in range(8)]}
+    options = {"beta": 0.0, **WITHOUT_LEFT_OUT}
     shared, apart = _policy(), _policy(share_prompts=False)
     block = _with_silent(shared)
     plain = _plan(block, share=False, by_cost=False, leave_out=False)
     whole = _gradient(apart, block, plain, found.objective, found.weighting, **options)
     assert whole[1].abs().max() > 1e-3
-    for share, by_cost, leave_out in SAVINGS:
-        plan = _plan(block, share=bool(share), by_cost=bool(by_cost), leave_out=bool(leave_out))
+    for share, by_cost, leave_out in product((False, True), repeat=3):
+        plan = _plan(block, share=share, by_cost=by_cost, leave_out=leave_out)
         assert sorted(plan.dead) == ([0, 4, 6] if leave_out else [])
         policy = shared if share else apart
         _assert_same(_gradient(policy, block, plan, found.objective, found.weighting, **options), whole, 1e-12)
@@ -377,18 +352,15 @@ def test_every_saving_alone_and_together_leaves_loss_and_gradient_to_1e12(preset
 def test_the_numbers_of_a_first_step_count_dead_sequences_as_scoring_saw_them():
     policy = _policy()
     block, found = _with_silent(policy), algorithm("dapo")
-    logp = scores_of(
-        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=TEMPERATURE, backend="chunked"
-    )
-    block = _with(block, logp_old=logp.logp.double(), entropy_old=logp.entropy.double())
-    options = {"dropped": [s == LEFT_OUT for s in range(8)], "num_steps": 1, "statistics": None}
+    scored = _scores(policy, block.packed)
+    block = _with(block, logp_old=scored.logp.double(), entropy_old=scored.entropy.double())
     numbers = []
     for leave_out in (False, True):
-        plan = _plan(block, share=True, by_cost=True, leave_out=leave_out)
-        outputs = _gradient(
-            policy, block, plan, found.objective, found.weighting, beta=0.0, dropped=options["dropped"]
-        )[2]
-        dead = zero_advantage_output(block.packed, block.tokens, plan, found.objective, found.weighting, **options)
+        plan, parts = _plan(block, share=True, by_cost=True, leave_out=leave_out), (found.objective, found.weighting)
+        outputs = _gradient(policy, block, plan, *parts, beta=0.0, **WITHOUT_LEFT_OUT)[2]
+        dead = zero_advantage_output(
+            block.packed, block.tokens, plan, *parts, **WITHOUT_LEFT_OUT, num_steps=1, statistics=None
+        )
         assert (dead is not None) == leave_out
         numbers.append(on_host(step_numbers(outputs if dead is None else [*outputs, dead])))
     assert numbers[0].keys() == numbers[1].keys()
@@ -399,24 +371,13 @@ def test_the_numbers_of_a_first_step_count_dead_sequences_as_scoring_saw_them():
 def test_a_step_that_scores_itself_has_ratio_1_and_the_gradient_of_its_own_log_probs():
     policy = _policy()
     block, found = _block(policy), algorithm("grpo")
-    plan = _plan(block, share=True, by_cost=True, leave_out=False)
-    [own, *_] = [policy.scores(block.packed.take(range(8)), temperature=TEMPERATURE, backend="chunked").logp.detach()]
-    scored = _with(block, logp_old=own)
-    expected = _gradient(policy, scored, plan, found.objective, found.weighting, beta=0.0)
-    for parameter in policy.model.parameters():
-        parameter.grad = None
-    parts = step_batch(
-        block.packed, block.tokens, plan, found.objective, found.weighting,
-        dropped=[False] * 8, num_steps=1, statistics=None, scores_itself=True,
-    )  # fmt: skip
-    assert all(part.tokens.logp_old is None for part in parts)
-    outputs = backward(
-        policy, found.objective, parts, temperature=TEMPERATURE, backend="chunked", beta=0.0,
-        entropy_coefficient=None, statistics=None, seed=0,
-    )  # fmt: skip
-    gradient = torch.cat([p.grad.flatten() for p in policy.model.parameters() if p.grad is not None])
-    assert all((output.policy.token_log_ratio == 0).all() for output in outputs)
-    assert (gradient - expected[1]).abs().max() <= 1e-12 * expected[1].abs().max()
+    step = _plan(block, share=True, by_cost=True, leave_out=False), found.objective, found.weighting
+    own = policy.scores(block.packed.take(range(8)), temperature=TEMPERATURE, backend="chunked").logp.detach()
+    expected = _gradient(policy, _with(block, logp_old=own), *step, beta=0.0)
+    assert all(part.tokens.logp_old is None for part in _parts(block, *step, scores_itself=True))
+    scored = _gradient(policy, block, *step, beta=0.0, scores_itself=True)
+    assert all((output.policy.token_log_ratio == 0).all() for output in scored[2])
+    assert (scored[1] - expected[1]).abs().max() <= 1e-12 * expected[1].abs().max()
 
 
 # --- PPO ------------------------------------------------------------------------------------------------------------
@@ -436,13 +397,14 @@ def _ppo_policy() -> Policy:
     return policy
 
 
+UNTRAINED = {"beta": 0.0, "dropped": [s == DROPPED for s in range(8)]}
+
+
 def _ppo_block(policy: Policy) -> MicroBatch:
     """The block with values near those of the policy, returns, and an advantage a token."""
     block = _block(policy)
     generator = torch.Generator().manual_seed(7)
-    values = scores_of(
-        policy, block.packed, [tuple(s for s in range(8) if s != 5)], temperature=1.0, backend="chunked"
-    ).value
+    values = _scores(policy, block.packed, temperature=1.0).value
 
     def normal(scale: float) -> torch.Tensor:
         return scale * torch.randn(block.packed.num_tokens, generator=generator, dtype=torch.float64)
@@ -458,46 +420,36 @@ def _ppo():
 
 def _ppo_by_formula(model, head, block: MicroBatch) -> torch.Tensor:
     """The gradient of PPO over full logits and transformers' own hidden states, one sequence at a time."""
-    inputs, target, block = block.packed.inputs, block.packed.target, block.tokens
-    counts, lengths = inputs.source_counts, inputs.lengths
-    first, start, loss = 0, 0, torch.zeros((), dtype=torch.float64)
-    num_trained = sum(n for s, n in enumerate(counts) if s != DROPPED)
-    num_fitted = num_trained - counts[UNSCORED]
-    for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-        at = slice(start, start + count)
-        if count and s != DROPPED:
-            output = model(inputs.input_ids[first : first + length][None], output_hidden_states=True)
-            logits = output.logits[0, -count:] / TEMPERATURE
-            logp = logits.log_softmax(-1)[torch.arange(count), target[at]]
-            ratio, advantage = (logp - block.logp_old[at]).exp(), block.advantage[at]
-            policy_loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
-            loss = loss + policy_loss.sum() / num_trained
-            if s != UNSCORED:
-                value = output.hidden_states[-1][0, -count:] @ head.weight[0] + head.bias
-                old, returns = block.value_old[at], block.value_target[at]
-                held = old + (value - old).clamp(-CLIP, CLIP)
-                loss = (
-                    loss + 0.7 / num_fitted * 0.5 * torch.maximum((value - returns) ** 2, (held - returns) ** 2).sum()
-                )
-        first, start = first + length, start + count
+    tokens, loss = block.tokens, torch.zeros((), dtype=torch.float64)
+    num_trained = block.packed.num_tokens - COMPLETION_LENGTHS[DROPPED]
+    num_fitted = num_trained - COMPLETION_LENGTHS[UNSCORED]
+    for s, ids, target, at in _each(block):
+        if s == DROPPED:
+            continue
+        output, count = model(ids[None], output_hidden_states=True), len(target)
+        logits = output.logits[0, -count:] / TEMPERATURE
+        logp = logits.log_softmax(-1)[torch.arange(count), target]
+        loss = loss + _clipped_loss(logp, tokens, at).sum() / num_trained
+        if s != UNSCORED:
+            value = output.hidden_states[-1][0, -count:] @ head.weight[0] + head.bias
+            old, returns = tokens.value_old[at], tokens.value_target[at]
+            held = old + (value - old).clamp(-CLIP, CLIP)
+            loss = loss + 0.35 / num_fitted * torch.maximum((value - returns) ** 2, (held - returns) ** 2).sum()
     loss.backward()
     return torch.cat([p.grad.flatten() for p in [*model.parameters(), *head.parameters()]])
 
 
 def test_the_gradient_of_ppo_is_that_of_full_logits_and_hidden_states():
-    policy = _ppo_policy()
+    policy, oracle = _ppo_policy(), _oracle()
     block = _ppo_block(policy)
-    dropped = [s == DROPPED for s in range(8)]
-    loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], *_ppo(), beta=0.0, dropped=dropped)
+    loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], *_ppo(), **UNTRAINED)
     clipped = torch.cat([o.value.clipped for o in outputs])
     assert 2 < clipped.sum() < 20  # the case tests the clip
-    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
-    disable_dropout(oracle)
     head = value_head_for(oracle)
     head.load_state_dict(policy.value_head.state_dict())
     expected = _ppo_by_formula(oracle, head, block)
     assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
-    without = _gradient(policy, block, CUTS["uneven rows"], *_ppo()[:2], beta=0.0, dropped=dropped)[1]
+    without = _gradient(policy, block, CUTS["uneven rows"], *_ppo()[:2], **UNTRAINED)[1]
     backbone = len(without)
     assert (found[:backbone] - without).abs().max() > 0.01 * without.abs().max()  # the value loss reaches the backbone
     numbers = on_host(step_numbers(outputs))
@@ -512,41 +464,34 @@ def test_the_gradient_of_ppo_is_that_of_full_logits_and_hidden_states():
 def test_the_cut_and_the_order_change_ppo_by_float64_rounding_only(weighting):
     policy = _ppo_policy()
     block, (objective, _, value_loss) = _ppo_block(policy), _ppo()
-    dropped = [s == DROPPED for s in range(8)]
-    whole = _gradient(policy, block, WHOLE, objective, weighting, value_loss, beta=0.0, dropped=dropped)
-    for plan in CUTS.values():
-        cut = _gradient(policy, block, plan, objective, weighting, value_loss, beta=0.0, dropped=dropped)
+    whole, *cuts = (
+        _gradient(policy, block, plan, objective, weighting, value_loss, **UNTRAINED)
+        for plan in (WHOLE, *CUTS.values())
+    )
+    for cut in cuts:
         _assert_same(cut, whole, 1e-12)
 
 
 def test_the_value_loss_is_a_mean_over_the_steps_tokens_with_a_return_whatever_the_policys_weighting():
     policy = _ppo_policy()
-    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (2,)))
-    dropped = [s == DROPPED for s in range(8)]
+    plan, dropped = StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (2,))), UNTRAINED["dropped"]
     for weighting in (TokenMean(), SequenceMean(), MicroBatchTokenMean()):
-        parts = step_batch(
-            block.packed, block.tokens, plan, Objective(), weighting, dropped=dropped, num_steps=1, statistics=None
-        )
+        parts = _parts(_ppo_block(policy), plan, Objective(), weighting, dropped=dropped)
         weights = [p.tokens.value_weight.tolist() for p in parts]
         # 4, 1 and 9 tokens of sequences 0, 1 and 2; 5 of the unscored, 11 of the dropped one
         assert weights == [[1 / 14] * 4 + [0] * 5, [1 / 14] + [0] * 11, [1 / 14] * 9]
-    plain = _block(policy)
-    first, *_ = step_batch(
-        plain.packed, plain.tokens, plan, Objective(), TokenMean(), dropped=dropped, num_steps=1, statistics=None
-    )
+    first, *_ = _parts(_block(policy), plan, Objective(), TokenMean(), dropped=dropped)
     assert first.tokens.value_weight is None
 
 
 @pytest.mark.parametrize("scope", [None, "step", "micro_batch"])
 def test_the_rows_that_a_rank_makes_alone_are_bitwise_those_among_all(scope):
-    policy = _ppo_policy()
-    block, plan = _ppo_block(policy), StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (), (2,)))
     objective = Objective() if scope is None else Objective(entropy_bonus=EntropyBonus(BONUS, scope=scope))
-    parts = (block.packed, block.tokens, plan, objective, SequenceMean())
-    options = {"dropped": [s == DROPPED for s in range(8)], "num_steps": 1, "statistics": None}
-    every = step_batch(*parts, **options)
+    plan = StepPlan((0, 1, 2, 3, 5, 6), ((0, 3), (1, 6), (), (2,)))
+    parts = (_ppo_block(_ppo_policy()), plan, objective, SequenceMean())
+    every = _parts(*parts, dropped=UNTRAINED["dropped"])
     for places in ([0], [3, 1], [2]):
-        for place, found in zip(places, step_batch(*parts, **options, places=places), strict=True):
+        for place, found in zip(places, _parts(*parts, dropped=UNTRAINED["dropped"], places=places), strict=True):
             wanted = every[place]
             assert found.packed.inputs.lengths == wanted.packed.inputs.lengths
             assert torch.equal(found.packed.target, wanted.packed.target)
@@ -557,11 +502,10 @@ def test_the_rows_that_a_rank_makes_alone_are_bitwise_those_among_all(scope):
 def test_what_stands_where_there_is_no_return_reaches_no_gradient():
     policy = _ppo_policy()
     block = _ppo_block(policy)
-    dropped = [s == DROPPED for s in range(8)]
-    plain = _gradient(policy, block, WHOLE, *_ppo(), beta=0.0, dropped=dropped)
+    plain = _gradient(policy, block, WHOLE, *_ppo(), **UNTRAINED)
     hidden = (block.tokens.sequence == UNSCORED) | (block.tokens.sequence == DROPPED)
     spoilt = _with(block, value_old=block.tokens.value_old.masked_fill(hidden, torch.nan))
-    _assert_same(_gradient(policy, spoilt, WHOLE, *_ppo(), beta=0.0, dropped=dropped), plain, 0.0)
+    _assert_same(_gradient(policy, spoilt, WHOLE, *_ppo(), **UNTRAINED), plain, 0.0)
 
 
 def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
@@ -575,18 +519,13 @@ def test_a_value_loss_of_a_policy_without_a_value_head_is_refused():
 def test_turns_weigh_the_same_however_long_they_are_and_however_the_step_is_cut():
     prompt = Prompt("7", "", (1, 2))
     two = Completion("7", (3, 4, 5, 6), "", "stop", trained=(True, True, False, True), turn=(0, 0, 0, 1))
-    one = Completion("7", (3,), "", "stop")
-    empty = Completion("7", (), "", "stop")
+    one, empty = (Completion("7", ids, "", "stop") for ids in ((3,), ()))
     packed = pack([(prompt, each) for each in (two, one, empty, two)])
     n = packed.num_tokens
     tokens = TokenBatch(packed.sequence, 4, torch.zeros(n), torch.ones(n), logp_old=torch.zeros(n), turn=packed.turn)
-    found = []
-    for rows in [((0, 1, 3),), ((0,), (1,), (3,))]:
-        plan = StepPlan((0, 1, 2, 3), rows)
-        options = {"dropped": [False] * 3 + [True], "num_steps": 1, "statistics": None}
-        micro_batches = step_batch(packed, tokens, plan, algorithm("grpo").objective, TurnMean(), **options)
-        found.append(torch.cat([each.tokens.token_weight for each in micro_batches]))
     # Five turns with a token, two of them dropped, which stay in the number: 1/5 each, over the tokens of the turn.
     wanted = torch.tensor([0.1, 0.1, 0.2, 0.2, 0.0, 0.0, 0.0])
-    torch.testing.assert_close(found[0], wanted)
-    torch.testing.assert_close(found[1], wanted)
+    for rows in [((0, 1, 3),), ((0,), (1,), (3,))]:
+        step = StepPlan((0, 1, 2, 3), rows), algorithm("grpo").objective, TurnMean()
+        parts = _parts(MicroBatch(packed, tokens), *step, dropped=[False] * 3 + [True])
+        torch.testing.assert_close(torch.cat([each.tokens.token_weight for each in parts]), wanted)

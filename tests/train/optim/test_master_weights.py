@@ -27,7 +27,6 @@ from logitless.train.optim.fused_adamw import (
 )
 from logitless.train.optim.master_weights import MasterAdamW, lower_to, master_weight
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store.checkpoint import (
     load_checkpoint,
     optimizer_tensors,
@@ -38,8 +37,8 @@ from logitless.train.store.checkpoint import (
 from logitless.train.store.tensor_files import read_places, write_tensors
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.fake_driver import FakeDriver
-from tests.train.interrupting import stop_at
-from tests.train.tiny import assert_same_run, tiny_recipe
+from tests.train.interrupting import stopped_at
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, tiny_recipe
 
 BETAS, EPS, RATE, DECAY = (0.9, 0.999), 1e-8, 1e-3, 0.1
 NUMBERS = {"rate": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
@@ -50,11 +49,13 @@ def a_layer() -> nn.Linear:
     return nn.Linear(7, 5)
 
 
+OPTIONS = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY}
+
+
 def optimizer_of(layer: nn.Linear, **options) -> MasterAdamW:
     """AdamW over the master weights of a layer, which it rounds to bfloat16."""
     lower_to(torch.bfloat16, layer.parameters())
-    options = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, **options}
-    return MasterAdamW([{"params": list(layer.parameters())}], **options)
+    return MasterAdamW([{"params": list(layer.parameters())}], **(OPTIONS | options))
 
 
 def give_gradients(layer: nn.Linear, number: int) -> None:
@@ -66,8 +67,7 @@ def give_gradients(layer: nn.Linear, number: int) -> None:
 
 def test_master_weights_follow_float32_training_bit_for_bit_and_the_model_holds_them_rounded():
     layer, plain = a_layer(), a_layer()
-    ours = optimizer_of(layer)
-    theirs = torch.optim.AdamW(plain.parameters(), lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY)
+    ours, theirs = optimizer_of(layer), torch.optim.AdamW(plain.parameters(), **OPTIONS)
     for number in range(5):
         give_gradients(layer, number)
         give_gradients(plain, number)
@@ -79,18 +79,6 @@ def test_master_weights_follow_float32_training_bit_for_bit_and_the_model_holds_
         assert torch.equal(master_weight(parameter), wanted)
         assert parameter.dtype == torch.bfloat16
         assert torch.equal(parameter, wanted.bfloat16())
-
-
-def test_steps_too_small_for_bfloat16_add_up():
-    layer = nn.Linear(1, 1, bias=False)
-    nn.init.ones_(layer.weight)
-    optimizer = optimizer_of(layer, lr=1e-4, weight_decay=0.0)
-    for _ in range(100):
-        layer.weight.grad = torch.ones(1, 1)
-        optimizer.take_gradients()
-        optimizer.step()
-    assert layer.weight.item() == pytest.approx(0.99, abs=2**-8)
-    assert layer.weight.item() < 1
 
 
 def test_gradients_of_micro_batches_add_up_in_float32():
@@ -132,15 +120,12 @@ def test_the_norm_in_one_pass_is_that_of_all_gradients_together():
 def test_a_norm_that_is_not_finite_leaves_master_weights_state_and_copies_as_they_are():
     device = where_kernels_run()
     master, copy = nn.Parameter(torch.randn(70, device=device)), torch.ones(70, dtype=torch.bfloat16, device=device)
-    moments = [torch.full_like(master, 0.5).detach() for _ in range(2)]
-    before = master.detach().clone()
-    fused_update(
-        chunks_of([master]), [master], [torch.full_like(master, torch.nan)], [moments[0]], [moments[1]], [copy],
-        scale=clip_factor(torch.tensor(torch.nan, device=device), 1.0), step=1, **NUMBERS,
-    )  # fmt: skip
-    assert torch.equal(master, before)
-    assert torch.equal(copy, torch.ones_like(copy))
-    assert all(torch.equal(m, torch.full_like(m, 0.5)) for m in moments)
+    held = [master, copy, *(torch.full_like(master, 0.5).detach() for _ in range(2))]
+    before = [tensor.detach().clone() for tensor in held]
+    columns = [[tensor] for tensor in (master, torch.full_like(master, torch.nan), *held[2:], copy)]
+    scale = clip_factor(torch.tensor(torch.nan, device=device), 1.0)
+    fused_update(chunks_of([master]), *columns, scale=scale, step=1, **NUMBERS)
+    assert all(map(torch.equal, held, before))
 
 
 @pytest.mark.parametrize("sizes", [(1, 3), (1025, 70000, 64)])
@@ -150,7 +135,7 @@ def test_the_fused_update_equals_torch(sizes: tuple[int, ...]):
     theirs = [nn.Parameter(p.detach().clone()) for p in ours]
     moments = [[torch.zeros_like(p) for p in ours] for _ in range(2)]
     copies = [torch.zeros_like(p, dtype=torch.bfloat16).detach() for p in ours]
-    reference = torch.optim.AdamW(theirs, lr=RATE, betas=BETAS, eps=EPS, weight_decay=DECAY, foreach=False)
+    reference = torch.optim.AdamW(theirs, **OPTIONS, foreach=False)
     for step in range(1, 4):
         gradients = [torch.randn_like(p) for p in ours]
         scale = torch.full((1,), 0.5, device=device)
@@ -356,13 +341,10 @@ def test_master_weights_and_state_on_the_host_are_page_locked_also_after_they_we
     for place, number in ((1, 0), (1, 1), (2, 1)):
         step(place, number)
     ends = [of_a_checkpoint(layer, optimizer) for layer, optimizer in zip(layers, optimizers, strict=True)]
-    assert ends[1].keys() == ends[2].keys()
-    for name, tensor in ends[1].items():
-        assert torch.equal(tensor, ends[2][name]), name
-        assert tensor.is_pinned() == ends[2][name].is_pinned() == (not name.endswith("/step")), name
-    assert (
-        len(host_that_kernels_read.locked) == 3 * 2 * 3
-    )  # master weight, exp_avg and exp_avg_sq of two parameters each
+    assert_equal(ends[1], ends[2])
+    for end in ends[1:]:
+        assert all(tensor.is_pinned() == (not name.endswith("/step")) for name, tensor in end.items())
+    assert len(host_that_kernels_read.locked) == 3 * 2 * 3  # master weight and two moments of two parameters each
 
 
 def test_memory_of_master_weights_and_state_goes_with_the_optimizer_and_its_layer(host_that_kernels_read):
@@ -380,15 +362,12 @@ BFLOAT16 = {"model__trained_dtype": "bfloat16", "model__dtype": "bfloat16", "tra
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> RunFolder:
-    return start(tiny_recipe(tmp_path_factory.mktemp("whole"), **BFLOAT16))[0]
+    return finished_run(tmp_path_factory.mktemp("whole"), **BFLOAT16)
 
 
-def test_a_run_in_bfloat16_resumes_bitwise_from_its_master_weights(whole, tmp_path, monkeypatch):
-    with monkeypatch.context() as patched:
-        stop_at(3, patched)
-        start(tiny_recipe(tmp_path, **BFLOAT16))
-    resumed, _ = start(tiny_recipe(tmp_path, **BFLOAT16), resume=True)
-    assert_same_run(whole, resumed)
+def test_a_run_in_bfloat16_resumes_bitwise_from_its_master_weights(whole, tmp_path):
+    stopped_at(3, tiny_recipe(tmp_path, **BFLOAT16))
+    assert_same_run(whole, finished_run(tmp_path, **BFLOAT16, resume=True))
 
 
 def test_the_first_step_of_a_run_in_bfloat16_has_a_ratio_of_one_and_no_distance_to_the_reference(whole):

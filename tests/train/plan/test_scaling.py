@@ -9,28 +9,15 @@ from torch.utils._pytree import tree_leaves
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import local_part
 from logitless.errors import ConfigurationError
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.block import pack_groups
 from logitless.train.learn.policy import Policy
 from logitless.train.plan.scaling import Speeds, forecast, traffic_of_rank
 from logitless.train.plan.training_memory import memory_of_rank
 from tests.ranks import run_on_ranks
 from tests.train.groups import group_of
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, tiny_model, tiny_recipe
 
-LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 12,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+LLAMA = TINY_LLAMA | {"vocab_size": 12, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 class _Sent(TorchDispatchMode):
@@ -53,11 +40,15 @@ class _Sent(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+def a_recipe(folder, **changes):
+    """A recipe of that model, and the model without weights."""
+    recipe = tiny_recipe(folder, **({"model__source": LLAMA} | changes))
+    return recipe, tiny_model(recipe, "meta")
+
+
 def test_what_layers_may_keep_is_counted_while_there_are_layers_and_never_more_than_there_is(tmp_path):
     def kept(budget):
-        recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__activation_memory=budget)
-        model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-        moments = memory_of_rank(recipe, model, Arrangement(1, 2, 1)).moments
+        moments = memory_of_rank(*a_recipe(tmp_path, train__activation_memory=budget), Arrangement(1, 2, 1)).moments
         assert "inputs of layers" not in moments["embedding"]
         return {name: parts["inputs of layers"] for name, parts in moments.items() if "inputs of layers" in parts}
 
@@ -68,9 +59,7 @@ def test_what_layers_may_keep_is_counted_while_there_are_layers_and_never_more_t
 
 def test_what_layers_keep_is_not_held_while_sampling_but_beside_a_copy_that_samples_meanwhile(tmp_path):
     def moments(**changes):
-        recipe = tiny_recipe(tmp_path, model__source=LLAMA, **changes)
-        model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-        return memory_of_rank(recipe, model, Arrangement()).moments
+        return memory_of_rank(*a_recipe(tmp_path, **changes), Arrangement()).moments
 
     short, long = (moments(train__tokens_per_micro_batch=tokens) for tokens in (100, 100_000))
     assert long["layers"]["inputs of layers"] == 1000 * short["layers"]["inputs of layers"]
@@ -80,36 +69,33 @@ def test_what_layers_keep_is_not_held_while_sampling_but_beside_a_copy_that_samp
     assert {parts["cache"] for parts in ahead.values()} == {short["sampling"]["cache"]}
 
 
-def _measured(rank, folder, changes):
-    recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
-    policy, arrangement = Policy(model), Arrangement(1, dist.get_world_size(), 1)
-    policy.shard(arrangement.mesh("cpu"))
+def _measured(rank, folder, changes, all_rows=False):
+    """Bytes of a rank's shards and gradients, what it sent, of hidden states too, and how many tokens were scored."""
+    policy = Policy(tiny_model(tiny_recipe(folder, model__source=LLAMA, **changes)))
+    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), all_rows=all_rows)
     block = pack_groups([group_of("a", [1.0, 0.0], [4, 3]), group_of("b", [1.0, 0.0], [5, 2])])
     with _Sent(dist.get_world_size()) as sent:
-        scores = policy.scores(block.packed, temperature=1.0, backend="chunked")
-        scores.logp.sum().backward()
-    shards = [local_part(p) for p in policy.named_parameters().values()]
-    gradients = [local_part(p.grad) for p in policy.named_parameters().values() if p.grad is not None]
-    return [sum(t.numel() * t.element_size() for t in part) for part in (shards, gradients)], sent.bytes
+        policy.scores(block.packed, temperature=1.0, backend="chunked").logp.sum().backward()
+    weights = policy.named_parameters().values()
+    shards, gradients = [local_part(p) for p in weights], [local_part(p.grad) for p in weights if p.grad is not None]
+    return (
+        [sum(t.nbytes for t in part) for part in (shards, gradients)],
+        sent.bytes,
+        sent.hidden,
+        block.packed.num_tokens,
+    )
 
 
-CASES = {
-    "float32": {},
-    "bfloat16 with masters": {"model__trained_dtype": "bfloat16"},
-}
+CASES = {"float32": {}, "bfloat16 with masters": {"model__trained_dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_path):
-    changes = CASES[case]
-    tiny_raw(tmp_path)
-    recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **changes), Arrangement(1, num_ranks, 1)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
+    arrangement, (recipe, model) = Arrangement(1, num_ranks, 1), a_recipe(tmp_path, **CASES[case])
     memory = memory_of_rank(recipe, model, arrangement)
     traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=20)
-    for (shards, gradients), sent in run_on_ranks(num_ranks, _measured, tmp_path, changes):
+    for (shards, gradients), sent, _, _ in run_on_ranks(num_ranks, _measured, tmp_path, CASES[case]):
         assert memory.always["trained weights"] == shards
         assert memory.moments["end"]["gradients"] == gradients
         assert memory.always["AdamW moments"] == 2 * gradients
@@ -118,46 +104,29 @@ def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_pa
         assert traffic["shards of the LM head"] == sent["broadcast"] + sent["reduce"]
 
 
-def _measured_all_rows(rank, folder, changes):
-    recipe = tiny_recipe(folder, model__source=LLAMA, **changes)
-    policy = Policy(policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu")))
-    policy.shard(Arrangement(1, dist.get_world_size(), 1).mesh("cpu"), all_rows=True)
-    block = pack_groups([group_of("a", [1.0, 0.0], [4, 3]), group_of("b", [1.0, 0.0], [5, 2])])
-    with _Sent(dist.get_world_size()) as sent:
-        policy.scores(block.packed, temperature=1.0, backend="chunked").logp.sum().backward()
-    return block.packed.num_tokens, sent.hidden
-
-
 @pytest.mark.parametrize("case", CASES)
 def test_hidden_states_that_travel_to_a_head_of_all_rows_are_those_of_real_processes(case, tmp_path):
-    tiny_raw(tmp_path)
-    recipe, arrangement = tiny_recipe(tmp_path, model__source=LLAMA, **CASES[case]), Arrangement(1, 2, 1)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-    for tokens, sent in run_on_ranks(2, _measured_all_rows, tmp_path, CASES[case]):
+    arrangement, (_, model) = Arrangement(1, 2, 1), a_recipe(tmp_path, **CASES[case])
+    for *_, sent, tokens in run_on_ranks(2, _measured, tmp_path, CASES[case], True):
         traffic = traffic_of_rank(model, arrangement, rows=1, tokens_per_row=tokens, all_rows=True)
         assert traffic["tokens for the LM head"] == sent
 
 
 @pytest.mark.parametrize(("tokens", "travel"), [(16, "tokens for the LM head"), (16384, "shards of the LM head")])
 def test_auto_lets_travel_for_the_head_what_is_fewer_bytes(tokens, travel, tmp_path):
-    tiny_raw(tmp_path)
-    recipe = tiny_recipe(tmp_path, model__source=LLAMA | {"vocab_size": 4000}, train__tokens_per_micro_batch=tokens)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-    assert travel in forecast(recipe, model, Arrangement(1, 2, 1)).traffic_bytes
-    copies = forecast(recipe, model, Arrangement(2, 2, 1))
-    assert "shards of the LM head" in copies.traffic_bytes
+    made = a_recipe(tmp_path, model__source=LLAMA | {"vocab_size": 4000}, train__tokens_per_micro_batch=tokens)
+    assert travel in forecast(*made, Arrangement(1, 2, 1)).traffic_bytes
+    assert "shards of the LM head" in forecast(*made, Arrangement(2, 2, 1)).traffic_bytes
 
 
 def test_more_processes_need_less_each_and_time_is_only_said_where_speeds_are_known(tmp_path):
-    tiny_raw(tmp_path)
-    recipe = tiny_recipe(tmp_path, model__source=LLAMA, train__tokens_per_step=4096)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-    found = [forecast(recipe, model, Arrangement(1, shard, 1)) for shard in (1, 2, 4)]
+    made = a_recipe(tmp_path, train__tokens_per_step=4096)
+    found = [forecast(*made, Arrangement(1, shard, 1)) for shard in (1, 2, 4)]
     assert [each.tokens for each in found] == [4096, 2048, 1024]
     assert found[1].memory.always["trained weights"] == 2 * found[2].memory.always["trained weights"]
     assert found[0].traffic_bytes == {}
     assert found[1].traffic_share is None
-    timed = forecast(recipe, model, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024.0, bytes_per_second=1e6))
+    timed = forecast(*made, Arrangement(2, 2, 1), speeds=Speeds(tokens_per_second=1024.0, bytes_per_second=1e6))
     assert timed.compute_seconds == 1
     traffic = sum(timed.traffic_bytes.values())
     assert timed.traffic_seconds == pytest.approx(traffic / 1e6)

@@ -1,6 +1,7 @@
 """A run goes on with other keys where they change no trained bit, or rounding alone, and says so."""
 
 import json
+import re
 
 import pytest
 
@@ -10,8 +11,8 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, of_micro_batches
 from logitless.train.record.metrics import repeatable
 from logitless.train.run import start
-from tests.train.interrupting import stop_at
-from tests.train.tiny import tiny_recipe
+from tests.train.interrupting import stopped_at
+from tests.train.tiny import finished_run, held_out_set, tiny_recipe
 
 TRAINED = ("loss/", "optimizer/", "reward/", "kl_ref/", "entropy/", "ratio/")
 
@@ -26,25 +27,19 @@ def _trained(run):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    return start(tiny_recipe(tmp_path_factory.mktemp("whole")))[0]
+    return finished_run(tmp_path_factory.mktemp("whole"))
 
 
-def _stopped(tmp_path, monkeypatch, **changes):
-    with monkeypatch.context() as patched:
-        stop_at(5, patched)  # amid the second block
-        folder, complete = start(tiny_recipe(tmp_path, **changes))
-    assert not complete
-    return folder
+AMID = 5
 
 
-def test_evaluation_and_limits_may_change_and_change_no_trained_bit(whole, tmp_path, monkeypatch, capsys):
-    folder = _stopped(tmp_path, monkeypatch)
-    (tmp_path / "more.jsonl").write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
+def test_evaluation_and_limits_may_change_and_change_no_trained_bit(whole, tmp_path, capsys):
+    folder = stopped_at(AMID, tiny_recipe(tmp_path))
     new = {
         "evaluation__every_blocks": 1,
         "evaluation__samples_per_prompt": 2,
         "evaluation__sampling": {"max_new_tokens": 5},
-        "evaluation__sets": {"more": {"data": {"name": "file", "path": str(tmp_path / "more.jsonl")}}},
+        "evaluation__sets": held_out_set(tmp_path),
         "train__max_blocks_without_signal": 7,
         "train__max_skipped_in_a_row": 9,
     }
@@ -59,30 +54,20 @@ def test_evaluation_and_limits_may_change_and_change_no_trained_bit(whole, tmp_p
     assert "last bits may differ" not in said
 
 
-def test_micro_batches_may_change_with_a_message_and_change_rounding_alone(whole, tmp_path, monkeypatch, capsys):
-    folder = _stopped(tmp_path, monkeypatch)
+def test_micro_batches_may_change_with_a_message_and_change_rounding_alone(whole, tmp_path, capsys):
+    folder = stopped_at(AMID, tiny_recipe(tmp_path))
     assert start(tiny_recipe(tmp_path, train__tokens_per_micro_batch=64), resume=True)[1]
     found, wanted = _trained(folder), _trained(whole)
     assert len(found) == len(wanted)
     assert found[:6] == wanted[:6]
     for record, other in zip(found, wanted, strict=True):
         for name, value in other.items():
-            if "micro_batch" not in name and "rows" not in name and "padding" not in name and "halvings" not in name:
+            if not re.search("micro_batch|rows|padding|halvings", name):
                 assert record[name] == pytest.approx(value, rel=1e-4, abs=1e-6), name
     assert found[-1]["optimizer/micro_batches"] < wanted[-1]["optimizer/micro_batches"]
     changed = json.loads(folder.provenance.read_text())["starts"][1]["changed"]
     assert changed == {"train.tokens_per_micro_batch": {"from": 32, "to": 64, "rounding": True}}
     assert "last bits may differ from those without the change: train.tokens_per_micro_batch" in capsys.readouterr().out
-
-
-def test_a_held_out_set_whose_file_changed_under_the_same_key_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "more.jsonl"
-    path.write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
-    sets = {"evaluation__sets": {"more": {"data": {"name": "file", "path": str(path)}}}}
-    _stopped(tmp_path, monkeypatch, **sets)
-    path.write_text('{"id": "m", "prompt": "cb", "answer": "bc"}\n')
-    with pytest.raises(ConfigurationError, match=r"other rows in evaluation\.sets\.more"):
-        start(tiny_recipe(tmp_path, **sets, train__blocks=4), resume=True)
 
 
 @pytest.mark.parametrize(
@@ -111,17 +96,15 @@ def test_micro_batches_that_the_loss_looks_at_may_not_change(tmp_path):
     assert of_micro_batches(presets.grpo()) == []
 
 
-def test_halvings_of_the_earlier_size_are_over_once_the_size_is_set_anew(tmp_path, monkeypatch):
-    folder = _stopped(tmp_path, monkeypatch)
+def test_halvings_of_the_earlier_size_are_over_once_the_size_is_set_anew(tmp_path):
+    folder = stopped_at(AMID, tiny_recipe(tmp_path))
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     for line in lines[3:]:
         line["optimizer/halvings"] = 1
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    smaller = {"train__tokens_per_micro_batch": 16}
-    with monkeypatch.context() as patched:
-        stop_at(7, patched)
-        start(tiny_recipe(tmp_path, **smaller), resume=True)
-    assert start(tiny_recipe(tmp_path, **smaller), resume=True)[1]
+    smaller = tiny_recipe(tmp_path, train__tokens_per_micro_batch=16)
+    stopped_at(7, smaller, resume=True)
+    assert start(smaller, resume=True)[1]
     later = [line for line in folder.read_metrics() if line["step"] > 5 and "optimizer/halvings" in line]
     assert {line["optimizer/halvings"] for line in later} == {0}
     assert {line["optimizer/tokens_per_micro_batch"] for line in later} == {16}

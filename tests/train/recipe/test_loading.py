@@ -7,13 +7,11 @@ from typing import get_args, get_origin
 
 import pytest
 import yaml
-from pydantic import ValidationError
 
 from logitless.errors import ConfigurationError
 from logitless.objective.kl_control import ProportionalKL
 from logitless.objective.surrogate import Cispo
 from logitless.rewards.math import Math
-from logitless.train.recipe.algorithm import AlgorithmSection
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import PATHS, dump_recipe, load_recipe, parse_recipe
 from logitless.train.recipe.problems import OF_TRL, _alternatives, _fields
@@ -48,32 +46,19 @@ def refused(tmp_path, text="", *overrides):
 # --- YAML -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("written", "value"), [("1e-5", 1e-5), ("1E-5", 1e-5), ("2.5e-7", 2.5e-7), ("3.e-2", 0.03), ("+1e+0", 1.0)]
-)
-def test_a_number_with_an_exponent_is_a_number_in_the_file_and_in_set(tmp_path, written, value):
-    in_file = loaded(tmp_path, f"train:\n  optimizer: {{learning_rate: {written}}}\n")
-    in_set = loaded(tmp_path, "", f"train.optimizer.learning_rate={written}")
-    assert in_file.train.optimizer.learning_rate == in_set.train.optimizer.learning_rate == value
-
-
-def test_text_that_only_begins_like_a_number_stays_text(tmp_path):
+def test_a_number_with_an_exponent_is_a_number_in_the_file_and_in_set_and_text_like_one_stays_text(tmp_path):
+    for written, value in (("1e-5", 1e-5), ("1E-5", 1e-5), ("2.5e-7", 2.5e-7), ("3.e-2", 0.03), ("+1e+0", 1.0)):
+        in_file = loaded(tmp_path, f"train:\n  optimizer: {{learning_rate: {written}}}\n")
+        in_set = loaded(tmp_path, "", f"train.optimizer.learning_rate={written}")
+        assert in_file.train.optimizer.learning_rate == in_set.train.optimizer.learning_rate == value
     assert loaded(tmp_path, "", "name=1e-5-run").name == "1e-5-run"
 
 
 def test_a_key_given_twice_is_an_error_with_its_line(tmp_path):
     message = refused(tmp_path, "seed: 1\nseed: 2\n")
     assert "'seed' is given twice" in message
-    assert "recipe.yaml" in message
-    assert re.search(r"line \d+", message)
-
-
-def test_a_nested_key_given_twice_is_an_error(tmp_path):
+    assert re.search(r"recipe\.yaml.*line \d+", message, re.DOTALL)
     assert "'blocks' is given twice" in refused(tmp_path, "train: {blocks: 1, blocks: 2}\n")
-
-
-def test_yaml_cannot_build_python_objects(tmp_path):
-    assert "well-formed YAML" in refused(tmp_path, "output: !!python/object/apply:os.getcwd []\n")
 
 
 def test_a_file_without_sections_or_without_a_file_is_an_error(tmp_path):
@@ -107,24 +92,19 @@ def test_a_renamed_key_is_refused_with_its_name_of_today(tmp_path, override, old
     ("override", "wrong", "nearest"),
     [
         ("trian.blocks=3", "trian", "train"),
-        ("train.block=3", "train.block", "train.blocks"),
         ("train.optimizer.learningrate=1e-3", "train.optimizer.learningrate", "train.optimizer.learning_rate"),
-        ("model.lora.rnk=8", "model.lora.rnk", "model.lora.rank"),
-        ("rollout.sampling.temprature=1", "rollout.sampling.temprature", "rollout.sampling.temperature"),
         ("rewards.0.capp=9", "rewards.0.capp", "rewards.0.cap"),
-        ("data.train.paht=x", "data.train.paht", "data.train.path"),
+        ("rewards=[{name: function, path: 'a:b', deadline: 1}]", "rewards.0.deadline", "rewards.0.deadline_seconds"),
         ("kl={placement: loss, contrl: 1, control: {name: fixed, beta: 0}}", "kl.contrl", "kl.control"),
         ("kl={placement: reward, control: {name: fixed, bta: 0}}", "kl.control.bta", "kl.control.beta"),
         ("train.lerning_rate=1e-3", "train.lerning_rate", "train.optimizer.learning_rate"),
         ("max_new_tokens=9", "max_new_tokens", "rollout.sampling.max_new_tokens"),
         ("rollout.tokens_per_step=9", "rollout.tokens_per_step", "train.tokens_per_step"),
-        ("model.rank=8", "model.rank", "model.lora.rank"),
+        ("rollout.parity.stop.meen=1", "rollout.parity.stop.meen", "rollout.parity.stop.mean"),
     ],
 )
 def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, nearest):
-    message = refused(tmp_path, "", override)
-    assert f"unknown key '{wrong}'" in message
-    assert f"nearest: '{nearest}'" in message
+    assert f"unknown key '{wrong}' (nearest: '{nearest}')" in refused(tmp_path, "", override)
 
 
 @pytest.mark.parametrize(
@@ -173,15 +153,6 @@ def has_key(kind, path):
     return bool(inner) and (len(path) == 1 or any(has_key(each, path[1:]) for each in inner))
 
 
-@pytest.mark.parametrize("key", ["zzz", "train.zzz", "foo.bar"])
-def test_a_key_that_is_like_no_other_gets_no_proposal(tmp_path, key):
-    assert "nearest" not in refused(tmp_path, "", f"{key}=1")
-
-
-def test_the_greatest_seed_is_one(tmp_path):
-    assert loaded(tmp_path, "", "seed=9223372036854775807").seed == 2**63 - 1
-
-
 def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_path):
     path = tmp_path / "latin.yaml"
     path.write_bytes(MINIMAL.encode() + "output: caf\u00e9\n".encode("latin-1"))
@@ -190,9 +161,16 @@ def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_pa
     assert "whole characters" in refused(tmp_path, 'output: "\\ud800"\n')
 
 
+def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL.lstrip(), encoding="utf-8-sig")
+    assert load_recipe(path).name == "small"
+
+
 @pytest.mark.parametrize(
     "text",
     [
+        "output: !!python/object/apply:os.getcwd []\n",
         "output: 2024-13-45\n",
         "output: {[1]: 2}\n",
         "output: &a [*a]\n",
@@ -203,22 +181,15 @@ def test_a_recipe_that_is_not_utf_8_or_holds_half_a_character_is_an_error(tmp_pa
         "output: {1: 2}\n",
     ],
 )
-def test_yaml_that_cannot_be_a_recipe_is_an_error_in_words(tmp_path, text):
-    assert refused(tmp_path, text)
-
-
-def test_a_byte_order_mark_is_no_part_of_a_recipe(tmp_path):
-    path = tmp_path / "recipe.yaml"
-    path.write_text(MINIMAL.lstrip(), encoding="utf-8-sig")
-    assert load_recipe(path).name == "small"
+def test_yaml_that_cannot_be_a_recipe_or_would_build_an_object_is_an_error_in_words(tmp_path, text):
+    message = refused(tmp_path, text)
+    assert message
+    assert "python" not in text or "well-formed YAML" in message
 
 
 def test_every_problem_is_listed_at_once(tmp_path):
     message = refused(tmp_path, "", "sead=1", "train.blocks=many", "model.device=3")
-    assert "'sead'" in message
-    assert "train.blocks" in message
-    assert "'many'" in message
-    assert "model.device" in message
+    assert all(each in message for each in ("'sead'", "train.blocks", "'many'", "model.device"))
 
 
 def test_a_missing_key_is_named(tmp_path):
@@ -235,12 +206,6 @@ def test_a_knob_of_one_variant_cannot_be_set_on_another(tmp_path):
     assert "penalty" in refused(
         tmp_path, "kl: {placement: reward, penalty: {estimator: k2}, control: {name: fixed, beta: 0.1}}\n"
     )
-
-
-def test_an_unknown_variant_lists_the_known_ones(tmp_path):
-    message = refused(tmp_path, "", "rewards=[{name: lenght}]")
-    assert "rewards.0" in message
-    assert "'length'" in message
 
 
 def test_nested_unions_become_their_types(tmp_path):
@@ -292,31 +257,28 @@ def test_set_replaces_scalars_sections_lists_and_items(tmp_path):
     assert recipe.train.optimizer.betas == (0.8, 0.9)
 
 
-def test_a_later_set_wins_and_null_switches_a_section_off(tmp_path):
-    recipe = loaded(tmp_path, "", "seed=1", "seed=2")
-    assert recipe.seed == 2
+# --- round trip -----------------------------------------------------------------------------------------------------
+
+
+def test_a_later_set_wins_null_switches_a_section_off_and_all_after_the_first_equals_sign_is_the_value(tmp_path):
+    assert loaded(tmp_path, "", "seed=1", "seed=9223372036854775807").seed == 2**63 - 1
     assert loaded(tmp_path, "", "data.held_out={name: file, path: x}", "data.held_out=null").data.held_out is None
-
-
-def test_set_takes_everything_after_the_first_equals_sign(tmp_path):
     assert loaded(tmp_path, "", "model.source=a=b").model.source == "a=b"
 
 
-@pytest.mark.parametrize("override", ["seed", "=3", "rewards.1.cap=5", "rewards.first.cap=5", "name.x.y=1"])
-def test_a_set_that_points_nowhere_is_an_error_that_shows_how(tmp_path, override):
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        *((override, "--set") for override in ("seed", "=3", "rewards.1.cap=5", "rewards.first.cap=5", "name.x.y=1")),
+        ("model.source={a: ", "well-formed YAML in --set model.source"),
+        ("name=../elsewhere", "name"),  # it cannot leave the output folder
+        *((f"{key}=1", "unknown key") for key in ("zzz", "train.zzz", "foo.bar")),  # like no other, without a proposal
+    ],
+)
+def test_a_set_that_points_nowhere_or_cannot_be_is_an_error_that_shows_how(tmp_path, override, said):
     message = refused(tmp_path, "", override)
-    assert "--set" in message
-
-
-def test_set_does_not_read_text_as_yaml_that_it_is_not(tmp_path):
-    assert "well-formed YAML in --set model.source" in refused(tmp_path, "", "model.source={a: ")
-
-
-def test_a_name_cannot_leave_the_output_folder(tmp_path):
-    assert "name" in refused(tmp_path, "", "name=../elsewhere")
-
-
-# --- round trip -----------------------------------------------------------------------------------------------------
+    assert said in message
+    assert "nearest" not in message
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.yaml")), ids=lambda path: path.stem)
@@ -324,12 +286,6 @@ def test_every_committed_recipe_is_valid_and_survives_writing_and_reading(path, 
     recipe = load_recipe(path)
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe), encoding="utf-8")
     assert load_recipe(tmp_path / "config.yaml") == recipe
-    assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
-
-
-def test_a_recipe_does_not_change_after_loading(tmp_path):
-    with pytest.raises(ValueError, match="frozen"):
-        loaded(tmp_path).seed = 3
 
 
 # --- paths ----------------------------------------------------------------------------------------------------------
@@ -351,25 +307,18 @@ def test_a_path_in_a_recipe_starts_at_its_file_and_one_in_set_at_the_current_fol
 def test_code_in_a_file_starts_at_the_recipe_and_in_set_at_the_current_folder_and_a_module_stays_one(
     tmp_path, monkeypatch
 ):
-    (tmp_path / "here").mkdir()
-    (tmp_path / "there").mkdir()
-    monkeypatch.chdir(tmp_path / "here")
-    raw = tiny_raw(tmp_path)
-    raw["rewards"] = [
-        {"name": "function", "path": "./rewards.py:brief"},
-        {"name": "function", "path": "rewards.py:other"},
-        {"name": "function", "path": "my_package.rewards:third"},
-    ]
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    monkeypatch.chdir(here)
+    raw, paths = tiny_raw(tmp_path), ("./rewards.py:brief", "rewards.py:other", "my_package.rewards:third")
+    raw["rewards"] = [{"name": "function", "path": path} for path in paths]
     raw["rollout"]["environment"] = {"name": "own", "factory": "./riddles.py:Riddle"}
     raw["rollout"]["limits"] = {"max_tokens": 6}
-    (tmp_path / "there" / "recipe.yaml").write_text(yaml.safe_dump(raw))
-    recipe = load_recipe(tmp_path / "there" / "recipe.yaml", ["rewards.1.path=./rewards.py:other"])
-    there, here = tmp_path / "there", tmp_path / "here"
-    assert [reward.path for reward in recipe.rewards] == [
-        f"{there}/rewards.py:brief",
-        f"{here}/rewards.py:other",
-        "my_package.rewards:third",
-    ]
+    (there / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    recipe = load_recipe(there / "recipe.yaml", ["rewards.1.path=./rewards.py:other"])
+    found = [reward.path for reward in recipe.rewards]
+    assert found == [f"{there}/rewards.py:brief", f"{here}/rewards.py:other", "my_package.rewards:third"]
     assert recipe.rollout.environment.factory == f"{there}/riddles.py:Riddle"
     assert raw["rewards"][0]["path"] == "./rewards.py:brief"
     assert parse_recipe(raw).rewards[0].path == f"{here}/rewards.py:brief"
@@ -434,21 +383,6 @@ def path_keys(kind, above=()):
             yield from path_keys(inner, (*above, name))
             if get_origin(inner) in (dict, Mapping):
                 yield from path_keys(get_args(inner)[1], (*above, name, "*"))
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "named"),
-    [
-        ({"surrogate": {"name": "cispo", "ratio_cap": 3}}, "surrogate.cispo.ratio_cap"),
-        ({"surrogate": {"name": "sapo", "ratio_min": 0.8}}, "surrogate.sapo.ratio_min"),
-        ({"surrogate": {"ratio_min": 0.8}}, "discriminator"),
-        ({"surrogate": {"name": "clip", "reads": "none"}}, "surrogate.clip.reads"),
-        ({"filters": [{"name": "off_policy", "threshold": 0.5, "quantile": 1}]}, "filters.0.off_policy.quantile"),
-    ],
-)
-def test_knobs_of_another_variant_are_refused_at_their_place(algorithm, named):
-    with pytest.raises(ValidationError, match=named):
-        AlgorithmSection.model_validate(algorithm)
 
 
 def test_recipes_of_the_page_on_data_are_valid(tmp_path):

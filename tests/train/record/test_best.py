@@ -1,6 +1,8 @@
 """Early stopping and the best checkpoint: the same run after any stop, and what is exported is said."""
 
 import json
+import re
+import shutil
 from unittest import mock
 
 import pytest
@@ -15,14 +17,13 @@ from logitless.train.loop import Loop
 from logitless.train.recipe.evaluation import StopSection, WatchSection
 from logitless.train.recipe.loading import dump_recipe
 from logitless.train.record.best import Best
-from logitless.train.record.metrics import repeatable
-from logitless.train.record.run_folder import create_run_folder
+from logitless.train.record.run_folder import RunFolder, create_run_folder
 from logitless.train.run import run_recipe, start
 from logitless.train.saved_policy import chosen_source, load_policy
 from logitless.train.store import checkpoint as checkpoints
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, held_out_set, tiny_raw, tiny_recipe
 
 ACCURACY = [0.1, 0.3, 0.7, 0.6, 0.7, 0.5, 0.9]
 """Before the first block, after it, ...: the best is after the second block, and two evaluations are no better."""
@@ -57,15 +58,23 @@ def _weights(run):
     return load_file(run.model / "model.safetensors")
 
 
-def _assert_same(one, other):
-    ends = [checkpoints.load_checkpoint(run.checkpoints) for run in (one, other)]
-    assert [path.name for path in checkpoints.checkpoints(one.checkpoints)] == [
-        path.name for path in checkpoints.checkpoints(other.checkpoints)
-    ]
-    assert all(torch.equal(tensor, ends[1].tensors[name]) for name, tensor in ends[0].tensors.items())
-    assert ends[0].state["loop"] == ends[1].state["loop"]
-    assert [repeatable(record) for record in one.read_metrics()] == [repeatable(r) for r in other.read_metrics()]
-    assert all(torch.equal(tensor, _weights(other)[name]) for name, tensor in _weights(one).items())
+LAST = "block-000004-step-000008"
+
+
+def _saved(run):
+    return [path.name for path in checkpoints.checkpoints(run.checkpoints)]
+
+
+def _assert_exported(run, checkpoint=BEST):
+    """The model of a run is that checkpoint's."""
+    kept = checkpoints.read_checkpoint(run.checkpoints / checkpoint).tensors
+    assert_equal(
+        _weights(run), {name.removeprefix("parameter/"): t for name, t in kept.items() if "parameter/" in name}
+    )
+
+
+def _exported(run):
+    return json.loads(run.summary.read_text())["exported"]
 
 
 def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, evaluated, capsys):
@@ -73,21 +82,13 @@ def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, ev
     assert (result.ended_by, result.complete, result.exit_status) == ("early_stopping", True, 0)
     assert result.metrics["block"] == 4
     run = result.folder
-    assert [path.name for path in checkpoints.checkpoints(run.checkpoints)] == [BEST, "block-000004-step-000008"]
-    summary = json.loads(run.summary.read_text())
-    assert summary["ended_by"] == "early_stopping"
-    assert summary["exported"] == {
-        "which": "best",
-        "block": 2,
-        "step": 4,
-        "metric": "evaluation/accuracy",
-        "value": 0.7,
-    }
-    kept = checkpoints.read_checkpoint(run.checkpoints / BEST).tensors
-    last = checkpoints.load_checkpoint(run.checkpoints).tensors
-    exported = _weights(run)
-    assert all(torch.equal(tensor, kept[f"parameter/{name}"]) for name, tensor in exported.items())
-    assert not all(torch.equal(tensor, last[f"parameter/{name}"]) for name, tensor in exported.items())
+    assert _saved(run) == [BEST, LAST]
+    assert json.loads(run.summary.read_text())["ended_by"] == "early_stopping"
+    best = {"which": "best", "block": 2, "step": 4, "metric": "evaluation/accuracy", "value": 0.7}
+    assert _exported(run) == best
+    _assert_exported(run)
+    with pytest.raises(AssertionError):
+        _assert_exported(run, LAST)
     said = capsys.readouterr().out
     assert "early stopping: 2 evaluations without a better value than evaluation/accuracy 0.7 after block 2" in said
     assert "model/ has the weights of the best evaluation/accuracy, 0.7, after block 2 (step 4)" in said
@@ -95,23 +96,25 @@ def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, ev
     assert "best evaluation/accuracy 0.7 after block 2" in said
     assert load_policy(run, "model").step == 4
     assert chosen_source(run, "best").name == BEST
-    assert chosen_source(run, "latest").name == "block-000004-step-000008"
+    assert chosen_source(run, "latest").name == LAST
 
 
 @pytest.mark.parametrize("step", [3, 4, 6, 7, 8])
 def test_a_run_that_was_stopped_anywhere_stops_early_at_the_same_block_in_every_bit(
     tmp_path, evaluated, monkeypatch, step
 ):
-    whole, _ = start(tiny_recipe(tmp_path / "whole", **WATCHED))
+    whole = finished_run(tmp_path / "whole", **WATCHED)
     recipe = tiny_recipe(tmp_path / "stopped", **WATCHED)
     with monkeypatch.context() as patched:
         stop_at(step, patched)
-        stopped, complete = start(recipe)
-    assert complete == (step == 8)
-    assert run_recipe(recipe, resume=True).ended_by == "early_stopping"
-    named = [path.name for path in checkpoints.checkpoints(stopped.checkpoints)]
-    assert named == [BEST, "block-000004-step-000008"]
-    _assert_same(whole, stopped)
+        assert start(recipe)[1] == (step == 8)
+    result = run_recipe(recipe, resume=True)
+    assert result.ended_by == "early_stopping"
+    assert _saved(result.folder) == _saved(whole) == [BEST, LAST]
+    assert_same_run(whole, result.folder)
+    states = [checkpoints.load_checkpoint(run.checkpoints).state["loop"] for run in (whole, result.folder)]
+    assert states[0] == states[1]
+    assert_equal(_weights(whole), _weights(result.folder))
 
 
 def test_the_best_checkpoint_of_a_run_that_kept_none_is_refused_in_words(tmp_path):
@@ -125,49 +128,39 @@ def test_more_patience_lets_a_run_that_stopped_early_go_on(tmp_path, evaluated):
     run_recipe(tiny_recipe(tmp_path, **WATCHED))
     result = run_recipe(tiny_recipe(tmp_path, **{**WATCHED, "evaluation__stop": {"patience": 4}}), resume=True)
     assert result.ended_by == "blocks"
-    assert json.loads(result.folder.summary.read_text())["exported"]["value"] == 0.9
-    assert [path.name for path in checkpoints.checkpoints(result.folder.checkpoints)] == ["block-000006-step-000012"]
+    assert _exported(result.folder)["value"] == 0.9
+    assert _saved(result.folder) == ["block-000006-step-000012"]
 
 
 def test_without_keep_best_the_last_weights_are_exported_and_it_is_said(tmp_path, evaluated, capsys):
-    run, _ = start(tiny_recipe(tmp_path, **{**WATCHED, "checkpoint__keep_best": None}))
-    assert json.loads(run.summary.read_text())["exported"] == {"which": "last", "block": 4, "step": 8}
+    run = finished_run(tmp_path, **{**WATCHED, "checkpoint__keep_best": None})
+    assert _exported(run) == {"which": "last", "block": 4, "step": 8}
     assert "model/ has the last weights, after block 4 (step 8)" in capsys.readouterr().out
-    assert [path.name for path in checkpoints.checkpoints(run.checkpoints)] == ["block-000004-step-000008"]
+    assert _saved(run) == [LAST]
 
 
 def test_the_best_of_a_set_that_is_evaluated_because_the_run_stops_early_is_exported(tmp_path, evaluated):
-    tiny_recipe(tmp_path)
-    (tmp_path / "more.jsonl").write_text('{"id": "m", "prompt": "db", "answer": "bd"}\n')
-    more = {"data": {"name": "file", "path": str(tmp_path / "more.jsonl")}, "every_blocks": 100}
     watched = {**WATCHED, "checkpoint__keep_best": {"metric": "held_out/more/accuracy"}}
-    run, _ = start(tiny_recipe(tmp_path, **watched, evaluation__sets={"more": more}))
-    exported = json.loads(run.summary.read_text())["exported"]
+    tiny_raw(tmp_path)
+    exported = _exported(finished_run(tmp_path, **watched, evaluation__sets=held_out_set(tmp_path, every_blocks=100)))
     assert (exported["which"], exported["block"], exported["value"]) == ("best", 4, ACCURACY[4])
 
 
 def test_a_best_checkpoint_that_is_gone_is_said_and_another_one_is_sought(tmp_path, evaluated, capsys):
-    recipe = tiny_recipe(tmp_path, **{**WATCHED, "train__blocks": 4, "evaluation__stop": None})
-    run, _ = start(recipe)
-    for file in (run.checkpoints / BEST).iterdir():
-        file.unlink()
-    (run.checkpoints / BEST).rmdir()
-    longer = tiny_recipe(tmp_path, **{**WATCHED, "train__blocks": 5, "evaluation__stop": None})
-    start(longer, resume=True)
+    run = finished_run(tmp_path, **{**WATCHED, "train__blocks": 4, "evaluation__stop": None})
+    shutil.rmtree(run.checkpoints / BEST)
+    finished_run(tmp_path, **{**WATCHED, "train__blocks": 5, "evaluation__stop": None}, resume=True)
     assert "the checkpoint of evaluation/accuracy 0.7 after block 2 is gone" in capsys.readouterr().out
-    assert json.loads(run.summary.read_text())["exported"]["block"] == 5
+    assert _exported(run)["block"] == 5
 
 
 def test_the_best_of_a_lora_run_is_exported_by_the_command_line(tmp_path, evaluated, capsys):
-    changes = {**WATCHED, "model__lora": {"rank": 2, "targets": ["q_proj"]}}
-    run, _ = start(tiny_recipe(tmp_path, **changes))
+    run = finished_run(tmp_path, **WATCHED, model__lora={"rank": 2, "targets": ["q_proj"]})
     kept = checkpoints.read_checkpoint(run.checkpoints / BEST).tensors
     adapter = load_file(run.model / "adapter_model.safetensors")
     assert adapter
     for name, tensor in adapter.items():
-        part = name.replace(".lora_A.weight", ".lora_A.default.weight").replace(
-            ".lora_B.weight", ".lora_B.default.weight"
-        )
+        part = re.sub(r"\.(lora_[AB])\.weight", r".\1.default.weight", name)
         assert torch.equal(tensor, kept[f"parameter/{part}"]), name
     assert main(["export", str(run.path), "--checkpoint", "best", "--to", str(tmp_path / "out")]) == 0
     assert "after 2 blocks and 4 steps" in capsys.readouterr().out
@@ -176,17 +169,13 @@ def test_the_best_of_a_lora_run_is_exported_by_the_command_line(tmp_path, evalua
 def _on_two_ranks(rank, folder):
     with mock.patch.object(Loop, "_evaluated", _accurate), mock.patch("logitless.train.run.write_report"):
         result = run_recipe(tiny_recipe(folder, **WATCHED), ranks=Ranks(data=dist.group.WORLD))
-    return result.ended_by, [path.name for path in checkpoints.checkpoints(result.folder.checkpoints)]
+    return result.ended_by, _saved(result.folder)
 
 
-@pytest.mark.slow
 def test_ranks_stop_early_together_and_export_the_best_shards(tmp_path):
     tiny_raw(tmp_path)
-    assert run_on_ranks(2, _on_two_ranks, tmp_path) == [("early_stopping", [BEST, "block-000004-step-000008"])] * 2
-    run = tmp_path / "runs" / "tiny"
-    kept = checkpoints.read_checkpoint(run / "checkpoints" / BEST).tensors
-    exported = load_file(run / "model" / "model.safetensors")
-    assert all(torch.equal(tensor, kept[f"parameter/{name}"]) for name, tensor in exported.items())
+    assert run_on_ranks(2, _on_two_ranks, tmp_path) == [("early_stopping", [BEST, LAST])] * 2
+    _assert_exported(RunFolder(tmp_path / "runs" / "tiny"))
 
 
 # --- the rule -------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from logitless.train.recipe.writers import TensorBoardSection, WriterSection
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.writers import ServiceWriter, open_writers
 from logitless.train.run import start
-from tests.train.interrupting import stop_at
+from tests.train.interrupting import stopped_at
 from tests.train.tiny import tiny_recipe
 
 RECORD = {"step": 3, "reward/mean": 0.5, "kl_ref/k3_mean": None, "optimizer/grad_norm": math.inf}
@@ -90,15 +90,8 @@ def test_a_service_gets_the_name_the_recipe_and_each_step(calls, tmp_path, servi
 def test_wandb_gets_what_the_recipe_says_of_its_run(calls, tmp_path):
     options = {"project": "sums", "entity": "team", "group": "a", "tags": ["x", "y"], "notes": "n", "mode": "offline"}
     opened(tmp_path / "toy", {"name": "wandb", "run_name": "mine", "run_id": "abc", **options})
-    [(_, init)] = calls
-    assert init == {
-        **options,
-        "name": "mine",
-        "id": "abc",
-        "resume": "allow",
-        "config": {},
-        "dir": str(tmp_path / "toy"),
-    }
+    options |= {"name": "mine", "id": "abc", "resume": "allow", "config": {}, "dir": str(tmp_path / "toy")}
+    assert calls == [("init", options)]
 
 
 def test_trackio_gets_what_the_recipe_says_of_its_run(calls, tmp_path):
@@ -129,26 +122,19 @@ def test_mlflow_gets_the_recipe_as_parameters_and_as_a_file_and_each_step(calls,
     ]
 
 
-def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_service(calls, tmp_path, monkeypatch):
+def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_service(calls, tmp_path):
     services = [{"name": "wandb"}, {"name": "trackio"}, {"name": "mlflow"}]
     recipe = tiny_recipe(tmp_path, writers=services, train__blocks=2)
-    with monkeypatch.context() as patched:
-        stop_at(1, patched)
-        folder, complete = start(recipe)
-    assert not complete
-    assert json.loads(folder.writers.read_text()) == {
-        "wandb": "made-by-wandb",
-        "trackio": "tiny",
-        "mlflow": "made-by-mlflow",
-    }
+    ids = {"wandb": "made-by-wandb", "trackio": "tiny", "mlflow": "made-by-mlflow"}
+    folder = stopped_at(1, recipe)
+    assert json.loads(folder.writers.read_text()) == ids
     calls.clear()
-    _, complete = start(recipe, resume=True)
-    assert complete
+    assert start(recipe, resume=True)[1]
     wandb, trackio = (call[1] for call in calls if call[0] == "init")
-    assert (wandb["id"], wandb["resume"]) == ("made-by-wandb", "allow")
-    assert (trackio["name"], trackio["resume"]) == ("tiny", "allow")
+    assert (wandb["id"], wandb["resume"]) == (ids["wandb"], "allow")
+    assert (trackio["name"], trackio["resume"]) == (ids["trackio"], "allow")
     [mlflow] = (call[1] for call in calls if call[0] == "start_run")
-    assert mlflow["run_id"] == "made-by-mlflow"
+    assert mlflow["run_id"] == ids["mlflow"]
     assert not [call for call in calls if call[0] in ("set_experiment", "log_params")]
 
 
