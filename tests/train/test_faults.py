@@ -6,16 +6,17 @@ import math
 import pytest
 import torch
 
-from logitless.errors import ConfigurationError, DataError, TrainingError
+from logitless.errors import ConfigurationError, DataError, LogitlessError, TrainingError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.learn.policy import Policy
 from logitless.train.loop import Loop
+from logitless.train.plan.run_plan import dry_run
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe, start
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion
-from tests.train.tiny import ALPHABET, blocks_of, steps_of, tiny_recipe
+from tests.train.tiny import ALPHABET, blocks_of, finished_run, steps_of, tiny_recipe
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 ONE_PASS = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
@@ -27,22 +28,8 @@ MIXTURE = {
 }
 
 
-def _faulty(name, **options):
-    return {"name": "function", "path": f"tests.train.faulty_rewards:{name}", **options}
-
-
-def _run(recipe) -> RunFolder:
-    folder, complete = start(recipe)
-    assert complete
-    return folder
-
-
-def _refused(folder, error, match: str, **changes) -> None:
-    """The recipe is refused by an error that says how to repair it, and no run folder is left behind."""
-    with pytest.raises(error, match=match) as caught:
-        start(tiny_recipe(folder, **{**SHORT, **changes}))
-    assert caught.value.remedy
-    assert not (folder / "runs").exists() or not any((folder / "runs").iterdir())
+def _faulty(name):
+    return {"name": "function", "path": f"tests.train.faulty_rewards:{name}"}
 
 
 # 1 missing files, 7 a model and a tokenizer that do not fit, 9 a router loss that would be dropped
@@ -64,8 +51,44 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, changes, error, matc
     _refused(tmp_path, error, match, **changes)
 
 
+@pytest.mark.parametrize(
+    ("changes", "error", "match"),
+    [
+        ({"data__train__path": "absent/train.jsonl"}, DataError, "absent/train.jsonl"),
+        ({"model__tokenizer": "./absent/tokenizer"}, ConfigurationError, "absent/tokenizer"),
+        ({"rewards": [{"name": "function", "path": "tests.absent:reward"}]}, ConfigurationError, "tests.absent"),
+        ({"rewards": [{"name": "exact", "column": "absent"}]}, ConfigurationError, "'absent'"),
+        ({"model__source": "./absent/model", "model__random_weights": False}, ConfigurationError, "absent/model"),
+        ({"model__source__vocab_size": 10}, ConfigurationError, r"10 embedding rows.*ids up to 10"),
+        (MIXTURE, ConfigurationError, r"router loss.*drop_router_loss"),
+        (
+            {"algorithm": {"preset": "ppo"}, "value_head": {"source": "none.safetensors"}},
+            LogitlessError,
+            "none.safeten",
+        ),
+        ({"rollout__engine": {"name": "recorded", "path": "nowhere.jsonl"}}, LogitlessError, "nowhere.jsonl"),
+        ({"writers": ["wandb"]}, UnavailableError, "wandb"),
+        ({"model__source__max_position_embeddings": 6}, ConfigurationError, "max_new_tokens=6, of which 5 fit"),
+        ({"model__source__hidden_size": 0}, LogitlessError, ""),
+        ({"model__source__hidden_size": "wide"}, LogitlessError, ""),
+        ({"model__source__hidden_act": "nonsense"}, LogitlessError, ""),
+        ({"model__device": "banana"}, LogitlessError, "banana"),
+        ({"model__device": "cuda:77"}, LogitlessError, "cuda:77"),
+    ],
+    ids=str,
+)
+def test_what_is_missing_or_does_not_fit_is_named_by_a_dry_run_and_a_start_which_leaves_no_folder(
+    tmp_path, changes, error, match
+):
+    for begin in (dry_run, start):
+        with pytest.raises(error, match=match) as caught:
+            begin(tiny_recipe(tmp_path, **{**SHORT, **changes}))
+        assert caught.value.remedy
+    assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
+
+
 def test_a_router_loss_can_be_given_up_by_name(tmp_path):
-    _run(tiny_recipe(tmp_path, **SHORT, **MIXTURE, model__drop_router_loss=True))
+    finished_run(tmp_path, **SHORT, **MIXTURE, model__drop_router_loss=True)
 
 
 # 4: completions without a token
@@ -76,7 +99,7 @@ def test_completions_that_are_all_empty_take_no_step_and_lose_no_block(tmp_path,
         return [[Completion(p.id, (), "", "stop")] * num_samples for p in prompts]
 
     monkeypatch.setattr(TransformersEngine, "sample", sample)
-    run = _run(tiny_recipe(tmp_path, **{**SHORT, "train__blocks": 2}))
+    run = finished_run(tmp_path, **{**SHORT, "train__blocks": 2})
     assert [(r["step"], r["length/empty"]) for r in blocks_of(run)] == [(0, 16), (0, 16)]
     assert json.loads(run.summary.read_text())["steps"] == 0
     assert [path.name for path in checkpoints(run.checkpoints)] == [f"block-{n:06d}-step-000000" for n in range(3)]
@@ -116,24 +139,6 @@ def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp
 # 6: rewards that raise, hang or answer nonsense
 
 
-def test_rewards_that_fail_have_a_status_and_the_others_go_on(tmp_path):
-    expected = {
-        "raising": "error",
-        "hanging": "timeout",
-        "not_a_number": "error",
-        "too_many": "error",
-        "nothing": "missing",
-    }
-    faulty = [_faulty(name, **{"deadline_seconds": 0.5} if name == "hanging" else {}) for name in expected]
-    few = {"rollout__prompts_per_block": 1, "rollout__completions_per_prompt": 2}
-    (block,) = blocks_of(_run(tiny_recipe(tmp_path, **SHORT, **few, rewards=[*faulty, {"name": "length", "cap": 6}])))
-    for name, status in expected.items():
-        assert block[f"verdict/{name}/{status}"] == 2
-        assert block[f"verdict/{name}/graded"] == 0
-    assert block["reward/mean"] == block["reward/length/mean"] > 0
-    assert block["reward/unscored"] == 0
-
-
 def test_completions_that_nothing_could_score_are_counted_and_not_trained_on(tmp_path):
     result = run_recipe(tiny_recipe(tmp_path, **SHORT, rewards=[_faulty("raising")], rollout__zero_signal="drop"))
     assert (result.ended_by, result.exit_status, result.complete) == ("unscored", 1, False)
@@ -151,7 +156,7 @@ def test_a_tokenizer_without_an_end_token_is_refused_and_one_without_a_pad_token
     tokenizer = character_tokenizer(ALPHABET)
     tokenizer.pad_token = None
     tokenizer.save_pretrained(str(tmp_path / "no_pad"))
-    _run(tiny_recipe(tmp_path, **SHORT, name="padless", model__tokenizer=str(tmp_path / "no_pad")))
+    finished_run(tmp_path, **SHORT, name="padless", model__tokenizer=str(tmp_path / "no_pad"))
     tokenizer.eos_token = None
     tokenizer.save_pretrained(str(tmp_path / "no_eos"))
     with pytest.raises(ConfigurationError, match="EOS token"):

@@ -66,16 +66,10 @@ class Page(HTMLParser):
 def drawn(monkeypatch):
     """Plots are recorded and not drawn."""
     calls = {"lines": [], "maps": [], "bars": []}
-
-    def record(kind, result="<svg/>"):
-        def plot(*arguments, **options):
-            calls[kind].append((arguments[0], options))
-            return result
-
-        return plot
-
     for kind, name in (("lines", "line_plot"), ("maps", "heat_map"), ("bars", "bar_plot")):
-        monkeypatch.setattr(report, name, record(kind))
+        monkeypatch.setattr(
+            report, name, lambda first, *_, kind=kind, **options: calls[kind].append((first, options)) or "<svg/>"
+        )
     return calls
 
 
@@ -107,27 +101,6 @@ def test_the_summary_stands_on_top(tmp_path, drawn):
         assert part in text
 
 
-def test_a_run_that_stopped_early_says_so_and_marks_the_evaluation_whose_weights_it_exported(tmp_path, drawn):
-    folder = fake_run(tmp_path)
-    summary = json.loads(folder.summary.read_text())
-    exported = {"which": "best", "block": 8, "step": 16, "metric": "evaluation/accuracy", "value": 0.6}
-    folder.write_summary(summary | {"ended_by": "early_stopping", "exported": exported})
-    text = page_of(folder).text
-    assert "finished by early stopping" in text
-    assert "model/ has the weights of the best evaluation/accuracy, 0.6, after block 8 (step 16)" in text
-    (options,) = (options for lines, options in drawn["lines"] if lines[0].label == "accuracy")
-    assert options["moment"] == ("best, exported", 16)
-    assert all(options.get("moment") is None for lines, options in drawn["lines"] if lines[0].label != "accuracy")
-
-
-def test_a_run_that_a_signal_stopped_is_not_called_finished(tmp_path, drawn):
-    folder = fake_run(tmp_path)
-    folder.write_summary(json.loads(folder.summary.read_text()) | {"ended_by": "signal"})
-    text = page_of(folder).text
-    assert "stopped by a signal" in text
-    assert "finished" not in text
-
-
 def test_kl_is_drawn_with_mean_p95_and_the_target_of_the_recipe(tmp_path, drawn):
     folder = fake_run(tmp_path)
     page_of(folder)
@@ -139,10 +112,28 @@ def test_kl_is_drawn_with_mean_p95_and_the_target_of_the_recipe(tmp_path, drawn)
     assert lines[1].y == tuple(record["kl_ref/k3_p95"] for record in records[1:])
 
 
-def test_accuracy_is_drawn_from_before_the_first_step(tmp_path, drawn):
-    page_of(fake_run(tmp_path))
-    (line,) = next(lines for lines, _ in drawn["lines"] if lines[0].label == "accuracy")
-    assert (line.x, line.y) == ((0, 8, 16, 24), (0.31, 0.9 * 8 / 24, 0.9 * 16 / 24, 0.9))
+def empty_run(folder, config="name: toy"):
+    """A run before its first step."""
+    made = create_run_folder(folder, "toy")
+    made.write_config(config)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("ended_by", "said"), [("early_stopping", "finished by early stopping"), ("signal", "stopped by a signal")]
+)
+def test_how_a_run_ended_is_said_and_the_evaluation_marked_whose_weights_it_exported(tmp_path, drawn, ended_by, said):
+    folder = fake_run(tmp_path)
+    summary = json.loads(folder.summary.read_text())
+    exported = {"which": "best", "block": 8, "step": 16, "metric": "evaluation/accuracy", "value": 0.6}
+    folder.write_summary(summary | {"ended_by": ended_by, "exported": exported})
+    text = page_of(folder).text
+    assert said in text
+    assert ("finished" in text) == ("finished" in said)
+    assert "model/ has the weights of the best evaluation/accuracy, 0.6, after block 8 (step 16)" in text
+    (options,) = (options for lines, options in drawn["lines"] if lines[0].label == "accuracy")
+    assert options["moment"] == ("best, exported", 16)
+    assert all(options.get("moment") is None for lines, options in drawn["lines"] if lines[0].label != "accuracy")
 
 
 def test_a_value_head_has_plots_of_its_own(tmp_path, drawn):
@@ -152,17 +143,8 @@ def test_a_value_head_has_plots_of_its_own(tmp_path, drawn):
     folder.append_metrics({"step": 99, **numbers})
     assert {"Value head", "Value loss"} < set(page_of(folder).titles)
     lines = {line.label: line.y for lines, _ in drawn["lines"] for line in lines}
-    assert (lines["value loss"], lines["value"], lines["return"], lines["explained variance"]) == (
-        (0.5,),
-        (0.1,),
-        (0.2,),
-        (-0.5,),
-    )
-
-
-def test_rewards_are_drawn_in_total_and_by_function(tmp_path, drawn):
-    page_of(fake_run(tmp_path))
-    assert [line.label for line in drawn["lines"][0][0]] == ["total", "exact", "style"]
+    names = ("value loss", "value", "return", "explained variance")
+    assert [lines[name] for name in names] == [(number,) for number in numbers.values()]
 
 
 def test_a_histogram_is_the_share_of_each_bin_in_its_block(drawn):
@@ -204,17 +186,21 @@ def test_a_crashed_run_with_half_a_last_line_and_no_summary_has_a_page(tmp_path,
     assert "7optimizer steps" in text
 
 
+def test_rewards_are_drawn_in_total_and_by_function_and_accuracy_from_before_the_first_step(tmp_path, drawn):
+    page_of(fake_run(tmp_path))
+    assert [line.label for line in drawn["lines"][0][0]] == ["total", "exact", "style"]
+    (line,) = next(lines for lines, _ in drawn["lines"] if lines[0].label == "accuracy")
+    assert (line.x, line.y) == ((0, 8, 16, 24), (0.31, 0.9 * 8 / 24, 0.9 * 16 / 24, 0.9))
+
+
 def test_a_run_without_a_step_has_a_page(tmp_path, drawn):
-    folder = create_run_folder(tmp_path, "toy")
-    folder.write_config("name: toy")
-    page = page_of(folder)
+    page = page_of(empty_run(tmp_path))
     assert "no step recorded" in page.text
     assert not page.titles
 
 
 def test_missing_metrics_have_no_plot_and_no_place(tmp_path, drawn):
-    folder = create_run_folder(tmp_path, "toy")
-    folder.write_config("[not, a, mapping")
+    folder = empty_run(tmp_path, "[not, a, mapping")
     folder.append_metrics({"step": 1, "block": 1, "entropy/mean": 1.0, "kl_ref/k3_mean": float("nan")})
     assert page_of(folder).titles == {"Entropy"}
 
@@ -230,13 +216,7 @@ def test_a_folder_without_a_run_and_a_damaged_file_are_errors(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "target"),
-    [
-        ({}, None),
-        ({"kl": None}, None),
-        ({"kl": {"control": {"name": "fixed", "beta": 0.1}}}, None),
-        ({"kl": {"control": {"target": 0.03}}}, 0.03),
-        ({"kl": {"target": 0.1}, "train": {"target": 7}}, 0.1),
-    ],
+    [({"kl": None}, None), ({"kl": {"target": 0.1}, "train": {"target": 7}}, 0.1)],
 )
 def test_the_target_is_that_of_the_kl_section(config, target):
     assert report._target(config) == target
@@ -263,8 +243,7 @@ def test_a_group_has_a_page_of_its_own_with_every_completion_the_best_first(tmp_
 
 
 def test_prompts_are_whole_in_the_samples_and_on_the_page_of_a_group(tmp_path, drawn):
-    folder = create_run_folder(tmp_path, "long")
-    folder.write_config("name: long")
+    folder = empty_run(tmp_path)
     prompt = Prompt("7", "question " * 2000 + "the end", (4,))
     completion = Completion("7", (4, 2), "said", "stop")
     folder.write_rollouts(1, [Group(prompt, (completion,), ({"a": Verdict.graded(1.0)},), (1.0,))])
@@ -283,8 +262,7 @@ SAID = [
 
 @pytest.mark.parametrize("prompt_shows_it", [True, False])
 def test_several_turns_are_a_conversation_with_roles_calls_and_what_tools_answered(tmp_path, drawn, prompt_shows_it):
-    folder = create_run_folder(tmp_path, "turns")
-    folder.write_config("name: turns")
+    folder = empty_run(tmp_path)
     prompt = Prompt("7", "<s>Be brief. 2+2=?" if prompt_shows_it else "row 7", (4,))
     completions = (Completion("7", (4, 9, 2), "It is 4.", "stop", trained=(True, False, True), turn=(0, 0, 1)),)
     verdicts = ({"a": Verdict.graded(1.0)},)
@@ -295,12 +273,8 @@ def test_several_turns_are_a_conversation_with_roles_calls_and_what_tools_answer
     own = folder.report.read_text().partition('id="block-1-group-1"')[2]
     said = re.findall(r'<div class="turn (\w+)"><b>([^<]*)</b><pre>([^<]*)</pre></div>', own)
     of_prompt = [] if prompt_shows_it else [("other", "system", "Be brief."), ("other", "user", "2+2=?")]
-    assert said == [
-        *of_prompt,
-        ("policy", "assistant", "add({&quot;a&quot;: 2})"),
-        ("other", "tool add", "&lt;4&gt;"),
-        ("policy", "assistant", "It is 4."),
-    ]
+    call, answer = ("policy", "assistant", "add({&quot;a&quot;: 2})"), ("other", "tool add", "&lt;4&gt;")
+    assert said == [*of_prompt, call, answer, ("policy", "assistant", "It is 4.")]
 
 
 def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():
@@ -312,7 +286,5 @@ def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():
 
 def test_every_plot_over_steps_has_its_values_below_it(tmp_path, drawn):
     page = page_of(fake_run(tmp_path, num_blocks=40))
-    text = "".join(page.cells)
     assert page.tags.count("details") == len(drawn["lines"]) + 1  # the recipe's
     assert len(report._values([report.Line("a", tuple(range(1000)), tuple(range(1000)))]).split("<tr>")) == 27
-    assert text

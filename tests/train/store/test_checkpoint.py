@@ -3,6 +3,7 @@
 import json
 import random
 import threading
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,11 +16,19 @@ from logitless.train.store import checkpoint as checkpoints
 from logitless.train.store import tensor_files
 from logitless.train.store.checkpoint import BackgroundSaver, clear_remains, load_checkpoint
 from logitless.train.store.checkpoint import checkpoints as complete
+from tests.train.interrupting import before
+from tests.train.tiny import assert_equal
 
 
-def _save(root, step, *, block=0, keep=10, tensors=None, state=None):
+def _begin(saver, step, **options):
+    """Begin a save."""
+    tensors = {"a": torch.tensor([step])}
+    saver.save(**({"block": 0, "step": step, "tensors": tensors, "state": {"step": step}} | options))
+
+
+def _save(root, step, *, keep=10, **options):
     saver = BackgroundSaver(root, keep=keep)
-    saver.save(block=block, step=step, tensors=tensors or {"a": torch.tensor([step])}, state=state or {"step": step})
+    _begin(saver, step, **options)
     saver.wait()
     return complete(root)[-1]
 
@@ -53,63 +62,51 @@ def test_every_dtype_and_shape_comes_back_in_its_bits(tmp_path, dtype, shape):
     assert torch.equal(found.reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
 
 
+def _edit_index(folder, change):
+    """Change what the index of a checkpoint says."""
+    index = json.loads((folder / "index.json").read_text())
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+
+
+NO_SPACE = OSError(28, "No space left on device")
+
+
 def test_the_files_are_those_of_the_safetensors_library(tmp_path):
     tensors = {"b": torch.randn(3, 5, dtype=torch.bfloat16), "a": torch.arange(7), "s": torch.tensor(2.0)}
-    folder = _save(tmp_path, 1, tensors=tensors)
-    theirs = load_file(folder / "tensors-00001.safetensors")
-    assert theirs.keys() == tensors.keys()
-    assert all(torch.equal(theirs[name], tensors[name]) for name in tensors)
+    assert_equal(load_file(_save(tmp_path, 1, tensors=tensors) / "tensors-00001.safetensors"), tensors)
 
 
 def test_large_tensors_get_files_of_their_own_and_small_ones_share_one(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "LARGEST_FILE", 100)
-    sizes = {"a": 10, "b": 15, "c": 5, "d": 300, "e": 1}
-    tensors = {name: torch.randn(size) for name, size in sizes.items()}
+    tensors = {name: torch.randn(size) for name, size in {"a": 10, "b": 15, "c": 5, "d": 300, "e": 1}.items()}
     folder = _save(tmp_path, 1, tensors=tensors)
     held = [sorted(load_file(path)) for path in sorted(folder.glob("*.safetensors"))]
     assert held == [["a", "b"], ["c"], ["d"], ["e"]]
     found = load_checkpoint(tmp_path).tensors
-    assert list(found) == list(sizes)
-    assert all(torch.equal(found[name], tensors[name]) for name in sizes)
+    assert list(found) == list(tensors)
+    assert_equal(found, tensors)
 
 
 def test_the_host_holds_one_tensor_at_a_time(tmp_path, monkeypatch):
-    moved, plain = [], torch.Tensor.cpu
-
-    def cpu(self):
-        moved.append(self.numel())
-        return plain(self)
-
-    monkeypatch.setattr(torch.Tensor, "cpu", cpu)
-    written = []
-    monkeypatch.setattr(tensor_files, "_bytes", _noting(tensor_files._bytes, lambda: written.append(len(moved))))
+    moved, written = [], []
+    before(monkeypatch, torch.Tensor, "cpu", lambda tensor: moved.append(tensor.numel()))
+    before(monkeypatch, tensor_files, "_bytes", lambda *_: written.append(len(moved)))
     _save(tmp_path, 1, tensors={name: torch.zeros(10) for name in "abc"})
     assert written == [1, 2, 3]  # each is written before the next is brought
-
-
-def _noting(function, note):
-    def noted(*arguments):
-        note()
-        return function(*arguments)
-
-    return noted
 
 
 def test_pieces_that_ranks_wrote_are_put_together(tmp_path):
     whole = torch.arange(24.0).reshape(4, 6)
     folder = _save(tmp_path, 1, tensors={"x": whole})
-    index = json.loads((folder / "index.json").read_text())
     pieces = []
     for rank, part in enumerate([whole[:2], whole[2:]]):
-        sums = tensor_files.write_tensors(folder / f"rank-{rank}.safetensors", {"x": part})
-        pieces.append(
-            {"file": f"rank-{rank}.safetensors", "start": [2 * rank, 0], "shape": [2, 6], "sha256": sums["x"]}
-        )
-    index["tensors"]["x"]["pieces"] = pieces
-    (folder / "index.json").write_text(json.dumps(index))
+        file = f"rank-{rank}.safetensors"
+        sums = tensor_files.write_tensors(folder / file, {"x": part})
+        pieces.append({"file": file, "start": [2 * rank, 0], "shape": [2, 6], "sha256": sums["x"]})
+    _edit_index(folder, lambda index: index["tensors"]["x"].update(pieces=pieces))
     assert torch.equal(load_checkpoint(tmp_path).tensors["x"], whole)
-    del pieces[1]
-    (folder / "index.json").write_text(json.dumps(index))
+    _edit_index(folder, lambda index: index["tensors"]["x"].update(pieces=pieces[:1]))
     with pytest.raises(CheckpointError, match="not the whole of it"):
         load_checkpoint(tmp_path)
 
@@ -167,7 +164,7 @@ def test_a_save_that_fails_leaves_earlier_ones_and_no_remains(tmp_path, monkeypa
 
     def full(path, content):
         path.write_bytes(content[:1])
-        raise OSError(28, "No space left on device")
+        raise NO_SPACE
 
     monkeypatch.setattr(checkpoints, "write_flushed", full)
     with pytest.raises(CheckpointError, match="No space left"):
@@ -212,18 +209,14 @@ def test_a_checkpoint_of_the_first_schema_is_refused_and_its_weights_are_offered
 
 
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
-    path = _save(tmp_path, 1) / "index.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema_number": 3}))
+    _edit_index(_save(tmp_path, 1), lambda index: index.update(schema_number=3))
     with pytest.raises(CheckpointError, match="schema 3"):
         load_checkpoint(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["../../secret.safetensors", "/etc/passwd"])
 def test_an_index_cannot_name_files_outside_of_its_folder(tmp_path, file):
-    path = _save(tmp_path, 1) / "index.json"
-    index = json.loads(path.read_text())
-    index["tensors"]["a"]["pieces"][0]["file"] = file
-    path.write_text(json.dumps(index))
+    _edit_index(_save(tmp_path, 1), lambda index: index["tensors"]["a"]["pieces"][0].update(file=file))
     with pytest.raises(CheckpointError, match="not in the folder"):
         load_checkpoint(tmp_path)
 
@@ -241,20 +234,15 @@ def test_a_header_that_lies_about_its_length_is_refused(tmp_path, lie):
 
 def _held_up(monkeypatch):
     """Saves wait for this event."""
-    go, plain = threading.Event(), checkpoints.write_tensors
-
-    def waiting(path, tensors):
-        assert go.wait(300)
-        return plain(path, tensors)
-
-    monkeypatch.setattr(checkpoints, "write_tensors", waiting)
+    go = threading.Event()
+    before(monkeypatch, checkpoints, "write_tensors", lambda *_: go.wait(300))
     return go
 
 
 def test_a_save_in_the_background_returns_at_once_and_is_complete_after_the_wait(tmp_path, monkeypatch):
     go, saver = _held_up(monkeypatch), BackgroundSaver(tmp_path, keep=2)
     state = {"lines": [1]}
-    saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state=state)
+    _begin(saver, 1, state=state)
     assert _names(tmp_path) == []
     state["lines"].append(2)  # the run goes on
     go.set()
@@ -264,26 +252,23 @@ def test_a_save_in_the_background_returns_at_once_and_is_complete_after_the_wait
 
 def test_a_second_save_waits_for_the_first(tmp_path, monkeypatch):
     go, saver = _held_up(monkeypatch), BackgroundSaver(tmp_path, keep=2)
-    saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state={})
+    _begin(saver, 1)
     threading.Timer(0.05, go.set).start()
-    saver.save(block=0, step=2, tensors={"a": torch.ones(1)}, state={})
+    _begin(saver, 2)
     assert _names(tmp_path)[0] == "block-000000-step-000001"
     saver.wait()
     assert len(_names(tmp_path)) == 2
 
 
 def test_a_save_that_fails_in_the_background_is_an_error_of_the_next_wait_and_of_no_later_one(tmp_path, monkeypatch):
-    def full(path, tensors):
-        raise OSError(28, "No space left on device")
-
     saver = BackgroundSaver(tmp_path, keep=2)
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoints, "write_tensors", full)
-        saver.save(block=0, step=1, tensors={"a": torch.ones(1)}, state={})
+        patched.setattr(checkpoints, "write_tensors", mock.Mock(side_effect=NO_SPACE))
+        _begin(saver, 1)
         with pytest.raises(CheckpointError, match="No space left"):
             saver.wait()
     saver.wait()
-    saver.save(block=0, step=2, tensors={"a": torch.ones(1)}, state={})
+    _begin(saver, 2)
     saver.wait()
     assert _names(tmp_path) == ["block-000000-step-000002"]
 
@@ -295,13 +280,11 @@ def test_a_save_of_tensors_on_a_gpu_waits_for_what_was_queued_before_it_and_not_
     for _ in range(50):
         product = product @ value / 4096  # still at work when the save begins
     saver = BackgroundSaver(tmp_path, keep=1)
-    saver.save(block=0, step=1, tensors={"x": product, "y": value}, state={})
+    _begin(saver, 1, tensors={"x": product, "y": value})
     for _ in range(50):
         value @ value  # a rollout, which changes nothing that is saved
     saver.wait()
-    found = load_checkpoint(tmp_path).tensors
-    assert torch.equal(found["x"], product.cpu())
-    assert torch.equal(found["y"], value.cpu())
+    assert_equal(load_checkpoint(tmp_path).tensors, {"x": product.cpu(), "y": value.cpu()})
 
 
 # --- parts of a run -------------------------------------------------------------------------------------------------
@@ -322,8 +305,7 @@ def test_weights_and_optimizer_go_on_as_if_they_had_not_stopped(tmp_path):
     other, fresh = _trained(1)
     fresh.state.clear()
     named, others = dict(model.named_parameters()), dict(other.named_parameters())
-    tensors = checkpoints.parameter_tensors(named) | checkpoints.optimizer_tensors(named, optimizer)
-    _save(tmp_path, 1, tensors=tensors)
+    _save(tmp_path, 1, tensors=checkpoints.parameter_tensors(named) | checkpoints.optimizer_tensors(named, optimizer))
     stored = load_checkpoint(tmp_path).tensors
     places = {name: parameter.data_ptr() for name, parameter in others.items()}
     checkpoints.restore_parameters(others, stored)
@@ -333,8 +315,7 @@ def test_weights_and_optimizer_go_on_as_if_they_had_not_stopped(tmp_path):
         each.zero_grad()
         each(torch.tensor([1.0, -2.0, 0.5])).square().sum().backward()
         steps.step()
-    for name in named:
-        assert torch.equal(named[name], others[name])
+    assert_equal(named, others)
 
 
 def test_frozen_weights_are_not_in_a_checkpoint():
@@ -344,21 +325,17 @@ def test_frozen_weights_are_not_in_a_checkpoint():
 
 
 @pytest.mark.parametrize("change", ["shape", "name", "dtype", "missing"])
-def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path, change):
+def test_a_checkpoint_of_another_model_is_refused_by_name(change):
     named = dict(nn.Linear(3, 2).named_parameters())
     tensors = checkpoints.parameter_tensors(named)
-    match change:
-        case "shape":
-            tensors["parameter/weight"] = torch.zeros(2, 4)
-        case "name":
-            tensors["parameter/heavy"] = tensors.pop("parameter/weight")
-        case "dtype":
-            tensors["parameter/weight"] = torch.zeros(2, 3, dtype=torch.bfloat16)
-        case "missing":
-            del tensors["parameter/weight"]
-    _save(tmp_path, 1, tensors=tensors)
+    weight = tensors.pop("parameter/weight")
+    others = {"shape": torch.zeros(2, 4), "dtype": torch.zeros(2, 3, dtype=torch.bfloat16)}
+    if change == "name":
+        tensors["parameter/heavy"] = weight
+    elif change in others:
+        tensors["parameter/weight"] = others[change]
     with pytest.raises(CheckpointError, match="weight"):
-        checkpoints.restore_parameters(named, load_checkpoint(tmp_path).tensors)
+        checkpoints.restore_parameters(named, tensors)
 
 
 def test_every_random_generator_goes_on_where_it_was(tmp_path):
