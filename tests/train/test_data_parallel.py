@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from logitless.cli.main import main
 from logitless.distributed import Ranks
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.learn.learner import Learner
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
@@ -23,7 +22,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe, start
 from logitless.train.store import checkpoint as checkpoints
 from tests.ranks import run_on_ranks
-from tests.train.tiny import assert_same_run, tiny_raw, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, tiny_raw, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -47,13 +46,18 @@ def _run(rank, folder, changes, resume=False, stop_at=None, number=signal.SIGINT
         torch.use_deterministic_algorithms(False)
 
 
+def assert_same(one, other):
+    """The same run, and the same model at its end."""
+    assert_equal(*(load_file(folder.model / "model.safetensors") for folder in (one, other)))
+    assert_same_run(one, other)
+
+
 def _on(num_ranks, folder, changes, resume=False, status=0, **signalled):
     """The folder of a run on so many ranks, all of which end with this status."""
     tiny_raw(folder)
     if num_ranks == 1:
-        assert start(tiny_recipe(folder, **changes), resume=resume)[1]
-    else:
-        assert run_on_ranks(num_ranks, _run, folder, changes, resume, *signalled.values()) == [status] * num_ranks
+        return finished_run(folder, resume=resume, **changes)
+    assert run_on_ranks(num_ranks, _run, folder, changes, resume, *signalled.values()) == [status] * num_ranks
     return RunFolder(folder / "runs" / "tiny")
 
 
@@ -131,28 +135,17 @@ def two_ranks(tmp_path_factory):
     return _on(2, tmp_path_factory.mktemp("whole"), {})
 
 
-def _assert_same_run(one, other):
-    weights = [load_file(folder.model / "model.safetensors") for folder in (one, other)]
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())
-    assert_same_run(one, other)
-
-
-@pytest.mark.slow
 def test_the_same_run_twice_on_two_ranks_is_the_same_run(two_ranks, tmp_path):
-    _assert_same_run(two_ranks, _on(2, tmp_path, {}))
+    assert_same(two_ranks, _on(2, tmp_path, {}))
 
 
 # in an epoch, at a block's end
-@pytest.mark.parametrize(
-    ("step", "number", "status"),
-    [(2, signal.SIGINT, 130), pytest.param(4, signal.SIGTERM, 143, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("step", "number", "status"), [(2, signal.SIGINT, 130), (4, signal.SIGTERM, 143)])
 def test_a_signal_heard_by_one_rank_stops_all_and_resume_continues_bitwise(two_ranks, tmp_path, step, number, status):
     folder = _on(2, tmp_path, {}, status=status, stop_at=step, number=number)
     assert folder.read_metrics()[-1]["step"] == step
     _on(2, tmp_path, {}, resume=True)
-    _assert_same_run(two_ranks, folder)
+    assert_same(two_ranks, folder)
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
@@ -165,33 +158,12 @@ def test_a_run_goes_on_with_another_number_of_ranks(two_ranks, tmp_path, before,
             assert ("parallel/tokens_per_rank" in other) == ((before if record["block"] <= 2 else after) == 2)
 
 
-def _exported(run, tmp_path):
-    """Weights of the folder that an export makes, and those of the last checkpoint, both by name."""
-    assert main(["export", str(run.path), "--to", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
-    assert [path.name for path in (tmp_path / "exported").glob("*.safetensors")] == ["model.safetensors"]
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    tensors = checkpoints.load_checkpoint(run.checkpoints).tensors
-    trained = {name.partition("/")[2]: t for name, t in tensors.items() if name.startswith("parameter/")}
-    return dict(loaded.named_parameters()), trained
-
-
 def test_a_run_of_several_ranks_is_exported_to_one_folder_bitwise_equal_to_its_shards(two_ranks, tmp_path):
-    loaded, trained = _exported(two_ranks, tmp_path)
-    assert loaded.keys() == trained.keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in trained.items())
-
-
-def test_adapters_of_several_ranks_are_merged_into_one_folder(tmp_path):
-    changes = {"model__lora": {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}, "train__blocks": 1, "kl": None}
-    run = _on(2, tmp_path, changes)
-    loaded, trained = _exported(run, tmp_path)
-    (a,), (b,) = ([t for name, t in trained.items() if f"lora_{each}" in name] for each in "AB")
-    recipe = tiny_recipe(tmp_path, **changes)
-    base = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("cpu"))
-    weight = dict(base.named_parameters())["base_model.model.model.layers.0.self_attn.q_proj.base_layer.weight"]
-    merged = weight.detach() + 4.0 / 2 * b @ a
-    assert b.any()
-    torch.testing.assert_close(loaded["model.layers.0.self_attn.q_proj.weight"].detach(), merged, rtol=1e-6, atol=1e-6)
+    assert main(["export", str(two_ranks.path), "--to", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
+    assert [path.name for path in (tmp_path / "exported").glob("*.safetensors")] == ["model.safetensors"]
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
+    tensors = checkpoints.load_checkpoint(two_ranks.checkpoints).tensors
+    assert_equal(loaded, {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("parameter/")})
 
 
 SHORT = [

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from logitless.train.record.journal import Journal
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
 from logitless.train.store.checkpoint import BackgroundSaver, checkpoints, no_room
-from tests.train.tiny import assert_same_run, tiny_recipe
+from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
 
 OFTEN = {"evaluation__every_blocks": 1, "checkpoint__every_blocks": 100}
 
@@ -55,18 +56,15 @@ def _unreliable(calls):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> RunFolder:
-    return start(tiny_recipe(tmp_path_factory.mktemp("whole"), **OFTEN))[0]
+    return finished_run(tmp_path_factory.mktemp("whole"), **OFTEN)
 
 
 # The calls of a run: load, evaluate; then for each block sample, load, evaluate.
 @pytest.mark.parametrize("calls", [5, 6, 7], ids=["sampling block 2", "loading after it", "evaluating after it"])
 def test_a_run_whose_engine_is_gone_goes_on_bitwise_from_where_it_was(whole, tmp_path, calls):
-    recipe = tiny_recipe(tmp_path, **OFTEN)
     with pytest.raises(EngineError, match="a server"):
-        start(recipe, open_engines=_unreliable(calls))
-    folder, complete = start(recipe, resume=True)
-    assert complete
-    assert_same_run(whole, folder)
+        start(tiny_recipe(tmp_path, **OFTEN), open_engines=_unreliable(calls))
+    assert_same_run(whole, finished_run(tmp_path, resume=True, **OFTEN))
 
 
 def test_an_engine_that_was_never_there_leaves_no_checkpoint(tmp_path):
@@ -96,42 +94,37 @@ def test_an_exception_of_an_engine_names_it_and_shows_where_it_was_raised(name, 
 
 
 def test_a_batch_that_is_too_large_is_not_the_engines_fault(tmp_path, monkeypatch):
-    def full(*arguments, **options):
-        raise torch.OutOfMemoryError("of the GPU")
-
-    monkeypatch.setattr(Unreliable, "sample", full)
+    monkeypatch.setattr(Unreliable, "sample", mock.Mock(side_effect=torch.OutOfMemoryError("of the GPU")))
     with pytest.raises(torch.OutOfMemoryError):
         start(tiny_recipe(tmp_path), open_engines=_unreliable(100))
 
 
-@pytest.mark.parametrize("said", [None, 1, "mixed"])
-def test_completions_of_weights_that_the_engine_was_not_given_end_the_run(said, tmp_path, monkeypatch):
+def _says_versions(monkeypatch, said):
+    """Completions say that these weights sampled them; ``mixed``: the first ones, and later ones the last token."""
     plain = Unreliable.sample
+    versions = {"weights_version": 0 if said == "mixed" else said}
+
+    def of(completion):
+        mixed = {"token_versions": [0] * (completion.length - 1) + [1]} if said == "mixed" else {}
+        return replace(completion, **versions, **mixed)
 
     def sample(self, *arguments, **options):
-        groups = plain(self, *arguments, **options)
-        return [[_of_version(c, said) for c in group] for group in groups]
+        return [[of(c) for c in group] for group in plain(self, *arguments, **options)]
 
     monkeypatch.setattr(Unreliable, "sample", sample)
+
+
+@pytest.mark.parametrize("said", [None, 1, "mixed"])
+def test_completions_of_weights_that_the_engine_was_not_given_end_the_run(said, tmp_path, monkeypatch):
+    _says_versions(monkeypatch, said)
     given = "None" if said is None else "1"
     with pytest.raises(EngineError, match=f"given with `load`, at most 0; given {given} of a completion of prompt"):
         start(tiny_recipe(tmp_path), open_engines=_unreliable(100))
 
 
-def _of_version(completion, said):
-    if said != "mixed":
-        return replace(completion, weights_version=said)
-    return replace(completion, weights_version=0, token_versions=[0] * (completion.length - 1) + [1])
-
-
 def test_completions_of_older_weights_are_trained_on(tmp_path, monkeypatch):
-    plain = Unreliable.sample
-
-    def sample(self, *arguments, **options):
-        return [[_of_version(c, 0) for c in group] for group in plain(self, *arguments, **options)]
-
-    monkeypatch.setattr(Unreliable, "sample", sample)
-    assert start(tiny_recipe(tmp_path), open_engines=_unreliable(100))[1]
+    _says_versions(monkeypatch, 0)
+    finished_run(tmp_path, open_engines=_unreliable(100))
 
 
 FULL = no_room(Path("checkpoints"), "No space left on device")

@@ -41,22 +41,6 @@ def _faulty(name):
         ({"data__train__path": "absent/train.jsonl"}, DataError, "absent/train.jsonl"),
         ({"model__tokenizer": "./absent/tokenizer"}, ConfigurationError, "absent/tokenizer"),
         ({"rewards": [{"name": "function", "path": "tests.absent:reward"}]}, ConfigurationError, "tests.absent"),
-        ({"model__source": "./absent/model", "model__random_weights": False}, ConfigurationError, "absent/model"),
-        ({"model__source__vocab_size": 10}, ConfigurationError, r"10 embedding rows.*ids up to 10"),
-        (MIXTURE, ConfigurationError, r"router loss.*drop_router_loss"),
-    ],
-    ids=["data", "tokenizer", "reward", "model", "ids beyond the model", "router loss"],
-)
-def test_what_is_missing_or_does_not_fit_is_named(tmp_path, changes, error, match):
-    _refused(tmp_path, error, match, **changes)
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "match"),
-    [
-        ({"data__train__path": "absent/train.jsonl"}, DataError, "absent/train.jsonl"),
-        ({"model__tokenizer": "./absent/tokenizer"}, ConfigurationError, "absent/tokenizer"),
-        ({"rewards": [{"name": "function", "path": "tests.absent:reward"}]}, ConfigurationError, "tests.absent"),
         ({"rewards": [{"name": "exact", "column": "absent"}]}, ConfigurationError, "'absent'"),
         ({"model__source": "./absent/model", "model__random_weights": False}, ConfigurationError, "absent/model"),
         ({"model__source__vocab_size": 10}, ConfigurationError, r"10 embedding rows.*ids up to 10"),
@@ -69,9 +53,9 @@ def test_what_is_missing_or_does_not_fit_is_named(tmp_path, changes, error, matc
         ({"rollout__engine": {"name": "recorded", "path": "nowhere.jsonl"}}, LogitlessError, "nowhere.jsonl"),
         ({"writers": ["wandb"]}, UnavailableError, "wandb"),
         ({"model__source__max_position_embeddings": 6}, ConfigurationError, "max_new_tokens=6, of which 5 fit"),
-        ({"model__source__hidden_size": 0}, LogitlessError, ""),
-        ({"model__source__hidden_size": "wide"}, LogitlessError, ""),
-        ({"model__source__hidden_act": "nonsense"}, LogitlessError, ""),
+        ({"model__source__hidden_size": 0}, LogitlessError, "needed"),
+        ({"model__source__hidden_size": "wide"}, LogitlessError, "needed"),
+        ({"model__source__hidden_act": "nonsense"}, LogitlessError, "needed"),
         ({"model__device": "banana"}, LogitlessError, "banana"),
         ({"model__device": "cuda:77"}, LogitlessError, "cuda:77"),
     ],

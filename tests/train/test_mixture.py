@@ -16,18 +16,18 @@ from logitless.types import Completion, Episode, Prompt
 from tests.train.tiny import repeated, tiny_recipe
 
 
+def written(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {"name": "file", "path": str(path)}
+
+
 def mixture(folder, **changes):
     """Pairs of which three quarters of a block are, with a reward for length, and single letters, with one for text."""
     tiny_recipe(folder)  # its files
-    rows = [{"prompt": letter, "answer": letter} for letter in "abcdefgh"]
-    (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "hard.jsonl").write_text('{"prompt": "aaa", "answer": "a"}\n{"prompt": "bbb", "answer": "b"}\n')
-    sources = {
-        "pairs": {"weight": 3, "data": {"name": "file", "path": str(folder / "train.jsonl")}},
-        "letters": {"data": {"name": "file", "path": str(folder / "letters.jsonl")}},
-    }
+    letters = written(folder / "letters.jsonl", [{"prompt": letter, "answer": letter} for letter in "abcdefgh"])
+    pairs = {"name": "file", "path": str(folder / "train.jsonl")}
     hard = {
-        "data": {"name": "file", "path": str(folder / "hard.jsonl")},
+        "data": written(folder / "hard.jsonl", [{"prompt": 3 * letter, "answer": letter} for letter in "ab"]),
         "samples_per_prompt": 4,
         "sampling": {"max_new_tokens": 3, "temperature": 1.0},
         "success_at": 2.0,
@@ -37,6 +37,7 @@ def mixture(folder, **changes):
         {"name": "length", "cap": 6, "sources": ["pairs", "held_out", "hard"]},
         {"name": "exact", "column": "answer", "sources": ["letters"]},
     ]
+    sources = {"pairs": {"weight": 3, "data": pairs}, "letters": {"data": letters}}
     raw = {
         "data__train": {"name": "mixture", "sources": sources},
         "evaluation": {"every_blocks": 2, "sets": {"hard": hard}},

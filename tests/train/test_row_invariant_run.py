@@ -1,7 +1,6 @@
 """A recipe that asks for row-invariant layers trains through them, or is refused in words."""
 
 import pytest
-import torch
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import UnavailableError
@@ -11,14 +10,14 @@ from logitless.train.assembly import layers
 from logitless.train.assembly import model as assembly_model
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.layers import against_row_invariant, in_words
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.resolve import before_loading, resolved
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.run import start
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
-from tests.train.tiny import tiny_recipe
+from tests.train.interrupting import before
+from tests.train.tiny import assert_equal, tiny_model, tiny_recipe
 
 if interpreted():
     complete_interpreter()
@@ -35,13 +34,8 @@ def recipe(folder, layers, **changes) -> Recipe:
 
 @pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2, "alpha": 4.0}, marks=pytest.mark.slow)])
 def test_a_run_trains_through_row_invariant_layers_what_it_trains_through_transformers(tmp_path, monkeypatch, lora):
-    calls, plain_forward = [], RowInvariantLayer.forward
-
-    def counted(self, *arguments, **options):
-        calls.append(1)
-        return plain_forward(self, *arguments, **options)
-
-    monkeypatch.setattr(RowInvariantLayer, "forward", counted)
+    calls = []
+    before(monkeypatch, RowInvariantLayer, "forward", lambda *_, **__: calls.append(1))
     folders = [start(recipe(tmp_path / kind, kind, model__lora=lora))[0] for kind in ("transformers", "row_invariant")]
     plain, ours = (next(r for r in folder.read_metrics() if r["step"] == 1) for folder in folders)
     assert ours["ratio/max"] == ours["ratio/min"] == 1.0
@@ -58,8 +52,7 @@ def test_recomputed_activations_train_the_same_weights_to_the_last_bit(tmp_path)
         changes = {"model__gradient_checkpointing": recompute, "rollout__sampling": {"max_new_tokens": 3}} | FEW
         run = start(recipe(tmp_path / str(recompute), "row_invariant", **changes))[0]
         weights.append(load_checkpoint(run.checkpoints).tensors)
-    assert weights[0].keys() == weights[1].keys()
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert_equal(*weights)
 
 
 def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypatch):
@@ -74,10 +67,9 @@ def test_a_plan_names_what_is_not_covered(tmp_path):
 
 
 def reason(tmp_path, device="meta", layers="auto", **changes):
-    section = recipe(tmp_path, layers, **changes).model
-    plain = section.model_copy(update={"compile": False})  # what compiles is not asked here
-    model = policy_model(plain, tokenizer_of(section), seed=0, device=torch.device(device))
-    return in_words(against_row_invariant(section, model))
+    made = recipe(tmp_path, layers, **changes)
+    plain = made.model.model_copy(update={"compile": False})  # what compiles is not asked here
+    return in_words(against_row_invariant(made.model, tiny_model(made.model_copy(update={"model": plain}), device)))
 
 
 def test_auto_takes_row_invariant_layers_for_a_covered_model_in_16_bits(tmp_path):
@@ -108,7 +100,7 @@ def test_a_machine_without_triton_has_transformers_own_layers(tmp_path, monkeypa
 
 def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_and_says_so(tmp_path):
     automatic = recipe(tmp_path, "auto")
-    model = policy_model(automatic.model, tokenizer_of(automatic.model), seed=0, device=torch.device("cpu"))
+    model = tiny_model(automatic)
     assert not hasattr(backbone(model), "row_invariant")
     chosen = resolved(automatic, model, Arrangement())
     assert chosen.recipe.model.layers == "transformers"
@@ -129,8 +121,6 @@ def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_pro
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
     monkeypatch.setattr(assembly_model, "_keeps_bits", lambda _: False)
-    section = recipe(tmp_path, "auto").model
-    model = policy_model(section, tokenizer_of(section), seed=0, device=torch.device("cpu"))
-    assert not hasattr(backbone(model), "row_invariant")
+    assert not hasattr(backbone(tiny_model(recipe(tmp_path, "auto"))), "row_invariant")
     with pytest.raises(UnavailableError, match="attention does not keep its bits"):
         reason(tmp_path, "cpu", "row_invariant")

@@ -7,29 +7,21 @@ from logitless.errors import ConfigurationError
 from logitless.models.value_head import ValueHead, save_value_head
 from logitless.objective.value import ValueLoss
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
-from logitless.train.assembly.model import policy_model, tokenizer_of
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_model, tiny_recipe
 
-CPU = torch.device("cpu")
-
-
-def _model(recipe, **options):
-    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
+IN_REWARD = {"placement": "reward", "control": {"name": "fixed", "beta": 0.1}}
 
 
 def test_the_kl_of_the_loss_is_the_recipes(tmp_path):
-    assert algorithm_of(tiny_recipe(tmp_path)).objective.kl.estimator == "k3"
-    assert algorithm_of(tiny_recipe(tmp_path, kl__penalty={"estimator": "k2"})).objective.kl.estimator == "k2"
-    in_reward = tiny_recipe(tmp_path, kl={"placement": "reward", "control": {"name": "fixed", "beta": 0.1}})
-    assert algorithm_of(in_reward).objective.kl is None
-    assert algorithm_of(tiny_recipe(tmp_path, kl=None)).objective.kl is None
+    def kl(**changes):
+        return algorithm_of(tiny_recipe(tmp_path, **changes)).objective.kl
 
-
-def test_uncorrected_k1_in_the_loss_is_an_error(tmp_path):
-    with pytest.raises(ConfigurationError, match="k1"):
-        tiny_recipe(tmp_path, kl__penalty={"estimator": "k1"})
-    corrected = tiny_recipe(tmp_path, kl__penalty={"estimator": "k1", "ratio_corrected": "token"})
-    assert algorithm_of(corrected).objective.kl.ratio_corrected == "token"
+    assert kl().estimator == "k3"
+    assert kl(kl__penalty={"estimator": "k2"}).estimator == "k2"
+    assert kl(kl=IN_REWARD) is kl(kl=None) is None
+    with pytest.raises(ConfigurationError, match="k1"):  # uncorrected
+        kl(kl__penalty={"estimator": "k1"})
+    assert kl(kl__penalty={"estimator": "k1", "ratio_corrected": "token"}).ratio_corrected == "token"
 
 
 def test_the_length_of_dr_grpo_is_the_limit_of_the_rollouts(tmp_path):
@@ -51,41 +43,27 @@ def test_parts_of_a_preset_are_replaced_by_name(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("algorithm", "message"),
     [
-        ({"algorithm": {"preset": "grpo", "advantage": {"name": "gae"}}}, r"Set algorithm\.value_loss"),
-        ({"algorithm": {"preset": "grpo", "value_loss": {}}}, r"given group_standardized.*name: gae"),
-        ({"algorithm": {"preset": "ppo", "advantage": {"name": "leave_one_out"}}}, r"given leave_one_out.*name: gae"),
-        ({"algorithm": {"preset": "nll", "value_loss": {}}}, r"given none.*name: gae"),
-        ({"algorithm": {"preset": "ppo", "ratio": {"name": "sequence"}}}, r"'sequence'.*given gae.*name: token"),
-        ({"algorithm": {"preset": "ppo", "ratio": {"name": "turn"}}}, r"'turn'.*given gae"),
-        ({"algorithm": {"preset": "ppo", "surrogate": {"name": "gmpo"}}}, r"'gmpo'.*given gae"),
-        (
-            {"algorithm": {"preset": "gspo", "advantage": {"name": "reinforce_pp", "gamma": 0.9}}},
-            r"'sequence'.*given reinforce_pp",
-        ),
-        (
-            {
-                "algorithm": {"preset": "gspo", "advantage": {"name": "reinforce_pp"}},
-                "kl": {"placement": "reward", "control": {"name": "fixed", "beta": 0.1}},
-            },
-            r"'sequence'.*given reinforce_pp",
-        ),
-        ({"algorithm": {"preset": "grpoo"}}, "Did you mean 'grpo'"),
-        ({"algorithm": {"preset": "grpo", "parameters": {"epsilom": 1}}}, "Did you mean 'epsilon'"),
-        ({"rollout__completions_per_prompt": 1}, "at least two completions a prompt"),
-        (
-            {
-                "algorithm": {"preset": "grpo", "advantage": {"name": "gdpo"}},
-                "kl": {"placement": "reward", "control": {"name": "fixed", "beta": 0.1}},
-            },
-            r"Set kl\.placement: loss",
-        ),
+        ({"preset": "grpo", "advantage": {"name": "gae"}}, r"Set algorithm\.value_loss"),
+        ({"preset": "grpo", "value_loss": {}}, r"given group_standardized.*name: gae"),
+        ({"preset": "ppo", "advantage": {"name": "leave_one_out"}}, r"given leave_one_out.*name: gae"),
+        ({"preset": "nll", "value_loss": {}}, r"given none.*name: gae"),
+        ({"preset": "ppo", "ratio": {"name": "sequence"}}, r"'sequence'.*given gae.*name: token"),
+        ({"preset": "ppo", "ratio": {"name": "turn"}}, r"'turn'.*given gae"),
+        ({"preset": "ppo", "surrogate": {"name": "gmpo"}}, r"'gmpo'.*given gae"),
+        ({"preset": "gspo", "advantage": {"name": "reinforce_pp", "gamma": 0.9}}, r"'sequence'.*given reinforce_pp"),
+        ({"preset": "gspo", "advantage": {"name": "reinforce_pp"}, "kl": IN_REWARD}, r"'sequence'.*given reinforce_pp"),
+        ({"preset": "grpoo"}, "Did you mean 'grpo'"),
+        ({"preset": "grpo", "parameters": {"epsilom": 1}}, "Did you mean 'epsilon'"),
+        ({"preset": "grpo", "advantage": {"name": "gdpo"}, "kl": IN_REWARD}, r"Set kl\.placement: loss"),
     ],
 )
-def test_parts_that_do_not_go_together_are_refused_with_a_repair(tmp_path, changes, message):
+def test_parts_that_do_not_go_together_are_refused_with_a_repair(tmp_path, algorithm, message):
+    changes = {"kl": algorithm["kl"]} if "kl" in algorithm else {}
+    parts = {name: part for name, part in algorithm.items() if name != "kl"}
     with pytest.raises(ConfigurationError, match=message):
-        algorithm_of(tiny_recipe(tmp_path, **changes))
+        algorithm_of(tiny_recipe(tmp_path, algorithm=parts, **changes))
 
 
 @pytest.mark.parametrize(
@@ -117,16 +95,11 @@ def test_a_value_head_is_made_for_a_value_loss_only_from_zeros_or_a_file(tmp_pat
     save_value_head(own, tmp_path / "own.safetensors")
     grpo, ppo = tiny_recipe(tmp_path), tiny_recipe(tmp_path, algorithm={"preset": "ppo"})
     named = tiny_recipe(tmp_path, algorithm={"preset": "ppo"}, value_head={"source": str(tmp_path / "own.safetensors")})
-    model = _model(grpo)
+    model = tiny_model(grpo)
     assert value_head_of(grpo, algorithm_of(grpo), model) is None
     for recipe, expected in ((ppo, 0.0), (named, 1.0)):
         found = value_head_of(recipe, algorithm_of(recipe), model)
         assert found.weight.tolist() == [[expected] * 16]
-
-
-def test_one_completion_is_enough_without_a_group(tmp_path):
-    recipe = tiny_recipe(tmp_path, rollout__completions_per_prompt=1, algorithm={"preset": "reinforce_pp"})
-    assert algorithm_of(recipe).advantage.name == "reinforce_pp"
 
 
 @pytest.mark.parametrize(
@@ -137,3 +110,10 @@ def test_sampling_from_another_distribution_is_said(tmp_path, caplog, top_p, cor
     algorithm = {"preset": "grpo", "correction": correction}
     algorithm_of(tiny_recipe(tmp_path, rollout__sampling__top_p=top_p, algorithm=algorithm))
     assert ("to be on policy" in caplog.text) is said
+
+
+def test_one_completion_is_enough_without_a_group_alone(tmp_path):
+    one = {"rollout__completions_per_prompt": 1}
+    assert algorithm_of(tiny_recipe(tmp_path, **one, algorithm={"preset": "reinforce_pp"})).advantage is not None
+    with pytest.raises(ConfigurationError, match="at least two completions a prompt"):
+        algorithm_of(tiny_recipe(tmp_path, **one))

@@ -12,7 +12,7 @@ from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.run import start
-from tests.train.tiny import give_chat_template, tiny_recipe
+from tests.train.tiny import give_chat_template, tiny_recipe, warm_start
 
 
 def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
@@ -61,20 +61,6 @@ class _Hums:
         return Reply(messages=({"role": "user", "content": "h"},))
 
 
-def test_held_out_texts_are_not_trained_on(tmp_path):
-    recipe = tiny_recipe(tmp_path)
-    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
-    data = data_of(recipe, tokenizer_of(recipe.model))
-    assert {p.text for p in data.train} & {p.text for p in data.held_out} == set()
-    assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)
-
-
-def test_held_out_texts_are_not_warmed_up_on_either(tmp_path):
-    recipe = tiny_recipe(tmp_path, warm_start={"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}})
-    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
-    assert "ah" not in {p.text for p in data_of(recipe, tokenizer_of(recipe.model)).warm_start}
-
-
 def test_fewer_prompts_than_a_block_needs_is_an_error_with_the_account(tmp_path):
     recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=9)
     with pytest.raises(DataError, match=r"prompts_per_block = 9.*given 8.*'rows': 8"):
@@ -101,3 +87,11 @@ def test_instructions_that_are_trained_on_and_held_out_give_a_warning_that_names
         data_of(recipe, tokenizer_of(recipe.model))
     write(("held_out.jsonl", ["ca"]), "format:title_case")
     data_of(recipe, tokenizer_of(recipe.model))
+
+
+def test_held_out_texts_are_neither_trained_nor_warmed_up_on(tmp_path):
+    recipe = tiny_recipe(tmp_path, warm_start=warm_start(tmp_path))
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"id": "x", "prompt": "ah", "answer": "ha"}) + "\n")
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    assert "ah" not in {p.text for p in (*data.train, *data.warm_start)}
+    assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)

@@ -7,15 +7,15 @@ import torch
 
 from logitless.errors import ConfigurationError
 from logitless.models.lora import adapters_off
-from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.process import effects
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_model, tiny_recipe
 
 CPU = torch.device("cpu")
 
 
 def _model(recipe, **options):
-    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
+    return tiny_model(recipe, seed=recipe.seed, **options)
 
 
 def test_a_config_alone_has_no_tokenizer(tmp_path):

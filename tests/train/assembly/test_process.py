@@ -4,15 +4,10 @@ import pytest
 import torch
 
 from logitless.errors import ConfigurationError
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import allocator_of_environment, device_of, effects, set_process
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import tiny_model, tiny_recipe
 
 CPU = torch.device("cpu")
-
-
-def _model(recipe, **options):
-    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=CPU, **options)
 
 
 def test_auto_is_a_device_that_exists_and_an_absent_one_is_refused(tmp_path, monkeypatch):
@@ -23,16 +18,12 @@ def test_auto_is_a_device_that_exists_and_an_absent_one_is_refused(tmp_path, mon
 
 
 def test_effects_are_read_back(tmp_path):
-    recipe = tiny_recipe(
-        tmp_path,
-        model__gradient_checkpointing=True,
-        model__matmul_precision="high",
-        model__sdpa_backends=["math", "efficient"],
-    )
+    settings = {"model__matmul_precision": "high", "model__sdpa_backends": ["math", "efficient"]}
+    recipe = tiny_recipe(tmp_path, model__gradient_checkpointing=True, **settings)
     try:
         set_process(recipe.model, seed=5)
         drawn = torch.rand(1)
-        text = "\n".join(effects(recipe.model, CPU, _model(recipe), layers=""))
+        text = "\n".join(effects(recipe.model, CPU, tiny_model(recipe), layers=""))
     finally:
         torch.set_float32_matmul_precision("highest")
         everything = ["flash", "efficient", "cudnn", "math"]

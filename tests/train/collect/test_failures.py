@@ -72,6 +72,10 @@ def test_what_is_missing_or_graded_or_wrong_is_no_failure():
     assert failures().new(block(*said)) == []
 
 
+def deadlines(seen, *verdicts):
+    return [message for message in seen.new(block(*verdicts)) if "deadline" in message]
+
+
 @pytest.mark.parametrize(
     "hit",
     [
@@ -82,24 +86,24 @@ def test_what_is_missing_or_graded_or_wrong_is_no_failure():
 )
 def test_a_deadline_that_most_completions_hit_is_named_once_with_its_seconds_and_its_key(hit):
     seen = failures(Function(path="math:fsum", label="mine", deadline_seconds=0.5))
-    assert not any("deadline" in message for message in seen.new(block(hit, FINE)))  # half is not most
-    said = [message for message in seen.new(block(hit, hit, FINE)) if "deadline" in message]
+    assert not deadlines(seen, hit, FINE)  # half is not most
     unscored = 2 * (hit.score is None)
-    assert said == [
+    assert deadlines(seen, hit, hit, FINE) == [
         "reward 'mine': 2 of 3 completions hit its deadline of 0.5 s and were not graded: "
         f"{unscored} have no score, {2 - unscored} that of a wrong answer. If the reward needs longer, raise "
         "rewards.1.deadline_seconds."
     ]
-    assert not any("deadline" in message for message in seen.new(block(hit, hit)))
+    assert not deadlines(seen, hit, hit)
 
 
-@pytest.mark.parametrize("way", ["sleeps", "computes"])
-def test_the_verdicts_of_workers_at_their_deadline_are_known_as_such(way, tmp_path):
-    bodies = {"sleeps": "time.sleep(60)", "computes": "while True: pass"}
-    (tmp_path / "slow.py").write_text(f"import time\n\ndef slow(completions):\n    {bodies[way]}\n")
+@pytest.mark.parametrize(
+    ("body", "status"), [("time.sleep(60)", "timeout"), ("while True: pass", "ungradable")], ids=["sleeps", "computes"]
+)
+def test_the_verdicts_of_workers_at_their_deadline_are_known_as_such(body, status, tmp_path):
+    (tmp_path / "slow.py").write_text(f"import time\n\ndef slow(completions):\n    {body}\n")
     reward = Function(path=f"{tmp_path}/slow.py:slow", deadline_seconds=0.2)
     [verdict] = reward.verdicts(["p"], ["c"], {})
-    assert (verdict.status, hit_deadline(verdict)) == ({"sleeps": "timeout", "computes": "ungradable"}[way], True)
+    assert (verdict.status, hit_deadline(verdict)) == (status, True)
 
 
 def test_a_traceback_begins_in_the_code_of_the_user(tmp_path):

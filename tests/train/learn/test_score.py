@@ -23,23 +23,16 @@ from logitless.train.run import start
 from logitless.types import Completion, Group, Prompt, TokenScores
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.models.kernels.exact_products import sum_products_in_float64
-from tests.train.tiny import steps_of, tiny_raw, tiny_recipe
+from tests.train.engines import FakeEngine
+from tests.train.interrupting import before
+from tests.train.tiny import TINY_GPT2, finished_run, steps_of, tiny_raw, tiny_recipe, warm_start
 
 pytest.importorskip("triton")
 
 
 def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
-    config = {
-        "model_type": "gpt2",
-        "n_embd": 8,
-        "n_layer": 1,
-        "n_head": 1,
-        "vocab_size": 11,
-        "n_positions": 32,
-        "initializer_range": 0.5,
-        **{f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")},
-    }
-    policy = Policy(load_model(config, random_weights=True, seed=1))
+    dropout = {f"{part}_pdrop": 0.0 for part in ("resid", "embd", "attn")}
+    policy = Policy(load_model(TINY_GPT2 | dropout, random_weights=True, seed=1))
     pairs = []
     for s, (prompt, answer) in enumerate([((1,), (4, 5, 6)), ((1, 2), ()), ((3, 4, 5), (7,)), ((2,), (8, 9))]):
         pairs.append((Prompt(str(s), "", prompt), Completion(str(s), answer, "", "stop")))
@@ -69,12 +62,8 @@ SMALL = {
 }
 
 
-class Exact:
+class Exact(FakeEngine):
     exact = True
-
-    def sample(self, prompts, num_samples, options, *, seed): ...
-    def load(self, weights, version): ...
-    def close(self): ...
 
 
 def group(version=3, logp=(-0.5, 0.0), entropy=(1.0, 0.0), trained=(True, False)):
@@ -98,19 +87,19 @@ def test_with_filters_the_scores_are_those_of_the_policys_own_softmax():
 
 
 @pytest.mark.parametrize(
-    ("groups", "engine", "options", "version"),
+    ("groups", "exact", "options", "version"),
     [
-        (group(), Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), 3),
-        (group(), Exact(), SamplingOptions(max_new_tokens=3, temperature=0.0), 3),
-        (group(), Exact(), PLAIN, 4),
-        (group(logp=None), Exact(), PLAIN, 3),
-        (group(entropy=None), Exact(), PLAIN, 3),
-        (group(), object(), PLAIN, 3),
+        (group(), True, SamplingOptions(max_new_tokens=3, top_p=0.9), 3),
+        (group(), True, SamplingOptions(max_new_tokens=3, temperature=0.0), 3),
+        (group(), True, PLAIN, 4),
+        (group(logp=None), True, PLAIN, 3),
+        (group(entropy=None), True, PLAIN, 3),
+        (group(), False, PLAIN, 3),
     ],
 )
-def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(groups, engine, options, version):
-    if engine.__class__ is object:
-        engine = type("Inexact", (Exact,), {"exact": False})()
+def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(groups, exact, options, version):
+    engine = Exact()
+    engine.exact = exact
     assert sampled_scores(groups, engine, options, version=version) is None
 
 
@@ -142,24 +131,18 @@ def interpreted_head(monkeypatch):
 def test_a_run_scores_only_where_it_is_checked_and_evaluates_with_the_same_engine(
     tmp_path, monkeypatch, interpreted_head
 ):
-    passes, calls, scores, sample = [], [], Policy.scores, GpuEngine.sample
-
-    def counted(self, batch, **options):
-        passes.append(torch.is_grad_enabled())
-        return scores(self, batch, **options)
+    passes, calls, sample = [], [], GpuEngine.sample
 
     def noted(self, prompts, num_samples, options, *, seed):
         found = sample(self, prompts, num_samples, options, seed=seed)
         calls.append((self, options.temperature, max(c.length for group in found for c in group)))
         return found
 
-    monkeypatch.setattr(Policy, "scores", counted)
+    before(monkeypatch, Policy, "scores", lambda *_, **__: passes.append(torch.is_grad_enabled()))
     monkeypatch.setattr(GpuEngine, "sample", noted)
     changes = {"data__held_out": tiny_raw(tmp_path)["data"]["held_out"], "train__skip_zero_advantage": False}
     changes["evaluation"] = {"every_blocks": 9, "sampling": {"max_new_tokens": 2, "temperature": 0.0}}
-    run, complete = start(tiny_recipe(tmp_path, **SMALL | changes, train__blocks=2))
-    assert complete
-    lines = steps_of(run)
+    lines = steps_of(finished_run(tmp_path, **SMALL | changes, train__blocks=2))
     assert [line.get("sampler/mismatched_tokens") for line in lines] == [0, None]
     assert [line["sampler/exact"] for line in lines] == [1, 1]
     assert passes == [False, True, True]
@@ -196,7 +179,6 @@ def test_a_dry_run_opens_the_engine_on_a_model_without_weights(tmp_path):
 
 @pytest.mark.slow
 def test_a_lora_run_with_a_warm_start_samples_what_it_trains(tmp_path, interpreted_head):
-    warm = {"data": {"name": "file", "path": str(tmp_path / "train.jsonl")}, "steps": 1, "sequences_per_step": 2}
-    changes = {"model__lora": {"rank": 2, "alpha": 4.0}, "warm_start": warm, "train__blocks": 1}
-    run, _ = start(tiny_recipe(tmp_path, **SMALL, **changes))
+    warm = warm_start(tmp_path, steps=1, sequences_per_step=2)
+    run = finished_run(tmp_path, **SMALL, model__lora={"rank": 2, "alpha": 4.0}, warm_start=warm, train__blocks=1)
     assert steps_of(run)[0]["sampler/mismatched_tokens"] == 0

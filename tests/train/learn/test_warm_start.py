@@ -11,18 +11,9 @@ from logitless.train.learn.warm_start import warm_start
 from logitless.train.recipe.data import WarmStartSection
 from logitless.train.recipe.training import TrainSection
 from logitless.types import Prompt
-from tests.train.tiny import ALPHABET
+from tests.train.tiny import ALPHABET, TINY_LLAMA
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "vocab_size": 11,
-    "max_position_embeddings": 32,
-    "initializer_range": 0.2,
-}
+CONFIG = TINY_LLAMA | {"initializer_range": 0.2}
 TOKENIZER = character_tokenizer(ALPHABET)
 
 

@@ -41,17 +41,6 @@ def test_the_learning_rate_is_peak_times_warm_up_times_decay(schedule, warmup_st
     assert learning_rate(step, progress, options) == pytest.approx(expected)
 
 
-def test_vectors_and_frozen_weights_are_left_out_of_the_decay():
-    matrix, vector, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
-    frozen.requires_grad_(False)
-    optimizer = adamw([matrix, vector, frozen], OptimizerSection(weight_decay=0.5), CPU)
-    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
-    take_step(optimizer, rate=0.1, max_grad_norm=None)
-    assert torch.equal(matrix, torch.full((2, 2), 0.95))  # 1 - 0.1 * 0.5
-    assert torch.equal(vector, torch.ones(2))
-    assert torch.equal(frozen, torch.ones(3))
-
-
 @pytest.mark.parametrize(
     ("implementation", "foreach", "fused"),
     [("auto", True, False), ("foreach", True, False), ("fused", False, True), ("loop", False, False)],
@@ -63,29 +52,32 @@ def test_the_implementation_is_the_one_that_was_asked_for(implementation, foreac
     assert written_implementation(optimizer) == ("foreach" if implementation == "auto" else implementation)
 
 
+def _step(parameters, **options):
+    """A step of AdamW: the norm of the gradient, and whether it was taken."""
+    made = {name: options.pop(name) for name in ("value_head", "value_head_factor") if name in options}
+    rate = options.pop("rate", 0.1)
+    return take_step(adamw(parameters, OptimizerSection(**options), CPU, **made), rate=rate, max_grad_norm=None)
+
+
+def test_vectors_frozen_weights_and_those_without_a_gradient_are_left_out_of_the_decay():
+    matrix, vector, frozen = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    unused = nn.Parameter(torch.ones(2, 2))
+    frozen.requires_grad_(False)
+    matrix.grad, vector.grad = torch.zeros(2, 2), torch.zeros(2)
+    assert _step([matrix, vector, frozen, unused], weight_decay=0.5)[1]
+    assert torch.equal(matrix, torch.full((2, 2), 0.95))  # 1 - 0.1 * 0.5
+    for left in (vector, frozen, unused):
+        assert torch.equal(left, torch.ones_like(left))
+
+
 @pytest.mark.parametrize("implementation", ["foreach", "fused", "loop"])
 def test_the_first_step_of_adam_is_the_learning_rate_against_the_gradients_sign(implementation):
     (parameter,) = _parameters([3.0, -0.5])
-    optimizer = adamw([parameter], OptimizerSection(implementation=implementation), CPU)
-    norm, taken = take_step(optimizer, rate=0.25, max_grad_norm=None)
+    norm, taken = _step([parameter], rate=0.25, implementation=implementation)
     assert taken
     assert float(norm) == pytest.approx((9 + 0.25) ** 0.5)
     assert parameter.tolist() == pytest.approx([0.75, 1.25], abs=1e-6)
     assert parameter.grad is None
-
-
-def test_the_gradient_is_clipped_by_the_norm_over_all_parameters():
-    parameters = _parameters([3.0], [4.0])
-    optimizer = torch.optim.SGD(parameters, lr=1.0)
-    norm, _ = take_step(optimizer, rate=1.0, max_grad_norm=1.0)
-    assert float(norm) == 5.0
-    assert [p.item() for p in parameters] == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-5)
-
-
-def test_a_small_gradient_is_not_scaled_up():
-    (parameter,) = _parameters([0.3])
-    take_step(torch.optim.SGD([parameter], lr=1.0), rate=1.0, max_grad_norm=1.0)
-    assert parameter.item() == pytest.approx(0.7)
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
@@ -107,29 +99,27 @@ def test_a_gradient_that_is_not_finite_changes_neither_weights_nor_state(broken)
         assert all(torch.equal(optimizer.state[parameter][k], v) for k, v in moment.items())
 
 
-def test_a_parameter_without_a_gradient_is_no_obstacle():
-    used, unused = _parameters([1.0], [1.0])
-    unused.grad = None
-    _, taken = take_step(adamw([used, unused], OptimizerSection(), CPU), rate=0.1, max_grad_norm=1.0)
-    assert taken
-    assert unused.item() == 1.0
+def test_the_gradient_is_clipped_by_the_norm_over_all_parameters_and_a_small_one_is_not_scaled_up():
+    parameters = _parameters([3.0], [4.0])
+    norm, _ = take_step(torch.optim.SGD(parameters, lr=1.0), rate=1.0, max_grad_norm=1.0)
+    assert float(norm) == 5.0
+    assert [p.item() for p in parameters] == pytest.approx([1 - 0.6, 1 - 0.8], abs=1e-5)
+    (parameter,) = _parameters([0.3])
+    take_step(torch.optim.SGD([parameter], lr=1.0), rate=1.0, max_grad_norm=1.0)
+    assert parameter.item() == pytest.approx(0.7)
 
 
 def test_the_value_head_has_a_rate_of_its_own_and_is_not_decayed():
     matrix, readout = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(1, 2))
-    options = OptimizerSection(weight_decay=0.5, implementation="loop")
-    optimizer = adamw([matrix], options, CPU, value_head=[readout], value_head_factor=4.0)
+    options = {"weight_decay": 0.5, "implementation": "loop", "value_head": [readout], "value_head_factor": 4.0}
     matrix.grad, readout.grad = torch.zeros(2, 2), torch.zeros(1, 2)
-    take_step(optimizer, rate=0.1, max_grad_norm=None)
+    _step([matrix], **options)
     assert torch.equal(matrix, torch.full((2, 2), 0.95))
     assert torch.equal(readout, torch.ones(1, 2))
     readout.grad = torch.tensor([[3.0, -0.5]])
-    take_step(adamw([], options, CPU, value_head=[readout], value_head_factor=4.0), rate=0.1, max_grad_norm=None)
+    _step([], **options)
     assert readout.tolist()[0] == pytest.approx([0.6, 1.4], abs=1e-6)  # 1 -+ 4 * 0.1
-
-
-def test_without_a_value_head_there_is_no_group_for_one():
-    assert len(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), CPU).param_groups) == 1
+    assert len(adamw([matrix], OptimizerSection(), CPU).param_groups) == 1  # none for an absent value head
 
 
 def test_the_value_head_is_clipped_by_its_own_norm_and_does_not_shrink_the_models_gradient():

@@ -13,7 +13,6 @@ from logitless.distributed.sharding import local_part
 from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone_hidden
 from logitless.train.assembly.algorithm import algorithm_of
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.policies import policies_of
 from logitless.train.learn.policy import Policy
 from logitless.train.optim.locked_memory import locked_bytes
@@ -25,14 +24,17 @@ from logitless.train.recipe.config import Recipe
 from logitless.types import PackedInputs
 from tests.ranks import run_on_ranks
 from tests.train.fake_driver import FakeDriver
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import tiny_model, tiny_raw, tiny_recipe
 
 SIZES = {
-    "model__source__hidden_size": 24,
-    "model__source__intermediate_size": 40,
-    "model__source__num_attention_heads": 2,
-    "model__source__num_key_value_heads": 2,
-    "model__source__num_hidden_layers": 3,
+    f"model__source__{name}": size
+    for name, size in {
+        "hidden_size": 24,
+        "intermediate_size": 40,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+    }.items()
 }
 """Few of the weights' sizes are powers of two."""
 
@@ -44,12 +46,8 @@ def on_a_gpu(folder: Path, **changes: object) -> Recipe:
     return tiny_recipe(folder, model__device="auto", **(SIZES | changes))
 
 
-def a_model(recipe: Recipe, device: str = "cpu", **options: bool) -> nn.Module:
-    return policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device(device), **options)
-
-
 def forecast_of(recipe: Recipe, arrangement: Arrangement = ALONE, processes: int = 1) -> TrainingMemory:
-    return host_memory(recipe, a_model(recipe, "meta"), arrangement, processes=processes)
+    return host_memory(recipe, tiny_model(recipe, "meta"), arrangement, processes=processes)
 
 
 def storages(*modules: nn.Module) -> int:
@@ -62,7 +60,7 @@ def storages(*modules: nn.Module) -> int:
 def test_masters_and_moments_are_forecast_as_they_lock_pages(tmp_path, monkeypatch):
     driver = FakeDriver().install(monkeypatch)
     recipe = on_a_gpu(tmp_path, **BFLOAT16, train__optimizer={"moments": "host"})
-    model = a_model(recipe)
+    model = tiny_model(recipe)
     optimizer = MasterAdamW([{"params": list(model.parameters())}], on_host=True, lr=1e-3)
     for master in optimizer.lowered:
         optimizer._state_of(master)
@@ -83,7 +81,7 @@ def test_page_locked_1_7b_takes_its_numbers_alone_where_pytorch_takes_a_third_mo
 @pytest.mark.parametrize("changes", [{}, BFLOAT16, {"model__dtype": "bfloat16"}, {"kl": None}], ids=str)
 def test_a_model_that_is_cut_from_the_host_is_there_once_with_masters_and_reference(changes, tmp_path):
     recipe, arrangement = on_a_gpu(tmp_path, **changes), Arrangement(1, 2, 1)
-    model = a_model(recipe)
+    model = tiny_model(recipe)
     policy, reference, _ = policies_of(recipe, algorithm_of(recipe), model)
     held = storages(policy.model, *([reference.model] if isinstance(reference, Policy) else []))
     read = forecast_of(recipe, arrangement, processes=2).moments["reading the model"]["the model"]
@@ -95,7 +93,9 @@ def test_a_model_that_is_cut_from_the_host_is_there_once_with_masters_and_refere
 @pytest.mark.parametrize("lora", [{}, {"model__lora": {"rank": 2}, "model__dtype": "bfloat16"}], ids=["full", "lora"])
 def test_a_model_that_goes_to_the_gpu_as_a_whole_is_read_by_each_process(lora, tmp_path):
     recipe = on_a_gpu(tmp_path, kl=None, **lora)
-    read = storages(a_model(on_a_gpu(tmp_path, kl=None))) // (2 if lora else 1)  # in float32, a frozen base in bfloat16
+    read = storages(tiny_model(on_a_gpu(tmp_path, kl=None))) // (
+        2 if lora else 1
+    )  # in float32, a frozen base in bfloat16
     for processes in (1, 2):
         parts = forecast_of(recipe, Arrangement(replicate=processes), processes).moments["reading the model"]
         assert parts["the model"] == processes * read
@@ -104,11 +104,11 @@ def test_a_model_that_goes_to_the_gpu_as_a_whole_is_read_by_each_process(lora, t
 @pytest.mark.skipif(not Path("/proc/self/maps").is_file(), reason="asks Linux")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_base_that_is_read_in_the_dtype_of_its_files_is_those_files_and_takes_nothing(dtype, tmp_path):
-    plain = a_model(on_a_gpu(tmp_path, kl=None)).bfloat16()
+    plain = tiny_model(on_a_gpu(tmp_path, kl=None)).bfloat16()
     plain.save_pretrained(tmp_path / "model")
     source = {"model__source": str(tmp_path / "model"), "model__random_weights": False, "model__lora": {"rank": 2}}
     recipe = tiny_recipe(tmp_path, model__device="auto", model__dtype=dtype, kl=None, **source)
-    base = {n: p for n, p in a_model(recipe).named_parameters() if not p.requires_grad}
+    base = {n: p for n, p in tiny_model(recipe).named_parameters() if not p.requires_grad}
     maps = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
     files = [tuple(int(at, 16) for at in line[0].split("-")) for line in maps if line[-1].endswith(".safetensors")]
     mapped = [any(start <= p.data_ptr() < end for start, end in files) for p in base.values()]
@@ -133,7 +133,7 @@ class _Copied(TorchDispatchMode):
 def test_inputs_of_layers_are_forecast_for_every_layer_that_no_budget_is_left_for(tmp_path):
     tokens = 20
     recipe = on_a_gpu(tmp_path, train__tokens_per_micro_batch=tokens, train__activation_memory=1)
-    model = a_model(recipe)
+    model = tiny_model(recipe)
     set_modes(model, ["host"] * 3)
     places = torch.arange(tokens)
     with _Copied() as copied:
@@ -147,14 +147,14 @@ def test_layers_stay_on_the_gpu_where_the_budget_is_enough(tmp_path):
     name = "inputs of layers, page-locked (estimate)"
     assert name not in forecast_of(on_a_gpu(tmp_path)).moments["training"]
     assert name not in forecast_of(on_a_gpu(tmp_path, train__activation_memory=1 << 30)).moments["training"]
-    one, again = 24 * 4 * 32, sum(layer_bytes(a_model(on_a_gpu(tmp_path), "meta"), 4)) * 32
+    one, again = 24 * 4 * 32, sum(layer_bytes(tiny_model(on_a_gpu(tmp_path), "meta"), 4)) * 32
     parts = forecast_of(on_a_gpu(tmp_path, train__activation_memory=again + one)).moments["training"]
     assert parts[name] == ROWS * 2 * page_locked(one)  # one of three layers is left
 
 
 def _held_by_a_rank(rank, folder, changes):
     recipe = on_a_gpu(folder, **changes)
-    model = a_model(recipe)
+    model = tiny_model(recipe)
     policy, reference, _ = policies_of(recipe, algorithm_of(recipe), model)
     mesh = Arrangement(1, dist.get_world_size(), 1).mesh("cpu")
     policy.shard(mesh)
@@ -182,7 +182,7 @@ def test_shards_of_a_reference_and_the_model_that_is_written_are_those_of_real_p
 
 def test_what_processes_of_one_machine_hold_adds_up_and_on_a_cpu_is_all_that_they_hold(tmp_path):
     recipe, arrangement = on_a_gpu(tmp_path, kl=None), Arrangement(replicate=16)
-    model = a_model(recipe, "meta")
+    model = tiny_model(recipe, "meta")
     read = [
         forecast(recipe, model, arrangement, processes=n).host.moments["reading the model"]["the model"]
         for n in (1, 8, None)
@@ -196,4 +196,4 @@ def test_weights_that_vllm_keeps_while_it_sleeps_are_in_its_dtype(tmp_path):
     engine = {"name": "vllm", "sleep": True, "dtype": "bfloat16"}
     recipe = on_a_gpu(tmp_path, rollout__engine=engine, kl=None)
     parts = forecast_of(recipe).moments["training"]
-    assert 2 * parts["vLLM's weights while it sleeps (estimate)"] == storages(a_model(recipe))
+    assert 2 * parts["vLLM's weights while it sleeps (estimate)"] == storages(tiny_model(recipe))

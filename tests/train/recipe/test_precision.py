@@ -9,15 +9,13 @@ import yaml
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
-from logitless.models.lm_head import backbone
 from logitless.train.assembly.costly import costly_choices
-from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.resolve import resolved
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.recipe.loading import dump_recipe, load_recipe, parse_recipe
 from logitless.train.recipe.precision import dtype_line
 from logitless.train.run import start
-from tests.train.tiny import tiny_raw, tiny_recipe
+from tests.train.tiny import tiny_model, tiny_raw, tiny_recipe
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda")
@@ -31,11 +29,9 @@ def gpu(monkeypatch):
     """A machine with one GPU, as torch tells of it; ``gpu((7, 5))`` is an older one."""
 
     def made(capability=(9, 0), name="NVIDIA H200"):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: name)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: capability)
+        told = {"is_available": True, "device_count": 1, "current_device": 0, "get_device_name": name}
+        for asked, answer in (told | {"get_device_capability": capability}).items():
+            monkeypatch.setattr(torch.cuda, asked, lambda *_, answer=answer: answer)
 
     return made
 
@@ -123,16 +119,20 @@ def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tm
     assert "WARNING" not in text
 
 
-def warnings_of(recipe, monkeypatch):
-    monkeypatch.setattr("logitless.train.assembly.resolve.device_of", lambda _: GPU)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("meta"))
-    return costly_choices(resolved(recipe, model, Arrangement()), GPU)
+def warnings_of(recipe, device=GPU):
+    return costly_choices(resolved(recipe, tiny_model(recipe, "meta"), Arrangement()), device)
 
 
-def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, gpu, monkeypatch):
+@pytest.fixture
+def a_gpu(gpu, monkeypatch):
+    """A machine with a GPU on which models are taken to be."""
     pytest.importorskip("triton")
     gpu()
-    assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED), monkeypatch) == []
+    monkeypatch.setattr("logitless.train.assembly.resolve.device_of", lambda _: GPU)
+
+
+def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, a_gpu):
+    assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED)) == []
 
 
 @pytest.mark.parametrize(
@@ -155,33 +155,24 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, gpu, monkeypatch):
     ],
     ids=str,
 )
-def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(
-    tmp_path, gpu, monkeypatch, changes, cause, remedy
-):
-    pytest.importorskip("triton")
-    gpu()
-    [warning] = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes), monkeypatch)
+def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(tmp_path, a_gpu, changes, cause, remedy):
+    [warning] = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes))
     assert warning.startswith("WARNING: ")
     assert cause in warning
     assert remedy in warning
 
 
-def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, gpu, monkeypatch):
-    pytest.importorskip("triton")
-    gpu()
-    plain = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA)
-    model = policy_model(plain.model, tokenizer_of(plain.model), seed=0, device=torch.device("meta"))
-    four_bits = tiny_recipe(tmp_path, **ON_GPU, **COVERED, **LORA, model__quantize="nf4", model__autocast="bfloat16")
+def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, a_gpu):
+    changes = {**ON_GPU, **COVERED, **LORA}
+    model = tiny_model(tiny_recipe(tmp_path, **changes), "meta")
+    four_bits = tiny_recipe(tmp_path, **changes, model__quantize="nf4", model__autocast="bfloat16")
     [warning] = costly_choices(resolved(four_bits, model, Arrangement()), GPU)
     assert "Leave model.autocast out" in warning
     assert warning.endswith("Leave model.quantize out where the GPU holds the base in 16 bits.")
 
 
 def test_a_cpu_has_nothing_to_be_warned_of(tmp_path):
-    recipe = tiny_recipe(tmp_path)
-    model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=0, device=torch.device("cpu"))
-    assert not hasattr(backbone(model), "row_invariant")
-    assert costly_choices(resolved(recipe, model, Arrangement()), torch.device("cpu")) == []
+    assert warnings_of(tiny_recipe(tmp_path), torch.device("cpu")) == []
 
 
 def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_results():

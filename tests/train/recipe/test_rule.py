@@ -144,11 +144,6 @@ def test_what_a_rule_of_another_setting_refuses_is_valid_without_that(loaded, la
     loaded(layers(layers_named), *free, "rollout.sampling={max_new_tokens: 8, min_p: 0.1, top_k: 3}")
 
 
-def test_every_rule_of_recipes_has_an_example(unchecked):
-    shown = [broken(RULES, unchecked(*beside, wrong))[0] for beside, wrong in OF_RECIPES]
-    assert [rule for rule in RULES if rule not in shown] == []
-
-
 OF_PROCESSES = [
     (("parallel.deterministic=true",), 4, 3),
     (("train.optimizer.moments=8bit",), 1, 2),
@@ -172,11 +167,6 @@ def test_a_number_of_processes_is_refused_for_the_one_rule_that_it_breaks(loaded
     with pytest.raises(rule.kind) as error:
         arrangement_of(recipe, wrong)
     assert str(error.value) == str(rule.error(_processes(recipe, wrong)))
-
-
-def test_every_rule_of_processes_has_an_example(loaded):
-    shown = [broken(PROCESS_RULES, _processes(loaded(*overrides), wrong))[0] for overrides, _, wrong in OF_PROCESSES]
-    assert [rule for rule in PROCESS_RULES if rule not in shown] == []
 
 
 @pytest.mark.parametrize("overrides", [(engine("gpu"),), (layers("row_invariant"),), ("train.optimizer.moments=8bit",)])
@@ -228,11 +218,6 @@ def test_what_a_machine_lacks_breaks_one_rule_and_the_setting_instead_breaks_non
         assert broken(MACHINE_RULES, Machine(loaded(*overrides, instead), device)) == []
 
 
-def test_every_rule_of_machines_has_an_example(loaded, monkeypatch):
-    shown = [_found(loaded, monkeypatch, *case)[1][0] for *case, _ in OF_MACHINES]
-    assert [rule for rule in MACHINE_RULES if rule not in shown] == []
-
-
 def test_an_algorithm_is_refused_for_the_one_rule_that_it_breaks(loaded):
     unpaid = ("rewards=[]", "rollout.environment={name: guessing}", "rollout.limits={max_tokens: 8}")
     gdpo = "algorithm.advantage={name: gdpo}"
@@ -253,3 +238,17 @@ def test_a_setting_that_a_subject_does_not_have_needs_nothing_until_auto_asks():
         check(rules, 6)
     with pytest.raises(ConfigurationError, match="given 6"):
         check([each.on(len) for each in rules], "xxxxxx")
+
+
+FAMILIES = {"recipes": RULES, "processes": PROCESS_RULES, "machines": MACHINE_RULES}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_rule_has_an_example(family, loaded, unchecked, monkeypatch):
+    if family == "recipes":
+        shown = [broken(RULES, unchecked(*beside, wrong)) for beside, wrong in OF_RECIPES]
+    elif family == "processes":
+        shown = [broken(PROCESS_RULES, _processes(loaded(*overrides), wrong)) for overrides, _, wrong in OF_PROCESSES]
+    else:
+        shown = [_found(loaded, monkeypatch, *case)[1] for *case, _ in OF_MACHINES]
+    assert [rule for rule in FAMILIES[family] if rule not in [first for first, *_ in shown]] == []

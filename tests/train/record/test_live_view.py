@@ -27,17 +27,28 @@ def test_a_silent_view_shows_nothing(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_record_with_nothing_to_show_has_no_line_off_a_terminal() -> None:
+def view_of(blocks, width=80, title="toy"):
+    """A view off a terminal, and what it has written."""
     out = io.StringIO()
-    with LiveView(3, title="toy", console=Console(file=out, width=80)) as view:
+    return LiveView(blocks, title=title, console=Console(file=out, width=width)), out
+
+
+def test_off_a_terminal_each_step_with_something_to_show_is_one_plain_line():
+    view, out = view_of(2, width=40)
+    with view:
         view.update({"step": 0, "block": 1, "memory/peak_bytes": 9}, sample=None)
-        view.update({"step": 1, "block": 1, "reward/mean": 0.25}, sample=None)
-    assert out.getvalue() == "toy: 3 blocks\nblock 1/3  step 1  reward 0.25\n"
+        view.update({"step": 1, "block": 1, "reward/mean": 0.123456, "kl_ref/k3_mean": None}, ("a", "b", 0.0))
+        view.message("[bold]not markup[/bold] " + "x" * 60)
+    assert out.getvalue().splitlines() == [
+        "toy: 2 blocks",
+        "block 1/2  step 1  reward 0.1235",
+        "[bold]not markup[/bold] " + "x" * 60,
+    ]
 
 
 def test_a_reward_that_failed_in_a_block_is_named_with_its_share_in_the_first_line_of_the_block() -> None:
-    out = io.StringIO()
-    with LiveView(3, title="toy", console=Console(file=out, width=80)) as view:
+    view, out = view_of(3)
+    with view:
         view.update({"step": 1, "block": 1, "reward/mean": 0.25, "verdict/mine/failed_fraction": 0.4}, sample=None)
         view.update({"step": 2, "block": 1, "entropy/mean": 1.0}, sample=None)
         assert "mine failed at 40%" in shown(view)
@@ -120,18 +131,6 @@ def test_it_is_drawn_by_another_thread_whatever_the_run_says_meanwhile():
         sys.settrace(before)
     assert next(steps) > 100
     assert "2+2=" in shown(view)
-
-
-def test_off_a_terminal_each_step_is_one_plain_line():
-    out = io.StringIO()
-    with LiveView(2, title="toy", console=Console(file=out, width=40)) as view:
-        view.update({"step": 1, "block": 1, "reward/mean": 0.123456, "kl_ref/k3_mean": None}, ("a", "b", 0.0))
-        view.message("[bold]not markup[/bold] " + "x" * 60)
-    assert out.getvalue().splitlines() == [
-        "toy: 2 blocks",
-        "block 1/2  step 1  reward 0.1235",
-        "[bold]not markup[/bold] " + "x" * 60,
-    ]
 
 
 def test_hostile_text_is_shown_and_not_obeyed():

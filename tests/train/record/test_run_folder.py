@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from unittest import mock
 
 import pyarrow.parquet
 import pytest
@@ -20,8 +21,13 @@ def _checkpoint(folder, block):
     saver.wait()
 
 
-def test_an_existing_run_is_an_error_that_names_the_ways_out(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+@pytest.fixture
+def folder(tmp_path):
+    """The folder of a run that has not begun."""
+    return create_run_folder(tmp_path, "toy")
+
+
+def test_an_existing_run_is_an_error_that_names_the_ways_out(tmp_path, folder):
     folder.write_config("name: toy")
     _checkpoint(folder, 0)
     _checkpoint(folder, 1)
@@ -29,8 +35,7 @@ def test_an_existing_run_is_an_error_that_names_the_ways_out(tmp_path):
         create_run_folder(tmp_path, "toy")
 
 
-def test_a_failed_start_does_not_block_the_repaired_one(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_a_failed_start_does_not_block_the_repaired_one(tmp_path, folder):
     folder.write_config("name: toy")
     folder.append_metrics({"step": 0})
     _checkpoint(folder, 0)
@@ -71,8 +76,7 @@ def test_the_newest_five_runs_beside_a_folder_without_one_are_named(tmp_path):
         open_run_folder(tmp_path / "none")
 
 
-def test_metrics_are_read_back_with_null_for_what_json_does_not_have(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_metrics_are_read_back_with_null_for_what_json_does_not_have(folder):
     folder.append_metrics({"step": 1, "optimizer/grad_norm": float("inf"), "loss/total": float("nan")})
     folder.append_metrics({"step": 2, "loss/total": 0.1})
     assert folder.metrics.read_text().splitlines() == [
@@ -83,25 +87,19 @@ def test_metrics_are_read_back_with_null_for_what_json_does_not_have(tmp_path):
 
 
 @pytest.mark.parametrize("record", [{"step": 1, "rewards/mean": 1.0}, {"loss/total": 1.0}])
-def test_an_unknown_metric_or_a_line_without_its_step_is_refused_before_it_is_written(tmp_path, record):
-    folder = create_run_folder(tmp_path, "toy")
+def test_an_unknown_metric_or_a_line_without_its_step_is_refused_before_it_is_written(folder, record):
     with pytest.raises(InputError):
         folder.append_metrics(record)
     assert not folder.metrics.exists()
 
 
 @pytest.mark.parametrize("rest", ['{"step": 4, "loss/to', '{"step": 4}', '{"step": 4, \n', "\x00\x00\n"])
-def test_a_last_line_that_a_crash_cut_is_left_out(tmp_path, rest):
-    folder = create_run_folder(tmp_path, "toy")
-    for step in (1, 2, 3):
-        folder.append_metrics({"step": step})
-    with folder.metrics.open("a") as file:
-        file.write(rest)
+def test_a_last_line_that_a_crash_cut_is_left_out(folder, rest):
+    folder.metrics.write_text("".join(f'{{"step": {step}}}\n' for step in (1, 2, 3)) + rest)
     assert [record["step"] for record in folder.read_metrics()] == [1, 2, 3]
 
 
-def test_a_malformed_line_before_the_last_is_an_error_with_its_number(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_a_malformed_line_before_the_last_is_an_error_with_its_number(folder):
     folder.metrics.write_text('{"step": 1}\n{"step": \n{"step": 3}\n')
     with pytest.raises(DataError, match="line 2"):
         folder.read_metrics()
@@ -122,48 +120,41 @@ def test_a_run_that_goes_on_leaves_the_file_that_it_would_have_left_without_a_st
     assert stopped.metrics.read_bytes() == whole.metrics.read_bytes()
 
 
-def test_truncating_before_the_first_line_leaves_an_empty_file(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_truncating_before_the_first_line_leaves_an_empty_file(folder):
     folder.truncate_metrics(num_lines=0)
     assert folder.metrics.read_text() == ""
     assert folder.read_metrics() == []
 
 
-def test_rollouts_hold_every_completion_with_what_was_said_of_it(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_rollouts_hold_every_completion_with_what_was_said_of_it(folder):
     groups = fake_groups(3, 12)
     advantages = [[0.25 * number for number in range(8)] for _ in groups]
-    path = folder.write_rollouts(3, groups, advantages)
-    assert path.name == "part-000003.parquet"
+    assert folder.write_rollouts(3, groups, advantages).name == "part-000003.parquet"
     ((number, rows),) = folder.read_rollouts()
-    assert number == 3
-    assert len(rows) == 32
+    assert (number, len(rows)) == (3, 32)
     group, row = groups[1], rows[8 + 5]
-    assert (row["block"], row["prompt_id"], row["prompt"]) == (3, group.prompt.id, group.prompt.text)
-    assert (row["completion"], row["num_tokens"]) == (group.completions[5].text, group.completions[5].length)
-    assert (row["finish_reason"], row["reward"]) == (group.completions[5].finish_reason, group.rewards[5])
-    assert row["advantage"] == 1.25
-    assert row["reward/style"] == group.verdicts[5]["style"].score
+    completion, verdict = group.completions[5], group.verdicts[5]["style"]
+    expected = {"block": 3, "prompt_id": group.prompt.id, "prompt": group.prompt.text, "completion": completion.text}
+    expected |= {"num_tokens": completion.length, "finish_reason": completion.finish_reason, "advantage": 1.25}
+    expected |= {"reward": group.rewards[5], "reward/style": verdict.score}
+    assert {name: row[name] for name in expected} == expected
     said = json.loads(row["verdicts"])["style"]
-    assert tuple(map(tuple, said["detail"])) == group.verdicts[5]["style"].detail
-    assert said["status"] == group.verdicts[5]["style"].status
+    assert tuple(map(tuple, said["detail"])) == verdict.detail
+    assert said["status"] == verdict.status
 
 
-def test_an_ungraded_verdict_and_an_absent_advantage_are_null(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
-    groups = next(
-        groups
-        for groups in (fake_groups(block, 12) for block in range(1, 12))
-        if any(v["style"].status == "timeout" for group in groups for v in group.verdicts)
-    )
+def test_an_ungraded_verdict_and_an_absent_advantage_are_null(folder):
+    for block in range(1, 12):
+        groups = fake_groups(block, 12)
+        ungraded = sum(v["style"].score is None for group in groups for v in group.verdicts)
+        if ungraded:
+            break
     table = pyarrow.parquet.read_table(folder.write_rollouts(1, groups))
     assert table["advantage"].null_count == 32
-    ungraded = sum(v["style"].score is None for group in groups for v in group.verdicts)
     assert table["reward/style"].null_count == ungraded > 0
 
 
-def test_another_number_of_advantages_than_completions_is_refused(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_another_number_of_advantages_than_completions_is_refused(folder):
     with pytest.raises(InputError, match="one advantage a completion"):
         folder.write_rollouts(1, fake_groups(1, 12), [[0.0] * 7] * 4)
 
@@ -171,26 +162,20 @@ def test_another_number_of_advantages_than_completions_is_refused(tmp_path):
 def test_a_full_disk_leaves_the_old_file_and_says_what_to_do(tmp_path, monkeypatch):
     path = tmp_path / "summary.json"
     path.write_text("old")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", mock.Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(TrainingError, match=r"No space left.*--resume"):
         write_atomically(path, b"new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_metrics_on_a_full_disk_are_an_error_of_ours(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_metrics_on_a_full_disk_are_an_error_of_ours(folder):
     folder.metrics.mkdir()
     with pytest.raises(TrainingError, match="metrics"):
         folder.append_metrics({"step": 1})
 
 
-def test_a_rollout_file_that_is_not_parquet_is_named(tmp_path):
-    folder = create_run_folder(tmp_path, "toy")
+def test_a_rollout_file_that_is_not_parquet_is_named(folder):
     (folder.rollouts / "part-000001.parquet").write_bytes(b"not Parquet")
     with pytest.raises(DataError, match="part-000001"):
         list(folder.read_rollouts())
