@@ -83,15 +83,10 @@ def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed
                 record |= fake_block_metrics(groups)
                 record |= {"throughput/rollout_tokens_per_second": 900 + 100 * draw.random()}
             kl = 0.06 * (1 - math.exp(-4 * done)) * (1 + 0.2 * draw.random())
+            record |= {"kl_ref/k3_mean": kl, "kl_ref/k3_p95": 4 * kl, "kl_ref/beta": 0.05 * math.exp(done)}
+            record |= {"ratio/min": 0.7, "ratio/mean": 1.0, "ratio/max": 1.4, "kl_old/k3_mean": 1e-3 * draw.random()}
             record |= {
-                "kl_ref/k3_mean": kl,
-                "kl_ref/k3_p95": 4 * kl,
-                "kl_ref/beta": 0.05 * math.exp(done),
-                "kl_old/k3_mean": 1e-3 * draw.random(),
                 "entropy/mean": 1.2 * math.exp(-done) + 0.02 * draw.random(),
-                "ratio/min": 0.7,
-                "ratio/mean": 1.0,
-                "ratio/max": 1.4,
                 "clip/low_fraction": 0.02 * draw.random(),
                 "clip/high_fraction": 0.03 * draw.random(),
                 "optimizer/grad_norm": 0.5 + draw.random() if step != 5 else math.inf,
@@ -104,10 +99,6 @@ def fake_run(root: Path, *, num_blocks: int = 12, steps_per_block: int = 2, seed
             if block % 4 == 0 and step_in_block == steps_per_block - 1:
                 record |= {"evaluation/accuracy": 0.9 * done, "evaluation/prompts": 200}
             folder.append_metrics(record)
-    folder.write_summary(
-        {
-            "seconds": {"rollout": 61.0, "training": 30.5, "evaluation": 4.25},
-            "peak_memory_bytes": 4 * 10**8,
-        }
-    )
+    seconds = {"rollout": 61.0, "training": 30.5, "evaluation": 4.25}
+    folder.write_summary({"seconds": seconds, "peak_memory_bytes": 4 * 10**8})
     return folder

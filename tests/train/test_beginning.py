@@ -9,7 +9,7 @@ from logitless.cli.main import main
 from logitless.errors import ConfigurationError
 from logitless.train.recipe.loading import dump_recipe
 from logitless.train.run import start
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import finished_run, tiny_recipe
 
 
 def _fails(*_arguments: object, **_options: object) -> None:
@@ -44,32 +44,31 @@ def test_what_is_wrong_with_the_beginning_is_said_before_anything_is_loaded(tmp_
 
 def test_the_remedy_of_a_refused_resume_names_a_fork_where_there_can_be_one(tmp_path):
     short = {"train__blocks": 1, "kl": None}
-    start(tiny_recipe(tmp_path, **short))
-    for changes, can_fork in (
-        ({"train__optimizer": {"learning_rate": 0.5}}, True),
-        ({"model__source__hidden_size": 32}, False),
+    finished_run(tmp_path, **short)
+    for key, value, can_fork in (
+        ("train__optimizer", {"learning_rate": 0.5}, True),
+        ("model__source__hidden_size", 32, False),
     ):
         with pytest.raises(ConfigurationError) as error:
-            start(tiny_recipe(tmp_path, **short, **changes), resume=True)
+            start(tiny_recipe(tmp_path, **short, **{key: value}), resume=True)
         assert ("--fork" in error.value.remedy) == can_fork
 
 
 def test_a_complete_run_is_not_begun_again_and_says_how_it_goes_on(tmp_path, monkeypatch, caplog):
     changes = {"train__blocks": 1, "kl": None}
-    folder, _ = start(tiny_recipe(tmp_path, **changes))
+    folder = finished_run(tmp_path, **changes)
     folder.report.write_text("the report")  # the last thing of a run, which these tests leave out
     before = {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")}
     with monkeypatch.context() as patched, caplog.at_level(logging.INFO, "logitless"):
         patched.setattr("logitless.train.assembly.stages.tokenizer_of", _fails)
-        again, complete = start(tiny_recipe(tmp_path, **changes), resume=True)
-    assert (again, complete) == (folder, True)
+        assert finished_run(tmp_path, **changes, resume=True) == folder
     assert {path: path.stat().st_mtime_ns for path in folder.path.rglob("*")} == before
     assert f"{folder.path} is complete, after block 1 of 1" in caplog.text
     assert "to train on, set train.blocks above 1 and resume again" in caplog.text
     folder.summary.unlink()  # killed before all of its end was written
-    assert start(tiny_recipe(tmp_path, **changes), resume=True)[1]
+    finished_run(tmp_path, **changes, resume=True)
     assert folder.summary.is_file()
-    start(tiny_recipe(tmp_path, **changes | {"train__blocks": 2}), resume=True)
+    finished_run(tmp_path, **changes | {"train__blocks": 2}, resume=True)
     assert folder.read_metrics()[-1]["block"] == 2
 
 

@@ -135,12 +135,16 @@ def two_ranks(tmp_path_factory):
     return _on(2, tmp_path_factory.mktemp("whole"), {})
 
 
+@pytest.mark.slow
 def test_the_same_run_twice_on_two_ranks_is_the_same_run(two_ranks, tmp_path):
     assert_same(two_ranks, _on(2, tmp_path, {}))
 
 
 # in an epoch, at a block's end
-@pytest.mark.parametrize(("step", "number", "status"), [(2, signal.SIGINT, 130), (4, signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("step", "number", "status"),
+    [(2, signal.SIGINT, 130), pytest.param(4, signal.SIGTERM, 143, marks=pytest.mark.slow)],
+)
 def test_a_signal_heard_by_one_rank_stops_all_and_resume_continues_bitwise(two_ranks, tmp_path, step, number, status):
     folder = _on(2, tmp_path, {}, status=status, stop_at=step, number=number)
     assert folder.read_metrics()[-1]["step"] == step

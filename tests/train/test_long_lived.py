@@ -10,6 +10,7 @@ from logitless.train.learn.learner import Learner
 from logitless.train.long_lived import left_alone
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.run import start
+from tests.train.interrupting import before
 from tests.train.tiny import tiny_recipe
 
 
@@ -48,13 +49,8 @@ def test_what_somebody_has_frozen_before_stays_frozen() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("whose", ["run", "forecast"])
 def test_steps_are_made_inside(whose: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    frozen, step = [], Learner.step
-
-    def seen(learner: Learner) -> object:
-        frozen.append(gc.get_freeze_count())
-        return step(learner)
-
-    monkeypatch.setattr(Learner, "step", seen)
+    frozen: list[int] = []
+    before(monkeypatch, Learner, "step", lambda _: frozen.append(gc.get_freeze_count()))
     recipe = tiny_recipe(tmp_path, train__blocks=1)
     if whose == "run":
         start(recipe)

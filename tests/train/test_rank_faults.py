@@ -71,13 +71,18 @@ def _metrics(folder):
     return repeated(RunFolder(folder / "runs" / "tiny"))
 
 
+def _undisturbed(folder, resume):
+    """The metrics of a run on two ranks to its end."""
+    assert run_on_ranks(2, _run, folder, resume) == [True, True]
+    return _metrics(folder)
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     """The metrics of the same run on two ranks that nothing happens to."""
     folder = tmp_path_factory.mktemp("undisturbed")
     tiny_raw(folder)
-    assert run_on_ranks(2, _run, folder, False) == [True, True]
-    return _metrics(folder)
+    return _undisturbed(folder, False)
 
 
 @pytest.fixture(scope="module", params=["forks", pytest.param("torchrun", marks=pytest.mark.slow)])
@@ -116,8 +121,7 @@ def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(disturbed, undistur
     shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
     run = RunFolder(tmp_path / "runs" / "tiny")
     assert checkpoints.load_checkpoint(run.checkpoints).state["progress"]["block"] >= 1
-    assert run_on_ranks(2, _run, tmp_path, True) == [True, True]
-    assert _metrics(tmp_path) == undisturbed
+    assert _undisturbed(tmp_path, True) == undisturbed
 
 
 WAITING = """

@@ -119,6 +119,7 @@ def _prompts_asked(served):
     return {tuple(body["token_ids"]) for body in asked if body["sampling_params"]["n"] == 4}
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_node_asks_the_servers_and_all_train_on_what_one_process_would(tmp_path):
     with serving(_served(tmp_path)) as url:
         alone, _ = start(_recipe(tmp_path, url, name="alone"))
@@ -138,6 +139,7 @@ def test_sharded_weights_of_gpus_reach_a_server_tensor_by_tensor_and_pass_its_pr
         assert run_on_ranks(2, _on_servers, tmp_path, [url], 2, {}, "cuda", device="cuda") == [True, True]
 
 
+@pytest.mark.slow
 def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
     first, second = _served(tmp_path), _served(tmp_path)
     way = {"name": "folder", "path": str(tmp_path / "weights")}

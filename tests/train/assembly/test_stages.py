@@ -1,11 +1,8 @@
 """A run is put together in one place, and what comes of it is what a run trains with."""
 
-import dataclasses
-
-import pytest
 import torch
 
-from logitless.train.assembly.data import data_of
+from logitless.train.assembly import stages
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.stages import Parts, assemble, load, read
 from logitless.train.loop import next_block
@@ -14,6 +11,7 @@ from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import create_run_folder
 from logitless.train.run import start
+from tests.train.interrupting import before
 from tests.train.tiny import tiny_recipe
 
 
@@ -48,10 +46,7 @@ def test_the_parts_of_a_recipe_train_on_a_block_as_the_run_does(tmp_path):
 def test_prompts_tell_of_the_environments_tools(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr("logitless.train.assembly.stages.tools_of", lambda environment: ["a tool"])
-    monkeypatch.setattr(
-        "logitless.train.assembly.stages.data_of",
-        lambda recipe, tokenizer, tools: told.append(tools) or data_of(recipe, tokenizer),
-    )
+    before(monkeypatch, stages, "data_of", lambda recipe, tokenizer, tools: told.append(tools))
     read(tiny_recipe(tmp_path))
     assert told == [["a tool"]]
 
@@ -86,9 +81,3 @@ def test_parts_under_other_settings_share_all_but_those(tmp_path):
     assert parts.learner.progress.step == len(first) + len(steps)
     assert (parts.collector.options, parts.learner.recipe) == (parts.recipe.rollout, parts.recipe)
     assert parts.recipe.rollout.prompts_per_block == recipe.rollout.prompts_per_block == 4
-
-
-def test_a_part_is_not_exchanged_in_place(tmp_path):
-    parts = _parts(tiny_recipe(tmp_path))
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        parts.recipe = tiny_recipe(tmp_path)

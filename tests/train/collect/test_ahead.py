@@ -4,6 +4,7 @@ import json
 import shutil
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -37,11 +38,20 @@ class Noting(FakeEngine):
         return [[Completion(p.id, (3,) * n, "a" * n, "stop", (-1.0 / 3,) * n) for n in lengths] for p in prompts]
 
 
-def ahead(folder, engine, tmp_path, *, staleness, blocks=6):
-    options = tiny_recipe(tmp_path).rollout
-    arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
-    log = CollectedBlocks(folder, PROMPTS)
-    return AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log)
+@pytest.fixture
+def ahead(tmp_path):
+    """A collector that goes ahead, in a folder of this test, and is closed at its end."""
+    with ExitStack() as opened:
+
+        def made(engine, *, staleness, blocks=6):
+            options = tiny_recipe(tmp_path).rollout
+            arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
+            log = CollectedBlocks(tmp_path / LOG, PROMPTS)
+            found = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log)
+            opened.callback(found.close)
+            return found
+
+        yield made
 
 
 def until(condition):
@@ -53,65 +63,55 @@ def until(condition):
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_a_block_begins_only_when_all_but_so_many_before_it_were_trained_on(tmp_path, staleness):
+def test_a_block_begins_only_when_all_but_so_many_before_it_were_trained_on(ahead, staleness):
     engine = Noting()
-    collector = ahead(tmp_path / LOG, engine, tmp_path, staleness=staleness)
+    collector = ahead(engine, staleness=staleness)
     for block in range(6):
         engine.trained = block
         collector.next(block)
         until(lambda: len(engine.begun) == min(6, block + 1 + staleness))  # noqa: B023 - and goes on ahead by itself
         time.sleep(0.02)
         assert len(engine.begun) == min(6, block + 1 + staleness)
-    collector.close()
-    assert all(block - trained <= staleness for block, trained in enumerate(engine.begun))
     assert max(block - trained for block, trained in enumerate(engine.begun)) == staleness
 
 
-def test_the_blocks_are_those_of_a_collector_that_waits(tmp_path):
-    collector = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=2, blocks=4)
+def test_the_blocks_are_those_of_a_collector_that_waits(ahead, tmp_path):
+    collector = ahead(Noting(), staleness=2, blocks=4)
     waiting = Collector(PROMPTS, Noting(), SingleTurn(), weighted([Length()]), tiny_recipe(tmp_path).rollout, seed=0)
     for block in range(4):
-        before = waiting.state_dict()
-        assert collector.state_dict() == before
+        assert collector.state_dict() == waiting.state_dict()
         assert collector.next(block) == waiting.next(block)
-    collector.close()
 
 
-def test_what_is_in_the_log_is_not_drawn_again(tmp_path):
-    first = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=1, blocks=3)
+def test_what_is_in_the_log_is_not_drawn_again(ahead, tmp_path):
+    first = ahead(Noting(), staleness=1, blocks=3)
     blocks = [first.next(b) for b in range(3)]
     first.close()
     (tmp_path / LOG / "block-000003.json").unlink()
     engine = Noting()
-    again = ahead(tmp_path / LOG, engine, tmp_path, staleness=1, blocks=3)
+    again = ahead(engine, staleness=1, blocks=3)
     again.load_state_dict(json.loads((tmp_path / LOG / "block-000002.json").read_text())["before"])
     assert [again.next(b) for b in (1, 2)] == blocks[1:]
     assert len(engine.begun) == 1
-    again.close()
 
 
-def test_an_engine_that_fails_in_the_thread_stops_the_one_who_waits(tmp_path):
-    collector = ahead(tmp_path / LOG, Noting(fails_at=1), tmp_path, staleness=2)
+def test_an_engine_that_fails_in_the_thread_stops_the_one_who_waits(ahead):
+    collector = ahead(Noting(fails_at=1), staleness=2)
     collector.next(0)
     with pytest.raises(RuntimeError, match="gone"):
         collector.next(1)
-    collector.close()
 
 
-def test_whoever_waits_can_be_interrupted_and_ask_again(tmp_path):
-    engine = Noting(seconds=0.2)
-    collector = ahead(tmp_path / LOG, engine, tmp_path, staleness=1)
+def test_whoever_waits_can_be_interrupted_and_ask_again(ahead):
+    collector = ahead(Noting(seconds=0.2), staleness=1)
     before = collector.state_dict()
     first = collector.next(0)
     collector.load_state_dict(before)  # what the loop does after Ctrl-C: the block that is under way is not lost
     assert len({g.prompt.id for block in (first, collector.next(1)) for g in block.drawn}) == 8
-    collector.close()
 
 
-def test_a_log_of_other_prompts_or_without_the_block_is_refused(tmp_path):
-    collector = ahead(tmp_path / LOG, Noting(), tmp_path, staleness=1, blocks=1)
-    collector.next(0)
-    collector.close()
+def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path):
+    ahead(Noting(), staleness=1, blocks=1).next(0)
     with pytest.raises(DataError, match="block 2"):
         CollectedBlocks(tmp_path / LOG, PROMPTS).read(1)
     with pytest.raises(DataError, match="KeyError"):

@@ -3,6 +3,7 @@
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
@@ -47,32 +48,40 @@ def _completion(prompt, length, seed):
     return Completion(prompt.id, (3,) * length, "a" * length, "stop", (-(seed % 97) / 97,) * length, weights_version=0)
 
 
-def collector(folder, engine, tmp_path, *, kind=AheadCollector, max_refills=2, blocks=2):
-    """Of four prompts a block, in the order of an unshuffled list."""
-    options = tiny_recipe(tmp_path, rollout__zero_signal="refill", rollout__max_refills=max_refills).rollout
-    arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
-    more = {} if kind is Collector else {"log": CollectedBlocks(folder, PROMPTS)}
-    if kind is AheadCollector:
-        more |= {"staleness": 1, "blocks": blocks}
-    return kind(*arguments, seed=0, **more)
+@pytest.fixture
+def collector(tmp_path):
+    """A collector of four prompts a block, in the order of an unshuffled list, which is closed at the test's end."""
+    with ExitStack() as opened:
+
+        def made(engine, *, kind=AheadCollector, max_refills=2, blocks=2):
+            options = tiny_recipe(tmp_path, rollout__zero_signal="refill", rollout__max_refills=max_refills).rollout
+            more = {} if kind is Collector else {"log": CollectedBlocks(tmp_path / LOG, PROMPTS)}
+            if kind is AheadCollector:
+                more |= {"staleness": 1, "blocks": blocks}
+            found = kind(PROMPTS, engine, SingleTurn(), weighted([Length()]), options, seed=0, **more)
+            if kind is AheadCollector:
+                opened.callback(found.close)
+            return found
+
+        yield made
 
 
-def order(tmp_path, count):
-    """The ids of the first prompts that a collector draws."""
-    return [PROMPTS[i].id for i in collector(None, Gated(), tmp_path, kind=Collector).order.next(count)]
+@pytest.fixture
+def order(collector):
+    """The ids of the prompts in the order in which a collector draws them."""
+    return [PROMPTS[i].id for i in collector(Gated(), kind=Collector).order.next(5)]
 
 
-def test_a_place_without_a_signal_is_filled_again_while_the_others_are_still_sampled(tmp_path):
-    *first, fifth = order(tmp_path, 5)
+def test_a_place_without_a_signal_is_filled_again_while_the_others_are_still_sampled(collector, order):
+    *first, fifth = order
     gates = {prompt: threading.Event() for prompt in first[1:]}
     engine = Gated(without_signal=first[:1], gates=gates)
     assert isinstance(engine, ConcurrentEngine)
-    made = collector(tmp_path / LOG, engine, tmp_path, blocks=1)
+    made = collector(engine, blocks=1)
     opener = threading.Thread(target=_open_when, args=(engine, fifth, gates.values()))
     opener.start()
     block = made.next(0)  # would wait for ever, were the fifth prompt not asked for before the gates open
     opener.join()
-    made.close()
     assert [group.prompt.id for group in block.drawn] == [*first, fifth]
     assert block.kept == (False, True, True, True, True)
     assert block.rounds == 2
@@ -88,45 +97,35 @@ def _open_when(engine, prompt, gates):
         gate.set()
 
 
-def test_a_place_is_refilled_as_often_as_there_would_be_rounds(tmp_path):
-    made = collector(tmp_path / LOG, Gated(without_signal=[p.id for p in PROMPTS]), tmp_path, max_refills=1, blocks=1)
-    block = made.next(0)
-    made.close()
-    assert len(block.drawn) == 8
-    assert not any(block.kept)
-    assert block.rounds == 2
+def test_a_place_is_refilled_as_often_as_there_would_be_rounds(collector):
+    block = collector(Gated(without_signal=[p.id for p in PROMPTS]), max_refills=1, blocks=1).next(0)
+    assert (len(block.drawn), any(block.kept), block.rounds) == (8, False, 2)
 
 
-def test_a_block_that_needs_no_refill_is_the_one_that_rounds_would_draw(tmp_path):
-    made = collector(tmp_path / LOG, Gated(), tmp_path)
-    waiting = collector(None, Gated(), tmp_path, kind=Collector)
+def test_a_block_that_needs_no_refill_is_the_one_that_rounds_would_draw(collector):
+    made, waiting = collector(Gated()), collector(Gated(), kind=Collector)
     for block in range(2):
         assert made.next(block) == waiting.next(block)
-    made.close()
 
 
-def test_the_log_has_what_streamed_in_and_replays_it(tmp_path):
-    engine = Gated(without_signal=order(tmp_path, 2))
-    made = collector(tmp_path / LOG, engine, tmp_path)
+def test_the_log_has_what_streamed_in_and_replays_it(collector, order):
+    made = collector(Gated(without_signal=order[:2]))
     blocks = [made.next(block) for block in range(2)]
-    made.close()
     assert len(blocks[0].drawn) == 6
-    replayed = collector(tmp_path / LOG, Gated(fails_at="0"), tmp_path, kind=ReplayingCollector)
+    replayed = collector(Gated(fails_at="0"), kind=ReplayingCollector)
     assert [replayed.next(block) for block in range(2)] == blocks
 
 
-def test_refills_of_a_prompt_that_comes_again_have_seeds_of_their_own(tmp_path):
+def test_refills_of_a_prompt_that_comes_again_have_seeds_of_their_own(collector):
     engine = Gated(without_signal=[p.id for p in PROMPTS])
-    made = collector(tmp_path / LOG, engine, tmp_path, max_refills=5, blocks=1)
-    made.next(0)
-    made.close()
+    collector(engine, max_refills=5, blocks=1).next(0)
     assert len(engine.asked) == 24  # twice through the prompts
     times = Counter(seed for _, seed in engine.asked)  # in whatever order threads came to ask
     assert sorted(times.values()) == [1] * 20 + [4]  # the first prompts of a block share one
 
 
-def test_an_engine_that_fails_stops_the_block_and_leaves_no_thread(tmp_path):
-    made = collector(tmp_path / LOG, Gated(fails_at=order(tmp_path, 3)[2]), tmp_path)
+def test_an_engine_that_fails_stops_the_block_and_leaves_no_thread(collector, order):
+    made = collector(Gated(fails_at=order[2]))
     with pytest.raises(RuntimeError, match="the server is gone"):
         made.next(0)
     made.close()

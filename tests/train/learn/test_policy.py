@@ -83,16 +83,20 @@ def _with_value_head(policy: Policy) -> Policy:
     return policy
 
 
-def test_a_value_is_read_from_the_hidden_state_that_predicts_its_token():
-    model, batch = _model(), _batch()
-    policy = _with_value_head(Policy(model))
-    values = []
+def _rows(**options):
+    """Of each token of the batch, the model's output and the place in it that predicts the token."""
+    model = _model()
     for ids, count in (((1, 2, 3, 5, 6), 2), ((4, 7, 8, 9), 3)):
-        hidden = model(torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
-        weight = policy.value_head.weight[0]
-        values += [float((hidden[j - 1] @ weight).detach()) + 0.25 for j in range(len(ids) - count, len(ids))]
-    assert policy.scores(batch, **OPTIONS).value.tolist() == pytest.approx(values, abs=1e-5)
-    assert Policy(model).scores(batch, **OPTIONS).value is None
+        output = model(torch.tensor([ids]), **options)
+        yield from ((output, j - 1) for j in range(len(ids) - count, len(ids)))
+
+
+def test_a_value_is_read_from_the_hidden_state_that_predicts_its_token():
+    policy = _with_value_head(Policy(_model()))
+    hidden = [output.hidden_states[-1][0, at] for output, at in _rows(output_hidden_states=True)]
+    values = [float((row @ policy.value_head.weight[0]).detach()) + 0.25 for row in hidden]
+    assert policy.scores(_batch(), **OPTIONS).value.tolist() == pytest.approx(values, abs=1e-5)
+    assert Policy(_model()).scores(_batch(), **OPTIONS).value is None
 
 
 def test_a_value_head_costs_no_pass_of_its_own(monkeypatch):

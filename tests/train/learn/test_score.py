@@ -65,6 +65,8 @@ SMALL = {
 class Exact(FakeEngine):
     exact = True
 
+    def sample(self, prompts, num_samples, options, *, seed): ...
+
 
 def group(version=3, logp=(-0.5, 0.0), entropy=(1.0, 0.0), trained=(True, False)):
     completion = Completion("7", (4, 5), "ab", "stop", logp, trained, None, version, entropy)

@@ -15,7 +15,7 @@ from logitless.train.recipe.training import OptimizerSection
 from logitless.train.run import start
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.train import fake_torchao
-from tests.train.tiny import assert_same_end, tiny_recipe
+from tests.train.tiny import assert_same_end, finished_run, tiny_recipe
 
 REAL = importlib.util.find_spec("torchao") is not None
 
@@ -50,10 +50,9 @@ def test_each_step_writes_the_master_weights_rounded_and_takes_the_rate_that_it_
 def test_a_run_resumes_bitwise_from_packed_state(tmp_path, monkeypatch):
     fake_torchao.installed(monkeypatch)
     changes = {"train__optimizer": {"moments": "8bit", "learning_rate": 1e-3}, "model__trained_dtype": "bfloat16"}
-    whole, _ = start(tiny_recipe(tmp_path / "whole", train__blocks=2, **changes))
-    start(tiny_recipe(tmp_path / "begun", train__blocks=1, **changes))
-    resumed, _ = start(tiny_recipe(tmp_path / "begun", train__blocks=2, **changes), resume=True)
-    assert_same_end(whole, resumed)
+    whole = finished_run(tmp_path / "whole", train__blocks=2, **changes)
+    finished_run(tmp_path / "begun", train__blocks=1, **changes)
+    assert_same_end(whole, finished_run(tmp_path / "begun", train__blocks=2, **changes, resume=True))
     tensors = load_checkpoint(whole.checkpoints).tensors
     packed = [name for name in tensors if name.endswith("/exp_avg.codes")]
     assert packed
@@ -89,13 +88,9 @@ def test_they_take_a_quarter_of_the_memory_in_the_plan(tmp_path, monkeypatch):
 
 
 def test_state_on_the_host_needs_a_gpu_and_master_weights(tmp_path):
-    layer = nn.Linear(2, 2)
-    with pytest.raises(
-        ConfigurationError, match=r"float32 master weight of every trained weight.*given cpu and float32"
-    ):
-        adamw(layer.parameters(), OptimizerSection(moments="host"), torch.device("cpu"))
-    recipe = tiny_recipe(
-        tmp_path, train__optimizer={"moments": "host"}, model__trained_dtype="bfloat16", model__device="cpu"
-    )
+    words = r"float32 master weight of every trained weight.*given cpu and float32"
+    with pytest.raises(ConfigurationError, match=words):
+        adamw(nn.Linear(2, 2).parameters(), OptimizerSection(moments="host"), torch.device("cpu"))
+    changes = {"train__optimizer": {"moments": "host"}, "model__trained_dtype": "bfloat16", "model__device": "cpu"}
     with pytest.raises(ConfigurationError, match=r"train\.optimizer\.moments host: a GPU; given no GPU"):
-        plan_of(recipe)
+        plan_of(tiny_recipe(tmp_path, **changes))

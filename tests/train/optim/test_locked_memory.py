@@ -8,6 +8,7 @@ import threading
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -92,9 +93,7 @@ def test_what_the_driver_does_not_lock_is_refused_with_its_words(driver):
 
 
 def test_memory_that_the_host_does_not_have_is_refused_with_its_words(driver, monkeypatch):
-    def refuse(*_: int) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
-
+    refuse = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(locked_memory.mmap, "mmap", refuse)
     with pytest.raises(UnavailableError, match=r"page-locked; given the error .*Cannot allocate memory"):
         locked(torch.ones(1), GPU)
@@ -187,23 +186,6 @@ def test_nothing_waits_amid_somebody_elses_capture_in_the_same_thread(monkeypatc
     assert ("unlock", address) in cuda.asked
 
 
-def test_memory_of_a_device_that_failed_goes_without_an_error_and_its_addresses_stay_taken(monkeypatch):
-    cuda = Cuda(monkeypatch, failure=RuntimeError("an illegal memory access"))
-    copy = locked(torch.ones(3), GPU)
-    del copy  # an error here would be one that nobody can catch, which pytest reports
-    assert cuda.asked[-1] == "wait"
-    [pages] = locked_memory._lost
-    assert len(pages) == locked_bytes(12)
-
-
-def test_addresses_of_memory_that_the_driver_does_not_unlock_stay_taken(monkeypatch):
-    cuda = Cuda(monkeypatch)
-    copy = locked(torch.ones(3), GPU)
-    cuda.code_at_the_end = 1
-    del copy
-    assert len(locked_memory._lost) == 1
-
-
 ENDING = """
 import torch
 from logitless.train.optim import locked_memory
@@ -219,3 +201,14 @@ locked_memory.kept = kept[1:]
 def test_a_process_ends_in_silence_with_memory_that_is_still_locked():
     ended = warm.run("-c", ENDING, environment=os.environ)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize("is_broken", [True, False], ids=["device", "driver"])
+def test_memory_that_cannot_be_unlocked_goes_without_an_error_and_its_addresses_stay_taken(is_broken, monkeypatch):
+    cuda = Cuda(monkeypatch, failure=RuntimeError("an illegal memory access") if is_broken else None)
+    copy = locked(torch.ones(3), GPU)
+    cuda.code_at_the_end = 1
+    del copy  # an error here would be one that nobody can catch, which pytest reports
+    assert (cuda.asked[-1] == "wait") == is_broken
+    [pages] = locked_memory._lost
+    assert len(pages) == locked_bytes(12)

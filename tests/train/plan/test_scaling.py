@@ -89,7 +89,7 @@ def _measured(rank, folder, changes, all_rows=False):
 CASES = {"float32": {}, "bfloat16 with masters": {"model__trained_dtype": "bfloat16"}}
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_shards_and_messages_are_those_of_real_processes(case, num_ranks, tmp_path):
     arrangement, (recipe, model) = Arrangement(1, num_ranks, 1), a_recipe(tmp_path, **CASES[case])

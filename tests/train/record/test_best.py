@@ -172,6 +172,7 @@ def _on_two_ranks(rank, folder):
     return result.ended_by, _saved(result.folder)
 
 
+@pytest.mark.slow
 def test_ranks_stop_early_together_and_export_the_best_shards(tmp_path):
     tiny_raw(tmp_path)
     assert run_on_ranks(2, _on_two_ranks, tmp_path) == [("early_stopping", [BEST, LAST])] * 2

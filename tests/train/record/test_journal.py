@@ -64,17 +64,20 @@ def test_a_line_goes_to_the_folder_and_the_writers_and_lists_to_the_folder_alone
     assert {"memory/peak_bytes", "time/elapsed_seconds"} <= record.keys()
 
 
+def summary_of(kept, **more):
+    """What a journal writes at the end."""
+    kept.write_summary(more)
+    return json.loads(kept.folder.summary.read_text())
+
+
 def test_the_summary_has_the_first_and_the_last_accuracy_and_reward(folder):
     kept = journal(folder)
     kept.write({"step": 0, "block": 1, "evaluation/accuracy": 0.25})
     for step, reward in ((1, 0.5), (2, 0.75), (3, 1.0)):
         kept.write({"step": step, "block": step, "reward/mean": reward, "evaluation/accuracy": reward / 2})
     kept.write({"step": 4, "block": 3})
-    kept.write_summary({"name": "run"})
-    summary = json.loads(folder.summary.read_text())
-    assert (summary["accuracy_before"], summary["accuracy_after"]) == (0.25, 0.5)
-    assert (summary["reward_first_block"], summary["reward_last_block"]) == (0.5, 1.0)
-    assert summary["name"] == "run"
+    expected = {"accuracy_before": 0.25, "accuracy_after": 0.5, "reward_first_block": 0.5, "reward_last_block": 1.0}
+    assert summary_of(kept, name="run").items() >= (expected | {"name": "run"}).items()
 
 
 def test_the_summary_has_held_out_rewards_what_was_scored_and_the_first_failures(folder):
@@ -87,12 +90,16 @@ def test_the_summary_has_held_out_rewards_what_was_scored_and_the_first_failures
     kept.first_failures({"mine": "another"})
     kept.write_rollouts(2, judged([group_of("7", [None, 1.0])]))
     assert not kept.nothing_scored
-    kept.write_summary({})
-    summary = json.loads(folder.summary.read_text())
-    assert (summary["held_out_reward_before"], summary["held_out_reward_after"]) == (0.25, 0.5)
-    assert (summary["held_out_reward_before/hard"], summary["held_out_reward_after/hard"]) == (0.125, None)
-    assert (summary["completions"], summary["scored_completions"]) == (4, 1)
-    assert summary["first_failure/mine"] == "KeyError: 'answer'"
+    expected = {
+        "held_out_reward_before": 0.25,
+        "held_out_reward_after": 0.5,
+        "held_out_reward_before/hard": 0.125,
+        "held_out_reward_after/hard": None,
+        "completions": 4,
+        "scored_completions": 1,
+        "first_failure/mine": "KeyError: 'answer'",
+    }
+    assert summary_of(kept).items() >= expected.items()
 
 
 def test_it_goes_on_from_its_state_and_takes_back_later_lines(folder):

@@ -24,21 +24,23 @@ with locked(Path(sys.argv[1])):
 """
 
 
+def started(folder, script=HOLD, **pipes):
+    """Another process, of this script."""
+    return subprocess.Popen([sys.executable, "-c", script, str(folder)], stdout=subprocess.PIPE, text=True, **pipes)
+
+
 @pytest.fixture
 def holder(tmp_path):
     """Another process that holds the lock."""
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    with started(tmp_path, stdin=subprocess.PIPE) as process:
         assert process.stdout.readline() == "held\n"
         yield process
         process.kill()
 
 
 def test_a_second_process_is_refused_with_the_firsts_number_and_machine(tmp_path, holder):
-    with (
-        pytest.raises(ConfigurationError, match=rf"process {holder.pid} on {gethostname()}.*delete .*lock\.json"),
-        locked(tmp_path),
-    ):
+    words = rf"process {holder.pid} on {gethostname()}.*delete .*lock\.json"
+    with pytest.raises(ConfigurationError, match=words), locked(tmp_path):
         pass
     assert (tmp_path / LOCK).exists()
 
@@ -63,8 +65,7 @@ def test_a_lock_of_another_machine_is_kept(tmp_path):
         pass
 
 
-def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_lock(tmp_path):
-    script = """
+FORKS = """
 import os, sys, time
 from pathlib import Path
 from logitless.train.store.run_lock import locked
@@ -73,8 +74,10 @@ with locked(Path(sys.argv[1])):
         print(os.getpid(), flush=True)
     time.sleep(1000)
 """
-    command = [sys.executable, "-c", script, str(tmp_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as owner:
+
+
+def test_a_forked_child_that_outlives_the_owner_does_not_keep_the_lock(tmp_path):
+    with started(tmp_path, FORKS) as owner:
         child = int(owner.stdout.readline())
         owner.kill()
     try:
@@ -109,10 +112,8 @@ def test_a_folder_that_cannot_be_written_is_an_error(tmp_path):
 
 
 def test_of_many_that_come_at_once_one_gets_it(tmp_path):
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     (tmp_path / LOCK).write_text(json.dumps({"pid": 1, "host": gethostname(), "since": "yesterday"}))  # stale
-    processes = [subprocess.Popen(command, **pipes, text=True) for _ in range(4)]
+    processes = [started(tmp_path, stdin=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(4)]
     while sum(process.poll() is None for process in processes) > 1:  # who gets it holds it until we say so
         time.sleep(0.01)
     said = sorted(process.communicate() for process in processes)
