@@ -2,7 +2,7 @@
 
 import torch
 
-from logitless.train.assembly import stages
+from logitless.train.assembly.data import data_of
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.stages import Parts, assemble, load, read
 from logitless.train.loop import next_block
@@ -11,7 +11,6 @@ from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import create_run_folder
 from logitless.train.run import start
-from tests.train.interrupting import before
 from tests.train.tiny import tiny_recipe
 
 
@@ -46,7 +45,10 @@ def test_the_parts_of_a_recipe_train_on_a_block_as_the_run_does(tmp_path):
 def test_prompts_tell_of_the_environments_tools(tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr("logitless.train.assembly.stages.tools_of", lambda environment: ["a tool"])
-    before(monkeypatch, stages, "data_of", lambda recipe, tokenizer, tools: told.append(tools))
+    monkeypatch.setattr(
+        "logitless.train.assembly.stages.data_of",
+        lambda recipe, tokenizer, tools: told.append(tools) or data_of(recipe, tokenizer),
+    )
     read(tiny_recipe(tmp_path))
     assert told == [["a tool"]]
 
