@@ -182,9 +182,12 @@ def test_tokens_masked_by_a_bias_of_minus_infinity_do_not_exist(backend, device)
 @pytest.mark.parametrize(("backend", "device"), ON[1:])
 def test_a_masked_target_is_impossible_and_leaves_the_entropy(backend, device):
     head = LMHead(torch.zeros(3, 16, device=device), bias=torch.tensor([0.0, float("-inf"), 0.0], device=device))
-    scores = token_scores(torch.zeros(1, 16, device=device), head, torch.tensor([1], device=device), backend=backend)
+    hidden = torch.zeros(1, 16, device=device, requires_grad=True)
+    scores = token_scores(hidden, head, torch.tensor([1], device=device), backend=backend)
+    scores.entropy.sum().backward()
     assert scores.logp.item() == float("-inf")
     assert scores.entropy.item() == pytest.approx(math.log(2))
+    assert not hidden.grad.any()
 
 
 @pytest.mark.parametrize(("backend", "device"), ON)
