@@ -4,7 +4,7 @@ import torch
 
 from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
 from logitless.train.learn.score import advantages
-from logitless.types import Completion, Group, Prompt, TokenScores
+from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
 
 
 def group_of(prompt_id: str, rewards, lengths=None, **verdicts) -> Group:
@@ -39,3 +39,11 @@ def advantaged(
 def judged(groups, kept=None, rounds=1) -> JudgedBlock:
     """Everything that was drawn; all of it kept unless it is said otherwise."""
     return JudgedBlock(tuple(groups), tuple([True] * len(groups) if kept is None else kept), rounds)
+
+
+FINE = Verdict.graded(1.0)
+
+
+def verdicts_of(*verdicts: Verdict) -> list[Group]:
+    """One group whose completions got these verdicts of one function, called ``mine``."""
+    return [group_of("7", [verdict.score for verdict in verdicts], mine=list(verdicts))]

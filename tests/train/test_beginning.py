@@ -86,16 +86,9 @@ def test_a_dry_run_says_that_a_start_would_be_refused(tmp_path, capsys):
     assert "a start here is refused: needed a run folder that does not exist yet" in capsys.readouterr().out
 
 
-def test_a_folder_that_is_no_run_is_told_with_the_runs_beside_it(tmp_path, monkeypatch, capsys):
+def test_a_folder_is_not_scored(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    Path("runs/one").mkdir(parents=True)
-    Path("runs/one/config.yaml").write_text("name: one")
-    for command in ("report", "show"):
-        assert main([command, "runs/two"]) == 2
-        assert (
-            "the folder of a run at runs/two; given nothing. Name one of those in runs, newest first: one."
-            in capsys.readouterr().err
-        )
-    assert main(["score", "--reward", "math:fsum", "--prompts", "x", "--responses", "runs/one"]) == 2
-    assert main(["score", "--reward", "math:fsum", "--prompts", "runs/one", "--responses", "x"]) == 2
-    assert "given a folder. Name a file; `logitless sample RUN" in capsys.readouterr().err
+    Path("one").mkdir()
+    for prompts, responses in (("x", "one"), ("one", "x")):
+        assert main(["score", "--reward", "math:fsum", "--prompts", prompts, "--responses", responses]) == 2
+        assert "given a folder. Name a file; `logitless sample RUN" in capsys.readouterr().err

@@ -72,8 +72,7 @@ def test_a_second_process_cannot_join_a_run(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patched:
         at_step(1, patched, join)
-        folder, complete = start(recipe)
-    assert complete
+        folder = finished_run(tmp_path, **SHORT)
     assert len(refused) == 2
     assert "for this process alone" in refused[0]
     assert [record["step"] for record in folder.read_metrics()] == list(range(len(folder.read_metrics())))
@@ -257,8 +256,8 @@ def test_a_resumed_run_holds_no_more_than_a_fresh_one(tmp_path, lora, least, mos
 
 
 def test_a_run_that_may_keep_few_activations_is_the_same_run(tmp_path):
-    runs = []
+    found = []
     for name, budget in (("plain", None), ("limited", round(0.2 * 32 * 2000))):  # of 32 tokens at about 2 KB a layer
-        run, _ = start(tiny_recipe(tmp_path, name=name, train__blocks=1, train__activation_memory=budget))
-        runs.append([(r.get("loss/total"), r.get("optimizer/grad_norm")) for r in run.read_metrics()])
-    assert runs[0] == runs[1]
+        lines = finished_run(tmp_path, name=name, train__blocks=1, train__activation_memory=budget).read_metrics()
+        found.append([(line.get("loss/total"), line.get("optimizer/grad_norm")) for line in lines])
+    assert found[0] == found[1]

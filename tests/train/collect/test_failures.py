@@ -17,10 +17,10 @@ from logitless.train.recipe.loading import dump_recipe
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
 from logitless.types import Verdict
-from tests.train.groups import group_of
+from tests.train.groups import FINE
+from tests.train.groups import verdicts_of as block
 from tests.train.tiny import tiny_recipe
 
-FINE = Verdict.graded(1.0)
 PICKY = """\
 def picky(completions, **columns):
     if sum(map(ord, completions[0])) % 5 < 2:
@@ -35,10 +35,6 @@ def needs_a_column(completions, anwser):
 
 def error(message: str) -> Verdict:
     return Verdict(score=None, status="error", message=message, traceback=f"Traceback\n{message}")
-
-
-def block(*verdicts: Verdict):
-    return [group_of("7", [verdict.score for verdict in verdicts], mine=list(verdicts))]
 
 
 def failures(reward=None):

@@ -14,21 +14,11 @@ def test_numbers_that_need_no_more_travel_in_four_bytes():
 
 
 def test_a_group_comes_back_equal_from_json():
-    of_turns = Completion(
-        "7",
-        (4, 5, 6),
-        "\ud800 π",
-        "length",
-        (-0.1, 0.0, -1e-300),
-        trained=(True, False, True),
-        turn=(0, 0, 1),
-        weights_version=3,
-    )
+    turns = {"trained": (True, False, True), "turn": (0, 0, 1), "weights_version": 3}
+    of_turns = Completion("7", (4, 5, 6), "\ud800 π", "length", (-0.1, 0.0, -1e-300), **turns)
     plain = Completion("7", (), "", "stop")
-    verdicts = (
-        {"a": Verdict.graded(1 / 3, detail=(("length:at_most", True), ("length:at_most", False)))},
-        {"a": Verdict(None, "timeout", message="over 2 s")},
-    )
+    graded = Verdict.graded(1 / 3, detail=(("length:at_most", True), ("length:at_most", False)))
+    verdicts = ({"a": graded}, {"a": Verdict(None, "timeout", message="over 2 s")})
     group = Group(Prompt("7", "2+2=", (1,)), (of_turns, plain), verdicts, (0.1 + 0.2, None), ((0.5, -0.25), ()))
     large = Group(group.prompt, (Completion("7", (2**40,), "", "stop", (-1e30,)),), verdicts[:1], (1.0,))
     assert group_of_json(group.prompt, json.loads(json.dumps(group_as_json(group)))) == group

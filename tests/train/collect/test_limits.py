@@ -5,16 +5,11 @@ import pytest
 from logitless.errors import TrainingError
 from logitless.train.collect.limits import SignalLimit, UnscoredLimit
 from logitless.types import Verdict
-from tests.train.groups import group_of
+from tests.train.groups import FINE, group_of
+from tests.train.groups import verdicts_of as block
 
-FINE = Verdict.graded(1.0)
 FAILED = Verdict(score=None, status="error", message="KeyError: 'answer'")
 MISSING = Verdict(score=None, status="missing")
-
-
-def block(*verdicts: Verdict):
-    """One group whose completions got these verdicts of one function."""
-    return [group_of("7", [verdict.score for verdict in verdicts], mine=list(verdicts))]
 
 
 def test_blocks_without_a_signal_in_a_row_stop_the_run_and_one_with_starts_anew():

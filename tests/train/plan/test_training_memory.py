@@ -8,6 +8,7 @@ from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
 from logitless.train.plan import training_memory
 from logitless.types import PackedInputs
+from tests.train.tiny import TINY_LLAMA
 
 
 def test_the_block_that_is_counted_is_the_one_that_the_head_makes():
@@ -34,8 +35,8 @@ def test_the_heads_bytes_are_those_that_the_fused_head_counts_itself(width, voca
 
 def _kept(layers, recomputes, dtype, tokens=64):
     """Bytes of the storages that a forward pass keeps for the backward, parameters left out; and the model."""
-    config = {"model_type": "llama", "hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers}
-    config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 11}
+    config = TINY_LLAMA | {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": layers}
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     model = load_model(config, random_weights=True, dtype=dtype).train()
     if recomputes:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -9,9 +9,6 @@ import pytest
 import yaml
 
 from logitless.errors import ConfigurationError
-from logitless.objective.kl_control import ProportionalKL
-from logitless.objective.surrogate import Cispo
-from logitless.rewards.math import Math
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import PATHS, dump_recipe, load_recipe, parse_recipe
 from logitless.train.recipe.problems import OF_TRL, _alternatives, _fields
@@ -201,27 +198,6 @@ def test_a_knob_of_one_variant_cannot_be_set_on_another(tmp_path):
     assert "penalty" in refused(
         tmp_path, "kl: {placement: reward, penalty: {estimator: k2}, control: {name: fixed, beta: 0.1}}\n"
     )
-
-
-def test_nested_unions_become_their_types(tmp_path):
-    recipe = loaded(
-        tmp_path,
-        """
-algorithm:
-  surrogate: {name: cispo, ratio_max: 4}
-  filters: [{name: top_entropy, quantile: 0.2}, {name: off_policy, threshold: 1}]
-kl:
-  placement: loss
-  penalty: {estimator: low_var_kl}
-  control: {name: proportional, beta: 0.1, target: 0.03}
-""",
-        "rewards=[{name: math, weight: 2}, {name: format, gate: true}]",
-    )
-    assert isinstance(recipe.algorithm.surrogate, Cispo)
-    assert [each.name for each in recipe.algorithm.filters] == ["top_entropy", "off_policy"]
-    assert recipe.kl.penalty.estimator == "k3"
-    assert recipe.kl.control == ProportionalKL(beta=0.1, target=0.03)
-    assert recipe.rewards[0] == Math(weight=2.0)
 
 
 def test_an_error_of_a_part_itself_keeps_its_remedy(tmp_path):

@@ -1,16 +1,13 @@
 """Early stopping and the best checkpoint: the same run after any stop, and what is exported is said."""
 
 import json
-import re
 import shutil
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
-from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError
 from logitless.train.loop import Loop
@@ -152,18 +149,6 @@ def test_a_best_checkpoint_that_is_gone_is_said_and_another_one_is_sought(tmp_pa
     finished_run(tmp_path, **{**WATCHED, "train__blocks": 5, "evaluation__stop": None}, resume=True)
     assert "the checkpoint of evaluation/accuracy 0.7 after block 2 is gone" in capsys.readouterr().out
     assert _exported(run)["block"] == 5
-
-
-def test_the_best_of_a_lora_run_is_exported_by_the_command_line(tmp_path, evaluated, capsys):
-    run = finished_run(tmp_path, **WATCHED, model__lora={"rank": 2, "targets": ["q_proj"]})
-    kept = checkpoints.read_checkpoint(run.checkpoints / BEST).tensors
-    adapter = load_file(run.model / "adapter_model.safetensors")
-    assert adapter
-    for name, tensor in adapter.items():
-        part = re.sub(r"\.(lora_[AB])\.weight", r".\1.default.weight", name)
-        assert torch.equal(tensor, kept[f"parameter/{part}"]), name
-    assert main(["export", str(run.path), "--checkpoint", "best", "--to", str(tmp_path / "out")]) == 0
-    assert "after 2 blocks and 4 steps" in capsys.readouterr().out
 
 
 def _on_two_ranks(rank, folder):
