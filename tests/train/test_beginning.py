@@ -89,6 +89,5 @@ def test_a_dry_run_says_that_a_start_would_be_refused(tmp_path, capsys):
 def test_a_folder_is_not_scored(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("one").mkdir()
-    for prompts, responses in (("x", "one"), ("one", "x")):
-        assert main(["score", "--reward", "math:fsum", "--prompts", prompts, "--responses", responses]) == 2
-        assert "given a folder. Name a file; `logitless sample RUN" in capsys.readouterr().err
+    assert main(["score", "--reward", "math:fsum", "--prompts", "one", "--responses", "x"]) == 2
+    assert "given a folder. Name a file; `logitless sample RUN" in capsys.readouterr().err

@@ -9,7 +9,7 @@ from logitless.train.block import pack_groups
 from tests.train.groups import group_of
 from tests.train.learn.test_learner import learner, weights
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 LENGTHS = [500, 700, 900, 1000]
 
 
@@ -37,8 +37,6 @@ BIG = {
 
 
 def test_a_step_that_runs_out_of_memory_is_the_step_that_does_not(tmp_path):
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
     def begun():
         made = learner(tmp_path, **BIG)
         made.begin(made.score(pack_groups(GROUPS), GROUPS))

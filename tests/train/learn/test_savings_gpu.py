@@ -15,7 +15,7 @@ from logitless.train.learn.score import scores_of
 from logitless.train.learn.step import MicroBatch, backward
 from logitless.types import Completion, Prompt, TokenBatch
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 CONFIG = {
     "model_type": "qwen3",
     "hidden_size": 512,
@@ -29,13 +29,6 @@ CONFIG = {
     "initializer_range": 0.05,
 }
 GROUPS = ((600, (40, 130, 1, 77)), (90, (300,)), (33, (150, 20, 64)), (1, (9, 9)))
-
-
-@pytest.fixture(autouse=True)
-def ordinary_memory():
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    yield
-    torch.cuda.empty_cache()
 
 
 def _batch():

@@ -16,7 +16,7 @@ from logitless.train.optim.optimizer import adamw, implementation, take_step
 from logitless.train.recipe.training import OptimizerSection
 from logitless.train.store.checkpoint import optimizer_tensors, restore_optimizer
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
 
 class Trained:
@@ -55,12 +55,6 @@ def same(one: Trained, other: Trained) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.fixture
-def ordinary_memory():
-    torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-@pytest.mark.usefixtures("ordinary_memory")
 def test_master_weights_and_state_on_the_host_are_bitwise_those_on_the_device():
     host, device = Trained("host"), Trained("float32")
     assert implementation(host.optimizer) == "fused, master weights and state on the host"
@@ -72,7 +66,6 @@ def test_master_weights_and_state_on_the_host_are_bitwise_those_on_the_device():
     assert all(tensor.device.type == "cpu" and tensor.is_pinned() for tensor in host.held())
 
 
-@pytest.mark.usefixtures("ordinary_memory")
 def test_a_gradient_that_is_not_finite_moves_nothing_on_the_host():
     host, device = Trained("host"), Trained("float32")
     for trained in (host, device):
@@ -81,7 +74,6 @@ def test_a_gradient_that_is_not_finite_moves_nothing_on_the_host():
     same(host, device)
 
 
-@pytest.mark.usefixtures("ordinary_memory")
 def test_restored_state_is_where_the_kernel_reaches_them():
     begun, whole, resumed = (Trained("host") for _ in range(3))
     begun.step(0)
@@ -101,7 +93,6 @@ def test_restored_state_is_where_the_kernel_reaches_them():
     assert all(tensor.is_pinned() for tensor in resumed.held())
 
 
-@pytest.mark.usefixtures("ordinary_memory")
 def test_the_device_holds_weights_and_gradients_alone():
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
@@ -119,7 +110,6 @@ def shared_bytes() -> int:
     return 1024 * int(found[1])
 
 
-@pytest.mark.usefixtures("ordinary_memory")
 def test_master_weights_and_state_take_their_own_size_of_the_host_and_give_it_back():
     Trained("host").step(0)  # kernels and tables
     gc.collect()
