@@ -307,7 +307,6 @@ ENTROPY_NOW = (TopEntropy(0.2, scope="micro_batch"),)
         (Objective(surrogate=KlCov()), {"logp_old", "selected"}),
         (Objective(surrogate=KlCov(scope="micro_batch")), {"logp_old"}),
     ],
-    ids=str,
 )
 def test_needs_names_what_the_batch_must_hold_and_what_is_missing_of_it_is_an_error(objective, needs):
     assert objective.needs == needs
