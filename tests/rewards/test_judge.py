@@ -20,7 +20,7 @@ def verdicts(reward, *texts, **columns):
 @pytest.fixture(autouse=True)
 def nothing_was_asked_before(monkeypatch):
     """A server may get the port of an earlier test's, whose replies are kept by its address."""
-    monkeypatch.setattr("logitless.rewards.judge._kept", {})
+    monkeypatch.setattr("logitless.rewards.judge._caches", {})
 
 
 def test_the_last_number_of_the_reply_is_the_score():

@@ -17,7 +17,6 @@ from logitless.rewards.reward import (
     prompt_text,
     total_reward,
     weighted,
-    weighted_sum,
 )
 from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.gate import MinimumLength
@@ -174,18 +173,22 @@ def test_weights_are_finite_and_gates_have_none():
 # --- what a completion is worth ---------------------------------------------------------------------------------------
 
 
+def terms(**weights):
+    """Rewards by name, with these weights."""
+    return [WeightedReward(Echo(), weight, name) for name, weight in weights.items()]
+
+
 def test_the_sum_takes_every_score_times_its_weight():
     verdicts = {"a": Verdict.graded(0.5), "b": Verdict.graded(-2.0), "unused": Verdict.graded(9.0)}
-    assert weighted_sum(verdicts, {"a": 4.0, "b": 0.25}) == 4.0 * 0.5 - 0.25 * 2.0
+    assert total_reward(verdicts, terms(a=4.0, b=0.25)) == 4.0 * 0.5 - 0.25 * 2.0
 
 
 @pytest.mark.parametrize("unscored", [TIMEOUT, MISSING, ERROR])
 def test_a_verdict_without_a_score_is_left_out_or_drops_the_completion_but_never_counts_as_zero(unscored):
     verdicts = {"a": Verdict.graded(1.0), "b": unscored}
-    weights = {"a": 0.5, "b": 10.0}
-    assert weighted_sum(verdicts, weights) == 0.5
-    assert weighted_sum(verdicts, weights, unscored="drop") is None
-    assert weighted_sum({"b": unscored}, {"b": 1.0}) is None
+    assert total_reward(verdicts, terms(a=0.5, b=10.0)) == 0.5
+    assert total_reward(verdicts, terms(a=0.5, b=10.0), unscored="drop") is None
+    assert total_reward({"b": unscored}, terms(b=1.0)) is None
 
 
 SHUT, OPEN = Verdict.graded(0.0), Verdict.graded(1.0)
@@ -202,13 +205,14 @@ SHUT, OPEN = Verdict.graded(0.0), Verdict.graded(1.0)
 )
 def test_a_shut_gate_makes_the_reward_zero_unless_a_score_is_not_known(verdict, gates, worth):
     named = {f"gate {number}": gate for number, gate in enumerate(gates)}
-    assert weighted_sum({"a": verdict, **named}, {"a": 1.0}, gates=[*named]) == worth
+    rewards = [*terms(a=1.0), *(WeightedReward(Echo(), name=name, gate=True) for name in named)]
+    assert total_reward({"a": verdict, **named}, rewards) == worth
 
 
-def test_a_weight_or_gate_without_a_verdict_is_refused():
-    for weights, gates in (({"a": 1.0, "b": 1.0}, []), ({"a": 1.0}, ["b"])):
-        with pytest.raises(InputError, match="\\['b'\\]"):
-            weighted_sum({"a": MISSING}, weights, gates=gates)
+@pytest.mark.parametrize("gate", [False, True])
+def test_a_term_or_gate_without_a_verdict_is_refused(gate):
+    with pytest.raises(InputError, match="\\['b'\\]"):
+        total_reward({"a": MISSING}, [*terms(a=1.0), WeightedReward(Echo(), name="b", gate=gate)])
 
 
 def test_several_rewards_and_a_gate_from_entries_of_a_recipe():

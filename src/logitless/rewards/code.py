@@ -1,12 +1,12 @@
 """Programs that are run against tests, in a sandbox.
 
 Each test runs in a fresh interpreter in a folder of its own, with an empty environment and limits on time, memory,
-output and open files. It reads Python and the system's libraries, writes in its folder, and reaches neither the
-network nor another process; nor can it start one. What it ought to print stays in this process: workers send back
-fingerprints of what was printed. ``PYTHONHASHSEED`` is 0: a program that does not ask for chance prints the same again.
+output and open files. It can read Python and the system's libraries and write in its folder; it cannot reach the
+network or another process, nor start one. The expected output stays in this process: workers return hashes of what was
+printed. ``PYTHONHASHSEED`` is 0, so that a program without random numbers prints the same every time.
 
-Not prevented: that it finds out which files exist, that it loads one processor and its memory until the deadline, and
-faults of the kernel. ``sandbox.sandbox_of("program")`` says what holds on a machine.
+Not prevented: finding out which files exist, using one processor and its memory until the deadline, and bugs of the
+kernel. ``sandbox.sandbox_of("program")`` says what holds on a machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,20 +28,17 @@ _START_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class Code(PooledReward):
-    """1 where the program of the completion passes all tests, or the fraction that it passes.
+    """1 if the completion's program passes all tests, else 0; or the fraction of tests that it passes.
 
-    The program is the last block fenced as ``python``, or the whole completion. A program that fails, hangs or goes
-    over a limit, or ends its parent, fails the test: that is its own doing, and graded.
-
-    It reads Python and the system's libraries, writes in a folder of its own, and reaches neither the network nor other
-    processes nor what it ought to print. It can find out which files exist and load one processor and its memory until
-    its deadline; faults of the kernel are not prevented. ``logitless doctor`` says what is in force.
+    The program is the last block fenced as ``python``, or the whole completion. A program that fails, hangs, goes over
+    a limit or kills its parent fails the test. The sandbox, and what it does not prevent, is described at the top of
+    this file; ``logitless doctor`` says what is in force.
 
     Args:
         column: column with each row's tests (a list, or JSON text): ``output`` expected of a run with ``input``, or
             of the expression ``call``.
-        partial: give the fraction of passed tests instead of all or nothing.
-        deadline_seconds: for one test: of the processor's time while it computes, else of the clock.
+        partial: score the fraction of passed tests.
+        deadline_seconds: for one test: processor time while it computes, wall-clock time while it waits.
         memory_mib: memory for one test.
         sandbox: ``required`` refuses to start without a sandbox; ``none`` runs programs with your rights.
 
@@ -58,7 +55,7 @@ class Code(PooledReward):
     sandbox: SandboxOption = "required"
 
     def check(self, columns: Columns) -> None:
-        """Every row has tests, and there is a sandbox, or the recipe does without.
+        """Check that every row has tests, and that there is a sandbox unless the recipe does without.
 
         Raises:
             DataError: a row without tests.
@@ -81,7 +78,7 @@ class Code(PooledReward):
         outcomes = program_pool().run(
             "logitless.rewards.workers.programs:run_program",
             items,
-            # The worker itself ends a program at its deadline; this one is for a worker that does not answer.
+            # The worker itself ends a program at its deadline; this one is for a worker that does not respond.
             deadline_seconds=(MAX_DEADLINES * self.deadline_seconds + _START_SECONDS) * max(map(len, tests)),
         )
         return [self._graded(outcome, own) for outcome, own in zip(outcomes, tests, strict=True)]
@@ -100,20 +97,19 @@ def _without_output(test: Mapping[str, str]) -> dict[str, str]:
 
 
 def _tests(value: Any, name: str, row: int) -> list[dict[str, str]]:
-    """A row's tests."""
-    tests = from_json(value)
-    if not isinstance(tests, Sequence) or not tests or not all(map(_is_test, tests)):
+    """A row's tests, without nulls."""
+    read = from_json(value)
+    entries = read if isinstance(read, Sequence) else ()
+    tests = [{k: text for k, text in each.items() if text is not None} for each in entries if isinstance(each, Mapping)]
+    if not tests or len(tests) < len(entries) or not all(map(_is_test, tests)):
         raise DataError(
             needed=f"a list of tests in column {name!r}, each with texts `output` and `input` or `call`",
             given=f"{value!r:.80} in row {row}",
             remedy='Write [{"input": "1 2", "output": "3"}], or [{"call": "add(1, 2)", "output": "3"}].',
         )
-    return [{key: text for key, text in test.items() if text is not None} for test in tests]
+    return tests
 
 
-def _is_test(test: Any) -> bool:
-    if not isinstance(test, Mapping):
-        return False
-    given = {key: text for key, text in test.items() if text is not None}
+def _is_test(test: Mapping[str, Any]) -> bool:
     kinds = {"output", "input"}, {"output", "call"}, {"output"}
-    return set(given) in kinds and all(isinstance(text, str) for text in given.values())
+    return set(test) in kinds and all(isinstance(text, str) for text in test.values())

@@ -1,8 +1,8 @@
-"""Scoring a file of responses with a suite or a reward, in worker processes, and what to say of the result.
+"""Score a file of responses with a suite or a reward, in worker processes, and report the result.
 
-Prompts and responses are JSON Lines with the official field names; responses may also be what ``logitless sample
---out`` wrote, several of a prompt. A prompt without a response is ``missing``, a response without a prompt is skipped;
-both are counted and neither is an error.
+Prompts and responses are JSON Lines with the official field names; responses may also come from ``logitless sample
+--out``, several for a prompt. A prompt without a response is ``missing``, a response without a prompt is skipped; both
+are counted and neither is an error.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from logitless.rewards.workers.pooled import verdict_of
 from logitless.types import Verdict, VerdictStatus
 
 CHUNK = 512
-"""Responses between two reports of progress."""
+"""Responses between two calls of ``progress``."""
 
 SCORE = "logitless.rewards.instructions.suites:score_response"
 PRELOAD = "logitless.rewards.instructions.preload:loaded"
@@ -35,9 +35,9 @@ class PromptRow:
     """One row of a prompts file.
 
     Args:
-        line: its number in the file, from 1.
-        prompt: what was asked.
-        columns: every other field.
+        line: number in the file, from 1.
+        prompt: its text.
+        columns: all other fields.
     """
 
     line: int
@@ -50,9 +50,9 @@ class Pairing:
     """Prompts with their responses.
 
     Args:
-        rows: the prompts, in the order of their file; one with several completions stands there as often.
-        responses: the response to each, None where there is none.
-        num_skipped: responses to none of the prompts.
+        rows: the prompts in the order of their file; one with several responses is repeated.
+        responses: one each; None if there is none.
+        num_skipped: number of responses without a prompt.
     """
 
     rows: Sequence[PromptRow]
@@ -62,12 +62,12 @@ class Pairing:
 
 @dataclass(frozen=True)
 class SuiteVerdict:
-    """What a suite says of one response.
+    """A suite's verdict on one response.
 
     Args:
-        status: as a verdict's; ``missing`` also where there is no response.
-        strict, loose: one truth value a constraint, in the prompt's order, all False where ``ungradable``; empty where
-            there is no verdict.
+        status: as in ``Verdict``; ``missing`` also without a response.
+        strict, loose: whether each constraint is satisfied, in the prompt's order; all False if ``ungradable``, empty
+            for other statuses than ``graded``.
         message: why it is not graded.
     """
 
@@ -78,13 +78,13 @@ class SuiteVerdict:
 
     @property
     def counts(self) -> bool:
-        """Whether there is a verdict: that of the checks, or that of an ungradable response, which follows nothing."""
+        """Whether the response counts in rates; an ungradable one counts as satisfying nothing."""
         return self.status in ("graded", "ungradable")
 
 
 @dataclass(frozen=True)
 class Rate:
-    """How many passed of how many, with Wilson's 95 % interval.
+    """A fraction that passed, with Wilson's 95 % interval.
 
     Example:
         >>> rate = Rate(passed=8, count=10)
@@ -97,7 +97,7 @@ class Rate:
 
     @property
     def value(self) -> float:
-        """The fraction that passed; nan where there is nothing to count."""
+        """The fraction that passed; nan if ``count`` is 0."""
         return self.passed / self.count if self.count else math.nan
 
     @property
@@ -108,7 +108,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class SuiteReport:
-    """All four official rates, the rates of each constraint family, and how many prompts have which status."""
+    """The four official rates, the rates of each constraint family, and the number of prompts by status."""
 
     prompt_strict: Rate
     prompt_loose: Rate
@@ -119,7 +119,7 @@ class SuiteReport:
 
 
 def read_pairing(prompts: Path, responses: Path) -> Pairing:
-    """Read both files and pair them by ``prompt`` (spaces around it left out) or, where responses have none, ``key``.
+    """Read both files and pair rows by ``prompt``, stripped, or by ``key`` if responses have no prompt.
 
     Raises:
         DataError: a file or line that cannot be read, a field that is absent or of another type, or two rows of one
@@ -131,8 +131,8 @@ def read_pairing(prompts: Path, responses: Path) -> Pairing:
     places = _places(prompts, prompt_rows, name)
     if name == "prompt" and all("key" in row for _, row in prompt_rows):
         _places(prompts, prompt_rows, "key")
-    given: dict[str, list[str]] = {}
-    unasked = set[str]()
+    by_prompt: dict[str, list[str]] = {}
+    skipped = set[str]()
     for identity, line, row in _identified(responses, response_rows, name):
         response = row.get("response")
         if response is not None and not isinstance(response, str):
@@ -140,22 +140,20 @@ def read_pairing(prompts: Path, responses: Path) -> Pairing:
         if "response" not in row:
             raise _wrong(responses, line, "a field 'response'", f"fields {sorted(row)}")
         if identity not in places:
-            unasked.add(identity)
+            skipped.add(identity)
         elif response is not None:
-            given.setdefault(identity, []).append(response)
-    rows, answers = list[PromptRow](), list[str | None]()
+            by_prompt.setdefault(identity, []).append(response)
+    pairs: list[tuple[PromptRow, str | None]] = []
     for identity, (line, row) in places.items():
         if not isinstance(row.get("prompt"), str):
             raise _wrong(prompts, line, "a text in field 'prompt'", f"{row.get('prompt')!r:.80}")
         prompt = PromptRow(line, row["prompt"], {field: value for field, value in row.items() if field != "prompt"})
-        of_prompt = given.get(identity, [None])
-        rows += [prompt] * len(of_prompt)
-        answers += of_prompt
-    return Pairing(rows, answers, len(unasked))
+        pairs += [(prompt, response) for response in by_prompt.get(identity, [None])]
+    return Pairing([row for row, _ in pairs], [response for _, response in pairs], len(skipped))
 
 
 def _response(row: dict[str, Any]) -> dict[str, Any]:
-    """A row as the official files have it; one of ``logitless sample --out`` has its response in ``text``."""
+    """A row with the official field names; in files of ``logitless sample --out`` the response is ``text``."""
     return {**row, "response": row["text"]} if "token_ids" in row and "text" in row else row
 
 
@@ -167,20 +165,22 @@ def score_suite(
     deadline_seconds: float = 10.0,
     progress: Callable[[int], None] | None = None,
 ) -> list[SuiteVerdict]:
-    """What a suite says of each response, in the order of the prompts.
+    """A suite's verdict on each response, in the order of the prompts.
 
     Args:
         pairing: prompts with ``instruction_id_list`` and ``kwargs``, and responses.
-        suite: where the ids must be from.
+        suite: that the ids must belong to.
         workers: number of processes.
-        deadline_seconds: limit on one response; beyond it the status is ``ungradable``, and it follows nothing.
-        progress: called with the number of responses that were scored since the last call.
+        deadline_seconds: limit on one response; beyond it the status is ``ungradable``.
+        progress: called with the number of responses scored since its last call.
 
     Raises:
         DataError: a row whose ids or arguments are wrong; nothing is scored then.
     """
     for row in pairing.rows:
-        _check_row(row, suite)
+        key = f", key {row.columns['key']}" if "key" in row.columns else ""
+        ids, arguments = row.columns.get("instruction_id_list"), row.columns.get("kwargs")
+        read_constraints(ids, arguments, suite=suite, row=f"line {row.line}{key}")
     items = [
         (suite, row.columns["instruction_id_list"], row.columns["kwargs"], response)
         for row, response in zip(pairing.rows, pairing.responses, strict=True)
@@ -197,17 +197,15 @@ def score_suite(
             )
             if progress is not None:
                 progress(len(chunk))
-    answered = iter(scored)
-    return [
-        SuiteVerdict("missing", message="no response") if response is None else next(answered)
-        for response in pairing.responses
-    ]
+    verdicts = iter(scored)
+    missing = SuiteVerdict("missing", message="no response")
+    return [missing if response is None else next(verdicts) for response in pairing.responses]
 
 
 def score_reward(
     pairing: Pairing, reward: TextReward, *, progress: Callable[[int], None] | None = None
 ) -> list[Verdict]:
-    """What a reward says of each response, in the order of the prompts; their other fields are its columns.
+    """A reward's verdict on each response, in the order of the prompts; the prompts' other fields are its columns.
 
     Raises:
         ConfigurationError: a column that the reward needs is absent.
@@ -215,26 +213,24 @@ def score_reward(
     """
     fields = dict.fromkeys(field for row in pairing.rows for field in row.columns)
     reward.check({field: [row.columns.get(field) for row in pairing.rows] for field in fields})
-    verdicts: list[Verdict] = []
-    for start in range(0, len(pairing.rows), CHUNK):
-        rows, responses = pairing.rows[start : start + CHUNK], pairing.responses[start : start + CHUNK]
-        answered = [(row, response) for row, response in zip(rows, responses, strict=True) if response is not None]
-        given = iter(
-            reward.verdicts(
-                [row.prompt for row, _ in answered],
-                [response for _, response in answered],
-                {field: [row.columns.get(field) for row, _ in answered] for field in fields},
-            )
+    pairs = [(row, r) for row, r in zip(pairing.rows, pairing.responses, strict=True) if r is not None]
+    scored: list[Verdict] = []
+    for start in range(0, len(pairs), CHUNK):
+        chunk = pairs[start : start + CHUNK]
+        scored += reward.verdicts(
+            [row.prompt for row, _ in chunk],
+            [response for _, response in chunk],
+            {field: [row.columns.get(field) for row, _ in chunk] for field in fields},
         )
-        absent = Verdict(score=None, status="missing", message="no response")
-        verdicts.extend(absent if response is None else next(given) for response in responses)
         if progress is not None:
-            progress(len(answered))
-    return verdicts
+            progress(len(chunk))
+    verdicts = iter(scored)
+    missing = Verdict(score=None, status="missing", message="no response")
+    return [missing if response is None else next(verdicts) for response in pairing.responses]
 
 
 def reward_at(path: str) -> TextReward:
-    """The reward that an import path names: one of the library, or a user's function of TRL's shape.
+    """The reward at an import path: one of the library, or a user's function with TRL's signature.
 
     Raises:
         ConfigurationError: the path names no reward.
@@ -262,7 +258,7 @@ def reward_at(path: str) -> TextReward:
 
 
 def suite_report(pairing: Pairing, verdicts: Sequence[SuiteVerdict]) -> SuiteReport:
-    """The rates over all graded prompts, an ungradable response counted as one that follows nothing."""
+    """The rates over all responses that count: see ``SuiteVerdict.counts``."""
     graded = [(ids, verdict) for ids, verdict in zip(_ids(pairing), verdicts, strict=True) if verdict.counts]
     families = sorted({name.partition(":")[0] for ids, _ in graded for name in ids})
     strict = [list(zip(ids, verdict.strict, strict=True)) for ids, verdict in graded]
@@ -283,7 +279,7 @@ def suite_report(pairing: Pairing, verdicts: Sequence[SuiteVerdict]) -> SuiteRep
 def official_rows(
     pairing: Pairing, verdicts: Sequence[SuiteVerdict], *, loose: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """The official output rows of the graded prompts, strict or loose."""
+    """The rows of the official output file, strict or loose."""
     for row, ids, verdict in zip(pairing.rows, _ids(pairing), verdicts, strict=True):
         if verdict.counts:
             followed = list(verdict.loose if loose else verdict.strict)
@@ -302,7 +298,7 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 
 
 def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
-    """Draw one bar a name, with its interval, into a file whose format its name tells."""
+    """Draw one bar a rate, with its interval; the file's suffix sets the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -321,7 +317,7 @@ def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Line numbers and objects of a JSON Lines file, or rows of a Parquet file; blank lines are left out."""
+    """(line number, object) of a JSON Lines or Parquet file; blank lines are skipped."""
     if path.is_dir():
         raise DataError(
             needed=f"a file at {path}",
@@ -343,7 +339,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         try:
             row = json.loads(line, object_pairs_hook=_without_duplicates)
             if "\\u" in line:
-                json.dumps(row, ensure_ascii=False).encode()  # half a surrogate pair is no text
+                json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair
         except (ValueError, RecursionError) as error:
             raise _wrong(path, number, "a JSON object", str(error)) from None
         if not isinstance(row, dict):
@@ -371,14 +367,19 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _places(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> dict[str, tuple[int, dict[str, Any]]]:
-    """The rows by that field, in order."""
+    """(line, row) by the value of that field, in order."""
     return {identity: (line, row) for identity, line, row in _identified(path, rows, name, once=True)}
 
 
 def _identified(
     path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str, *, once: bool = False
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """(what is in that field, line, row) of each row; unless ``once``, completions may have the same in several."""
+    """(value of that field, line, row) of each row.
+
+    Raises:
+        DataError: the field is absent, or two rows have the same value; rows of ``logitless sample --out`` may, unless
+            ``once``.
+    """
     lines: dict[str, int] = {}
     for line, row in rows:
         if row.get(name) is None:
@@ -394,19 +395,12 @@ def _wrong(path: Path, line: int, needed: str, given: str) -> DataError:
     return DataError(needed=f"{needed} in {path.name}, line {line}", given=given, remedy="Repair the line.")
 
 
-def _check_row(row: PromptRow, suite: SuiteName) -> None:
-    key = f", key {row.columns['key']}" if "key" in row.columns else ""
-    read_constraints(
-        row.columns.get("instruction_id_list"), row.columns.get("kwargs"), suite=suite, row=f"line {row.line}{key}"
-    )
-
-
 def _suite_verdict(outcome: Outcome, num_constraints: int) -> SuiteVerdict:
     if outcome.status == "done" and "strict" in outcome.value:
         return SuiteVerdict("graded", tuple(outcome.value["strict"]), tuple(outcome.value["loose"]))
     verdict = verdict_of(outcome)
-    none_followed = (False,) * num_constraints if verdict.status == "ungradable" else ()
-    return SuiteVerdict(verdict.status, none_followed, none_followed, verdict.message)
+    unsatisfied = (False,) * num_constraints if verdict.status == "ungradable" else ()
+    return SuiteVerdict(verdict.status, unsatisfied, unsatisfied, verdict.message)
 
 
 def _ids(pairing: Pairing) -> list[Sequence[str]]:

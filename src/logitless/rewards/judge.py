@@ -1,8 +1,8 @@
-"""A judge behind an OpenAI endpoint: another model reads an answer and says a number.
+"""A judge behind an OpenAI endpoint: another model reads a completion and replies with a number.
 
-One request a completion, several at a time. What the judge says is kept, so that the same answer is judged once. A
-judge that fails is never a wrong answer: what cannot be had within the retries and the deadline has a status of its
-own. Gives up: the judge's own mistakes. A completion can talk to it; a policy that is trained against one learns to.
+One request a completion, several in parallel. Replies are cached, so that the same completion is judged once. A failing
+judge never counts as a wrong answer: the verdict gets a status. Not prevented: mistakes of the judge. A completion can
+address the judge, and a policy trained against one learns to.
 """
 
 import hashlib
@@ -42,20 +42,20 @@ _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Judge(TextReward):
-    """The number that a judge model says of a completion, from 0 at `lowest` to 1 at `highest`.
+    """The number in a judge model's reply, scaled to 0 at `lowest` and 1 at `highest`.
 
-    A reply without a number or of over 1 MiB is an `error`, as is a refused request; what takes too long is a
-    `timeout`; what the budget leaves no request for is `missing`. None of them is a score.
+    A reply without a number or of over 1 MiB is an `error`, as is a refused request; a request that takes too long is a
+    `timeout`; a completion for which the budget has no request left is `missing`. None of them has a score.
 
     Args:
         url: of the endpoint, for example `http://127.0.0.1:8000/v1`; with a key, on this machine or https.
-        model: as the endpoint calls it.
-        template: the question put to the judge, with `{completion}`, `{prompt}` and names of columns.
-        system: the conversation's first message.
-        pattern: a regular expression with one group, the number; the last match of the reply counts.
+        model: its name at the endpoint.
+        template: the user message to the judge, with `{completion}`, `{prompt}` and names of columns.
+        system: the system message.
+        pattern: a regular expression with one group, the number; the last match in the reply counts.
         lowest: the number that scores 0.
-        highest: the number that scores 1; what is outside of the two is an `error`.
-        max_tokens: that the judge may say.
+        highest: the number that scores 1; a number outside the two is an `error`.
+        max_tokens: of the reply.
         temperature: of the judge.
         api_key_variable: name of the environment variable with the key; never the key itself.
         api_key_file: file with the key.
@@ -64,11 +64,11 @@ class Judge(TextReward):
         backoff_seconds: before the first retry; twice as long before each further one.
         deadline_seconds: for one completion, all retries included.
         concurrency: requests at a time.
-        max_requests: budget of the process; what the cache answers is free. Null: no limit.
-        cache: JSON Lines file of replies, read at the start and added to; None: in memory alone.
+        max_requests: budget of the process; cached replies are free. Null: no limit.
+        cache: JSON Lines file of replies, read at the start and appended to; None: in memory alone.
 
     Raises:
-        ConfigurationError: a url, template, pattern or limit that makes no sense.
+        ConfigurationError: an invalid url, template, pattern or limit.
 
     Example:
         >>> judge = Judge(url="http://127.0.0.1:9/v1", model="judge", retries=0)
@@ -119,15 +119,15 @@ class Judge(TextReward):
                 raise ConfigurationError(needed=needed, given=repr(given), remedy="Correct the judge's entry.")
 
     def check(self, columns: Columns) -> None:
-        """The columns of the template and the key are there.
+        """Check that the template's columns and the key exist, and that the cache can be read.
 
         Raises:
-            ConfigurationError: one is not, or the cache cannot be read.
+            ConfigurationError: one is absent, or the cache cannot be read.
         """
         for name in self._columns():
             column(columns, name)
         self._client()
-        _asked(self)
+        _cache_of(self)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
@@ -137,11 +137,12 @@ class Judge(TextReward):
             fields = {name: str(column(batch.columns, name)[row]) for name in names}
             fields |= {"prompt": prompt_text(batch.prompts[row]), "completion": text}
             questions.append(_FIELD.sub(lambda found: fields.get(found[1], found[0]), self.template))  # noqa: B023
-        client, asked = self._client(), _asked(self)
+        client, cache = self._client(), _cache_of(self)
         distinct = list(dict.fromkeys(questions))
         with ThreadPoolExecutor(max_workers=self.concurrency) as threads:
-            said = dict(zip(distinct, threads.map(lambda q: self._verdict(q, client, asked), distinct), strict=True))
-        return [said[question] for question in questions]
+            verdicts = threads.map(lambda question: self._verdict(question, client, cache), distinct)
+            by_question = dict(zip(distinct, verdicts, strict=True))
+        return [by_question[question] for question in questions]
 
     def _columns(self) -> list[str]:
         return sorted(set(_FIELD.findall(self.template)) - {"prompt", "completion"})
@@ -150,7 +151,7 @@ class Judge(TextReward):
         key = api_key(self.api_key_file, self.api_key_variable)
         return HttpClient(self.url, api_key=key, max_bytes=MAX_REPLY_BYTES)
 
-    def _verdict(self, question: str, client: HttpClient, asked: "_Asked") -> Verdict:
+    def _verdict(self, question: str, client: HttpClient, cache: "_Cache") -> Verdict:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
         body = {
             "model": self.model,
@@ -158,13 +159,14 @@ class Judge(TextReward):
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
-        reply = asked.before(self.url, body)
+        key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
+        reply = cache.reply(key)
         if reply is None:
-            found = self._reply(body, client, asked)
+            found = self._ask(body, client, cache)
             if isinstance(found, Verdict):
                 return found
             reply = found
-        # A completion may have the judge say nothing but spaces, over which a pattern can take quadratic time.
+        # A completion may make the judge reply with a run of spaces, over which a pattern can take quadratic time.
         numbers = re.findall(self.pattern, _LONG_SPACE.sub(r"\1", reply))
         try:
             score = (float(numbers[-1]) - self.lowest) / (self.highest - self.lowest)
@@ -173,12 +175,12 @@ class Judge(TextReward):
         if not 0 <= score <= 1:
             limits = f"{self.lowest:g} to {self.highest:g}"
             return Verdict(score=None, status="error", message=f"the judge said {numbers[-1]}, and {limits} was asked")
-        asked.keep(self.url, body, reply)
+        cache.add(key, reply)
         return Verdict.graded(score)
 
-    def _reply(self, body: Mapping[str, Any], client: HttpClient, asked: "_Asked") -> str | Verdict:
-        """What the judge says, or why it says nothing."""
-        end, why, asked_times = time.monotonic() + self.deadline_seconds, "", 0
+    def _ask(self, body: Mapping[str, Any], client: HttpClient, cache: "_Cache") -> str | Verdict:
+        """The judge's reply, or the verdict if there is none."""
+        end, why, requests = time.monotonic() + self.deadline_seconds, "", 0
         failure: Literal["error", "timeout"] = "error"
         for attempt in range(self.retries + 1):
             if attempt:
@@ -186,11 +188,10 @@ class Judge(TextReward):
                 if time.monotonic() + pause >= end:
                     break
                 time.sleep(pause)
-            if not asked.may_ask(self.max_requests):
-                return Verdict(
-                    score=None, status="missing", message=f"the budget of {self.max_requests} requests is used"
-                )
-            asked_times += 1
+            if not cache.take_request(self.max_requests):
+                why = f"the budget of {self.max_requests} requests is used"
+                return Verdict(score=None, status="missing", message=why)
+            requests += 1
             seconds = min(self.timeout_seconds, end - time.monotonic())
             try:
                 return _content(client.post("/chat/completions", body, seconds=max(seconds, 0.001)))
@@ -203,12 +204,12 @@ class Judge(TextReward):
                 failure, why = ("timeout", f"over {seconds:.3g} s") if late else ("error", str(fault))
             except (KeyError, IndexError, TypeError) as error:
                 failure, why = "error", f"a reply that cannot be read: {type(error).__name__}: {error}"
-        times = "once" if asked_times == 1 else f"{asked_times} times"
+        times = "once" if requests == 1 else f"{requests} times"
         return Verdict(score=None, status=failure, message=f"the judge failed {times}, last: {why}")
 
 
-class _Asked:
-    """What was asked before in this process, and what it cost."""
+class _Cache:
+    """Replies by question, and the number of requests made, of one judge in this process."""
 
     def __init__(self, file: Path | None) -> None:
         self.file, self.requests = file, 0
@@ -226,14 +227,11 @@ class _Asked:
                     remedy="Name another file, or remove the broken line.",
                 ) from error
 
-    def before(self, url: str, body: Mapping[str, Any]) -> str | None:
-        """The reply to the same question."""
+    def reply(self, key: str) -> str | None:
         with self._lock:
-            return self._replies.get(_digest(url, body))
+            return self._replies.get(key)
 
-    def keep(self, url: str, body: Mapping[str, Any], reply: str) -> None:
-        """Remember a reply."""
-        key = _digest(url, body)
+    def add(self, key: str, reply: str) -> None:
         with self._lock:
             if key in self._replies:
                 return
@@ -242,8 +240,8 @@ class _Asked:
                 with self.file.open("a", encoding="utf-8") as file:
                     file.write(json.dumps({"key": key, "reply": reply}) + "\n")
 
-    def may_ask(self, budget: int | None) -> bool:
-        """Count a request, if there is one left."""
+    def take_request(self, budget: int | None) -> bool:
+        """Count a request; False if the budget is used up."""
         with self._lock:
             if budget is not None and self.requests >= budget:
                 return False
@@ -251,21 +249,16 @@ class _Asked:
             return True
 
 
-_kept: dict[tuple[int, Judge], _Asked] = {}
-_kept_lock = threading.Lock()
+_caches: dict[tuple[int, Judge], _Cache] = {}
+_caches_lock = threading.Lock()
 
 
-def _asked(judge: Judge) -> _Asked:
-    """Of this process and this judge."""
-    with _kept_lock:
-        place = (os.getpid(), judge)
-        if place not in _kept:
-            _kept[place] = _Asked(None if judge.cache is None else Path(judge.cache))
-        return _kept[place]
-
-
-def _digest(url: str, body: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps([url, body], sort_keys=True).encode()).hexdigest()
+def _cache_of(judge: Judge) -> _Cache:
+    with _caches_lock:
+        key = (os.getpid(), judge)
+        if key not in _caches:
+            _caches[key] = _Cache(None if judge.cache is None else Path(judge.cache))
+        return _caches[key]
 
 
 def _content(reply: Any) -> str:

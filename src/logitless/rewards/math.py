@@ -1,7 +1,7 @@
-"""Mathematical equality, as math-verify decides it.
+"""Mathematical equality, decided by math-verify.
 
-It may take for ever (towers of powers) and hands parts of a text to sympy's parser, which evaluates them as Python:
-each text has a process of its own, in a sandbox, and is refused where its size alone would stall.
+math-verify may run for ever (towers of powers), and its parser evaluates parts of the text as Python. Therefore each
+text gets a process of its own in a sandbox, and texts whose size alone would stall it are refused.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ _NEEDS = ("math_verify:parse",)
 
 @dataclass(frozen=True, kw_only=True)
 class Math(ConfinedReward):
-    """1 where the last expression of the completion equals the gold answer, else 0.
+    """1 if the last expression of the completion equals the gold answer, else 0.
 
     Args:
         column: column with the gold answer: a number, or LaTeX with or without dollar signs.
-        answer_tag: grade what stands in the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
+        answer_tag: grade the content of the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
 
     Source:
         https://github.com/huggingface/Math-Verify.
@@ -41,7 +41,7 @@ class Math(ConfinedReward):
     answer_tag: str | None = None
 
     def check(self, columns: Columns) -> None:
-        """math-verify is here and reads every gold answer."""
+        """Check that math-verify is installed and parses every gold answer."""
         require("math_verify", "math-verify")
         check_text_column(columns, self.column)
         gold = columns[self.column]
@@ -58,7 +58,7 @@ class Math(ConfinedReward):
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
         require("math_verify", "math-verify")
-        said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
-        items = list(zip(column(batch.columns, self.column), said, strict=True))
-        read = [f"{gold} {text}" for gold, text in items]
-        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, read, _NEEDS)]
+        answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
+        items = list(zip(column(batch.columns, self.column), answers, strict=True))
+        parsed = [f"{gold} {text}" for gold, text in items]
+        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, parsed, _NEEDS)]

@@ -1,4 +1,4 @@
-"""The rewards a recipe can name: one entry of its list is one of these, told apart by ``name``."""
+"""The rewards that a recipe can name: each entry of its list is one of these, by ``name``."""
 
 from typing import Annotated, TypeAlias
 
@@ -37,4 +37,4 @@ RewardOptions: TypeAlias = Annotated[
     | Repetition,
     Field(discriminator="name"),
 ]
-"""``{name: exact, column: answer}`` and the like; each variant is itself the reward."""
+"""An entry such as ``{name: exact, column: answer}``, which is itself the reward."""

@@ -1,7 +1,7 @@
-"""The verifier of a reasoning-gym task.
+"""Verifiers of reasoning-gym tasks.
 
-Some hand the model's text to ``eval``, or to sympy's parser, which does: literals and formulas are all that either
-takes here, and each text that is more than words and numbers has a process of its own, in a sandbox.
+Some pass the model's text to ``eval``, directly or through sympy's parser. Both are restricted to literals and formulas
+here, and each text with more than words and numbers gets a process of its own in a sandbox.
 """
 
 import json
@@ -25,19 +25,19 @@ _ROWS_TRIED = 32
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGym(ConfinedReward):
-    """The task's own score of the completion against the entry it was asked about, in [0, 1].
+    """The task's own score of the completion for its entry, in [0, 1].
 
-    Many tasks give a little to a wrong answer of the right form. An answer at which the verifier raises is wrong: 0.
-    Entries of five tasks hold no gold answer (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour); they
-    score correct answers all the same.
+    Many tasks give a small score to a wrong answer of the right form. An answer at which the verifier raises scores 0.
+    Entries of five tasks have no gold answer (boxnet, graph_color, propositional_logic, rubiks_cube, rush_hour), but
+    correct answers are scored.
 
     Args:
         task: for example ``chain_sum``.
-        options: the task's settings that the data was made with, where its verifier depends on them.
+        options: settings that the data was made with, if the task's verifier depends on them.
         column: column with the entry (question, answer, metadata) as the task made it, or as JSON text.
-        partial_credit: keep scores between 0 and 1; False makes them 0, for standardized in a group a crumb weighs as
-            much as a right answer.
-        answer_tag: score what stands in the last ``<answer_tag>...</answer_tag>``; without the tags there is no answer.
+        partial_credit: keep scores between 0 and 1; False makes them 0. Standardized within a group, a small score
+            weighs as much as a right answer.
+        answer_tag: score the content of the last ``<answer_tag>...</answer_tag>``; without the tags there is no answer.
 
     Raises:
         ConfigurationError: a task whose verifier cannot be trusted.
@@ -68,7 +68,7 @@ class ReasoningGym(ConfinedReward):
             )
 
     def check(self, columns: Columns) -> None:
-        """The task exists, every row holds an entry, and the gold answers of the first rows score 1."""
+        """Check that the task exists, that rows hold entries, and that the gold answers of the first rows score 1."""
         require("reasoning_gym", "reasoning-gym")
         from reasoning_gym.factory import DATASETS
 
@@ -93,24 +93,21 @@ class ReasoningGym(ConfinedReward):
         require("reasoning_gym", "reasoning-gym")
         values = column(batch.columns, self.column)
         entries = [_entry(value, self.column, row) for row, value in enumerate(values)]
-        said = texts if self.answer_tag is None else [tagged(text, self.answer_tag) for text in texts]
-        verdicts = self._verdicts(entries, said)
-        return verdicts if self.partial_credit else [_all_or_nothing(verdict) for verdict in verdicts]
+        answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) for text in texts]
+        verdicts = self._verdicts(entries, answers)
+        if self.partial_credit:
+            return verdicts
+        return [Verdict.graded(float(v.score == 1.0)) if v.status == "graded" else v for v in verdicts]
 
     def _verdicts(self, entries: Sequence[Mapping[str, Any]], answers: Sequence[str | None]) -> list[Verdict]:
         options = json.dumps(dict(self.options), sort_keys=True)
         items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
-        read = [f"{entry['answer']} {answer}" for entry, answer in zip(entries, answers, strict=True)]
-        outcomes = self.run_confined("grade_reasoning_gym", items, read, _NEEDS)
+        parsed = [f"{entry['answer']} {answer}" for entry, answer in zip(entries, answers, strict=True)]
+        outcomes = self.run_confined("grade_reasoning_gym", items, parsed, _NEEDS)
         return [self.verdict(outcome) for outcome in outcomes]
 
 
-def _all_or_nothing(verdict: Verdict) -> Verdict:
-    return verdict if verdict.status != "graded" else Verdict.graded(float(verdict.score == 1.0))
-
-
 def _entry(value: Any, name: str, row: int) -> Mapping[str, Any]:
-    """A row's entry."""
     entry = from_json(value)
     if not isinstance(entry, Mapping) or not {"answer", "metadata"} <= set(entry):
         raise DataError(

@@ -1,13 +1,13 @@
-"""What a reward is: completions and columns of data rows in, a ``Verdict`` each out; and what a completion is worth.
+"""Rewards: completions and columns of data rows in, one ``Verdict`` a completion out; and their weighted sum.
 
-A reward never raises because of what a completion says: hostile text is graded, or its verdict carries a status that
-says why not. It raises for what the caller got wrong (columns of another length, a missing column, an absent
-package), and ``check`` says so before the first rollout.
+A reward never raises because of a completion's text: any text is graded, or the verdict's status says why not. It
+raises for the caller's mistakes (columns of another length, a missing column, an absent package), and ``check`` finds
+these before the first rollout.
 
-``judge`` asks several rewards about completions and makes one number of what they say of each.
+``judge`` scores completions with several rewards and adds the scores up.
 
-Inside logitless columns travel as a mapping, so that a column may have any name (``kwargs``, ``self``). Only
-``__call__``, the shape TRL calls reward functions in, spreads them as keyword arguments.
+Columns are passed as a mapping, so that a column may have any name (``kwargs``, ``self``). Only ``__call__``, TRL's
+signature of reward functions, takes them as keyword arguments.
 """
 
 import json
@@ -30,34 +30,34 @@ TrlFunction: TypeAlias = Callable[..., Any]
 """TRL's reward function: ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, or async."""
 
 MAX_CHARACTERS = 1_000_000
-"""A longer completion is not graded: it scores 0, and its verdict is ``ungradable``."""
+"""A longer completion is not graded: its verdict is ``ungradable``, with score 0."""
 
 TRAINER_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
-"""What TRL passes to every reward function beside the columns; not one value a completion."""
+"""Arguments that TRL passes to every reward function and that are not columns."""
 
 RESERVED_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
-"""Names that a column cannot have where columns are spread as arguments."""
+"""Arguments of every reward function; no column can have these names."""
 
 ENVIRONMENT = "environment"
-"""The verdict on an episode that no reward judges beside the environment that pays for it."""
+"""Name of the verdict with the environment's reward, in runs without other rewards."""
 
 
 @runtime_checkable
 class Reward(Protocol):
     """Scores completions.
 
-    A reward is a value: the same completion and columns give the same verdict, in any order and from any thread.
+    A verdict depends on the completion and its columns alone, not on order or thread.
     """
 
     @property
     def name(self) -> str:
-        """What its metrics are called unless a ``WeightedReward`` gives another name."""
+        """Name of its metrics, unless a ``WeightedReward`` gives another."""
 
     def check(self, columns: Columns) -> None:
-        """Raise for rows that cannot be graded and for what this machine lacks, before anything is scored.
+        """Check rows and machine before anything is scored.
 
         Raises:
-            ConfigurationError: a column is absent, or a knob makes no sense.
+            ConfigurationError: a column is absent, or an option makes no sense.
             DataError: a row is malformed; the message names the row.
             UnavailableError: an optional package is absent.
         """
@@ -74,25 +74,25 @@ class Reward(Protocol):
 
 @runtime_checkable
 class EpisodeReward(Reward, Protocol):
-    """A reward that scores how an answer came about: every turn, what the environment said and what it paid.
+    """A reward that scores whole episodes: all turns, the environment's replies and its rewards.
 
-    Where there are episodes ``episode_verdicts`` is asked, and ``verdicts`` only where there is nothing but text.
+    ``episode_verdicts`` is called instead of ``verdicts`` if there are episodes.
     """
 
     def episode_verdicts(self, episodes: Sequence[Episode], columns: Columns) -> list[Verdict]:
         """One verdict an episode, in order.
 
         Args:
-            episodes: what is scored.
-            columns: data rows by column, one value an episode.
+            episodes: to score.
+            columns: one value an episode, by column.
         """
 
 
 def completion_text(completion: Text) -> str:
-    """The text that is graded: a string itself, or the content of the last assistant message.
+    """The text to grade: a string itself, or the content of the last assistant message.
 
     Raises:
-        InputError: neither a string nor messages that end with text of an assistant.
+        InputError: neither a string nor messages with an assistant's text.
 
     Example:
         >>> completion_text([{"role": "assistant", "content": "4"}])
@@ -117,7 +117,7 @@ def completion_text(completion: Text) -> str:
 
 
 def prompt_text(prompt: Text) -> str:
-    """A prompt as one string: the string itself, or the text of its messages, a line apart.
+    """A prompt as one string: itself, or the texts of its messages joined by line breaks.
 
     Example:
         >>> prompt_text([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2="}])
@@ -129,10 +129,10 @@ def prompt_text(prompt: Text) -> str:
 
 
 def column(columns: Columns, name: str) -> Sequence[Any]:
-    """The column of that name.
+    """The column of this name.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: it is absent.
 
     Example:
         >>> column({"answer": ["4"]}, "answer")
@@ -148,7 +148,7 @@ def column(columns: Columns, name: str) -> Sequence[Any]:
 
 
 def check_text_column(columns: Columns, name: str) -> None:
-    """Every row of a column is a string.
+    """Check that every row of a column is a string.
 
     Raises:
         ConfigurationError: the column is absent.
@@ -167,7 +167,7 @@ def check_text_column(columns: Columns, name: str) -> None:
 
 
 def from_json(value: Any) -> Any:
-    """A row's value, or what its text says in JSON; None where it is text of another kind.
+    """A value as it is, or parsed if it is a string; None if the string is not JSON.
 
     Example:
         >>> from_json("[1]"), from_json([1]), from_json("one")
@@ -179,8 +179,8 @@ def from_json(value: Any) -> Any:
         return None
 
 
-def check_at_least_one(**knobs: int) -> None:
-    """Knobs that count are positive.
+def check_at_least_one(**options: int) -> None:
+    """Check that options are 1 or more.
 
     Raises:
         ConfigurationError: one is not.
@@ -188,13 +188,13 @@ def check_at_least_one(**knobs: int) -> None:
     Example:
         >>> check_at_least_one(cap=1)
     """
-    for name, value in knobs.items():
+    for name, value in options.items():
         if value < 1:
             raise ConfigurationError(needed=f"{name} of at least 1", given=str(value), remedy=f"Raise `{name}`.")
 
 
 def check_reserved(columns: Columns) -> None:
-    """No column has the name of an argument of a reward function.
+    """Check that no column has a name of ``RESERVED_ARGUMENTS``.
 
     Raises:
         ConfigurationError: one has.
@@ -213,16 +213,16 @@ def check_reserved(columns: Columns) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class TextReward:
-    """The common part of rewards that read the text of a completion: knobs of every reward, and both call shapes.
+    """Base of rewards that read the text of a completion: common options, and TRL's call signature.
 
-    A subclass is a frozen dataclass with ``name: Literal[...]`` and its own knobs; it implements ``grade``, and
-    ``check`` where rows can be wrong. Its fields are the keys of a recipe's entry; other keys are refused there.
+    A subclass is a frozen dataclass with ``name: Literal[...]`` and its own options. It implements ``grade``, and
+    ``check`` if rows can be wrong. Its fields are the keys of a recipe's entry.
 
     Args:
         name: which reward this is.
         weight: factor in the weighted sum.
         gate: make the whole reward 0 unless this score is above 0, instead of adding to it.
-        label: what its metrics are called; None: its name.
+        label: name of its metrics; None: its name.
         sources: names of the data that it scores, ``train`` and ``held_out`` among them; None: all.
     """
 
@@ -236,23 +236,23 @@ class TextReward:
 
     @property
     def metric_name(self) -> str:
-        """What its metrics are called."""
+        """Name of its metrics."""
         return self.label or self.name
 
     @property
     def __name__(self) -> str:
-        """What TRL calls the reward in its logs."""
+        """Its name in TRL's logs."""
         return self.metric_name
 
     def check(self, columns: Columns) -> None:
-        """Columns named by fields called ``column`` or ``..._column`` are there; no row is looked at."""
+        """Check that the columns exist that fields called ``column`` or ``..._column`` name; rows are not read."""
         for name in (each.name for each in fields(self)):
             named = getattr(self, name)
             if (name == "column" or name.endswith("_column")) and isinstance(named, str):
                 column(columns, named)
 
     def grade(self, texts: Sequence[str], batch: "Batch") -> list[Verdict]:
-        """One verdict a text; the fields of ``batch`` are aligned with the texts."""
+        """One verdict a text; ``batch`` has the same rows as ``texts``."""
         raise NotImplementedError
 
     def verdicts(
@@ -272,19 +272,19 @@ class TextReward:
             TrainingError: ``grade`` raised.
         """
         batch = Batch(prompts, completions, columns, completion_ids)
-        given = [_gradable_text(completion) for completion in completions]
-        readable = [row for row, text in enumerate(given) if isinstance(text, str)]
-        texts = [text for text in given if isinstance(text, str)]
+        read = [_gradable_text(completion) for completion in completions]  # a text, or why there is none
+        rows = [row for row, text in enumerate(read) if isinstance(text, str)]
+        texts = [text for text in read if isinstance(text, str)]
         with blamed(f"verdicts from `grade` of reward {self.metric_name!r}", TrainingError):
-            answered = self.grade(texts, batch.take(readable)) if texts else []
-        if not isinstance(answered, list) or [type(each) for each in answered] != [Verdict] * len(texts):
+            graded = self.grade(texts, batch.take(rows)) if texts else []
+        if not isinstance(graded, list) or [type(each) for each in graded] != [Verdict] * len(texts):
             raise InputError(
                 needed=f"a list of {len(texts)} Verdict from `grade` of reward {self.metric_name!r}",
-                given=f"{answered!r:.80}",
+                given=f"{graded!r:.80}",
                 remedy="Return one for each text, such as Verdict.graded(1.0).",
             )
-        graded = dict(zip(readable, answered, strict=True))
-        return [graded[row] if isinstance(text, str) else text for row, text in enumerate(given)]
+        by_row = dict(zip(rows, graded, strict=True))
+        return [by_row[row] if isinstance(text, str) else text for row, text in enumerate(read)]
 
     def __call__(
         self,
@@ -294,14 +294,14 @@ class TextReward:
         completion_ids: Sequence[Sequence[int]] | None = None,
         **columns: Any,
     ) -> list[float | None]:
-        """The scores in TRL's shape: None where a completion has none."""
+        """The scores in TRL's form: None for a completion without one."""
         rows = {name: values for name, values in columns.items() if name not in TRAINER_ARGUMENTS}
         return [verdict.score for verdict in self.verdicts(prompts, completions, rows, completion_ids)]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What belongs to B completions, row by row.
+    """B completions with their prompts and columns.
 
     Raises:
         InputError: a field or column of another length.
@@ -341,7 +341,7 @@ class Batch:
 
 
 def _gradable_text(completion: Text) -> str | Verdict:
-    """The text, or the verdict of a completion that cannot be read."""
+    """The text, or the verdict of a completion without a text that can be graded."""
     try:
         text = completion_text(completion)
     except InputError as error:
@@ -353,13 +353,13 @@ def _gradable_text(completion: Text) -> str | Verdict:
 
 @dataclass(frozen=True)
 class WeightedReward:
-    """A reward's place in a sum.
+    """A reward as a term of the weighted sum.
 
     Args:
         reward: the reward.
-        weight: its factor; may be negative (a penalty).
-        name: what its metrics are called; the reward's own name where empty.
-        gate: instead of counting in the sum, make the whole sum 0 unless this score is above 0.
+        weight: its factor; negative for a penalty.
+        name: of its metrics; empty for the reward's own name.
+        gate: make the whole sum 0 unless this score is above 0, instead of adding to it.
         sources: of the prompts that it scores; None for all.
 
     Raises:
@@ -392,10 +392,10 @@ class WeightedReward:
 
 
 def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
-    """The entries of a recipe's list of rewards, each under its label, with its weight.
+    """The entries of a recipe's list of rewards, by label, with their weights.
 
     Raises:
-        ConfigurationError: two have the same name, or there are gates and nothing beside them.
+        ConfigurationError: two have the same name, or all are gates.
 
     Example:
         >>> from logitless.rewards.text.length import Length
@@ -420,68 +420,43 @@ def weighted(rewards: Sequence[TextReward]) -> tuple[WeightedReward, ...]:
     return entries
 
 
-def weighted_sum(
-    verdicts: Mapping[str, Verdict],
-    weights: Mapping[str, float],
-    *,
-    gates: Sequence[str] = (),
-    unscored: Unscored = "leave_out",
-) -> float | None:
-    """``sum_name weights[name] * verdicts[name].score``, 0 where a gate is shut, None where there is nothing to sum.
-
-    A gate is open where its score is above 0. A gate without a score leaves the reward unknown: None.
-
-    Args:
-        verdicts: of one completion, by reward name.
-        weights: by reward name; other verdicts do not count.
-        gates: names of the gates.
-        unscored: ``leave_out`` sums the scored rewards alone and gives None only where there is none; ``drop`` gives
-            None as soon as one of them has no score.
-
-    Raises:
-        InputError: a weight or a gate without a verdict.
-
-    Example:
-        >>> timeout = Verdict(score=None, status="timeout")
-        >>> weighted_sum({"exact": Verdict.graded(1.0), "style": timeout}, {"exact": 2.0, "style": 1.0})
-        2.0
-        >>> weighted_sum({"style": timeout}, {"style": 1.0}) is None
-        True
-    """
-    absent = [name for name in (*weights, *gates) if name not in verdicts]
-    if absent:
-        raise InputError(
-            needed=f"a verdict of each of {[*weights, *gates]}",
-            given=f"none of {absent}",
-            remedy="Score with the same rewards that the weights are for.",
-        )
-    openness = [verdicts[name].score for name in gates]
-    scores = {name: verdicts[name].score for name in weights}
-    scored = {name: score for name, score in scores.items() if score is not None}
-    if None in openness or not scored or (unscored == "drop" and len(scored) < len(scores)):
-        return None
-    if any(score <= 0 for score in openness if score is not None):
-        return 0.0
-    return math.fsum(weights[name] * score for name, score in scored.items())
-
-
 def total_reward(
     verdicts: Mapping[str, Verdict], rewards: Sequence[WeightedReward], unscored: Unscored = "leave_out"
 ) -> float | None:
-    """The number a completion is trained on: ``weighted_sum`` with the weights and gates of these rewards.
+    """``sum(weight * score)`` of one completion; 0 if a gate's score is not above 0; None if the sum is unknown.
+
+    Args:
+        verdicts: by reward name.
+        rewards: terms and gates of the sum. A gate without a score makes the sum unknown.
+        unscored: how to treat terms without a score. ``leave_out`` sums the others, and is None only without any;
+            ``drop`` is None as soon as one has no score.
+
+    Raises:
+        InputError: a reward without a verdict.
 
     Example:
         >>> from logitless.rewards.text.length import Length
         >>> rewards = weighted([Length(unit="words", weight=0.5)])
         >>> total_reward({"length": Verdict.graded(2.0)}, rewards)
         1.0
+        >>> total_reward({"length": Verdict(score=None, status="timeout")}, rewards) is None
+        True
     """
-    return weighted_sum(
-        verdicts,
-        {entry.name: entry.weight for entry in rewards if not entry.gate},
-        gates=[entry.name for entry in rewards if entry.gate],
-        unscored=unscored,
-    )
+    names = [entry.name for entry in rewards]
+    if absent := [name for name in names if name not in verdicts]:
+        raise InputError(
+            needed=f"a verdict of each of {names}",
+            given=f"none of {absent}",
+            remedy="Score with the same rewards that the weights are for.",
+        )
+    gates = [verdicts[entry.name].score for entry in rewards if entry.gate]
+    scores = [(entry.weight, verdicts[entry.name].score) for entry in rewards if not entry.gate]
+    terms = [weight * score for weight, score in scores if score is not None]
+    if None in gates or not terms or (unscored == "drop" and len(terms) < len(scores)):
+        return None
+    if any(score <= 0 for score in gates if score is not None):
+        return 0.0
+    return math.fsum(terms)
 
 
 def judge(
@@ -491,18 +466,17 @@ def judge(
     *,
     unscored: Unscored,
 ) -> list[Group]:
-    """A group of each prompt: its completions with what was said of them.
+    """Score the episodes of each prompt: one group a prompt.
 
-    A reward that reads text is given the completion's text; an ``EpisodeReward`` is given the whole episode. What the
-    environment paid at the turns is added to the weighted sum of the rewards; where there are none, it is the reward,
-    and a verdict called ``environment`` says so. An episode that its environment could not go on with is an ``error``
-    under every reward.
+    A reward gets the completion's text, an ``EpisodeReward`` the whole episode. The environment's rewards are added to
+    the weighted sum; without other rewards they are the reward, in a verdict called ``environment``. An episode whose
+    environment failed is an ``error`` under every reward.
 
     Args:
         prompts: may repeat.
         episodes: of each prompt, in order.
-        rewards: judge.
-        unscored: what a completion is worth that some of the functions could not judge, see ``total_reward``.
+        rewards: terms and gates of the sum.
+        unscored: how to treat rewards without a score: see ``total_reward``.
 
     Example:
         >>> from logitless.rewards.text.length import Length
@@ -513,67 +487,66 @@ def judge(
         (2.0,)
     """
     pairs = [(p, episode) for p, of_prompt in zip(prompts, episodes, strict=True) for episode in of_prompt]
-    verdicts = _verdicts(pairs, rewards)
-    totals = [
-        _total(said, episode, [r for r in rewards if r.applies_to(prompt.source)], unscored)
-        for said, (prompt, episode) in zip(verdicts, pairs, strict=True)
-    ]
+    verdicts = iter(_verdicts(pairs, rewards))
     groups = []
     for prompt, of_prompt in zip(prompts, episodes, strict=True):
-        n = len(of_prompt)
-        paid = tuple(episode.turn_rewards for episode in of_prompt)
+        applying = [entry for entry in rewards if entry.applies_to(prompt.source)]
+        of_group = tuple(next(verdicts) for _ in of_prompt)
+        totals = [_total(of_one, e, applying, unscored) for of_one, e in zip(of_group, of_prompt, strict=True)]
+        turn_rewards = tuple(episode.turn_rewards for episode in of_prompt)
         groups.append(
             Group(
                 prompt,
                 tuple(episode.completion for episode in of_prompt),
-                tuple(verdicts[:n]),
-                tuple(totals[:n]),
-                paid if any(paid) else (),
+                of_group,
+                tuple(totals),
+                turn_rewards if any(turn_rewards) else (),
                 tuple(e.messages for e in of_prompt) if any(e.num_turns > 1 for e in of_prompt) else (),
             )
         )
-        verdicts, totals = verdicts[n:], totals[n:]
     return groups
 
 
 def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[WeightedReward]) -> list[dict[str, Verdict]]:
-    """By reward name, in the rewards' order, for each episode; of the rewards that judge its prompt's source."""
+    """By reward name, for each episode; of the rewards that apply to its prompt's source."""
     if not rewards:
-        return [{ENVIRONMENT: _failed(e) if e.failure else Verdict.graded(_paid(e))} for _, e in pairs]
-    said: list[dict[str, Verdict]] = [{} for _ in pairs]
+        return [{ENVIRONMENT: _failed(e) if e.failure else Verdict.graded(_turn_total(e))} for _, e in pairs]
+    verdicts: list[dict[str, Verdict]] = [{} for _ in pairs]
     for entry in rewards:
         rows = [row for row, (prompt, _) in enumerate(pairs) if entry.applies_to(prompt.source)]
-        for row, verdict in zip(rows, _verdicts_of(entry, [pairs[row] for row in rows]) if rows else (), strict=True):
+        if not rows:
+            continue
+        for row, verdict in zip(rows, _verdicts_of(entry, [pairs[row] for row in rows]), strict=True):
             episode = pairs[row][1]
-            said[row][entry.name] = _failed(episode) if episode.failure else verdict
-    return said
+            verdicts[row][entry.name] = _failed(episode) if episode.failure else verdict
+    return verdicts
 
 
 def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]]) -> list[Verdict]:
-    """What one reward says of each episode."""
+    """The verdicts of one reward."""
     names = {name for prompt, _ in pairs for name in prompt.columns}
     columns = {name: [p.columns.get(name) for p, _ in pairs] for name in names}
     if isinstance(entry.reward, EpisodeReward):
         with blamed(f"verdicts from `episode_verdicts` of reward {entry.name!r}", TrainingError):
-            said = entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
+            verdicts = entry.reward.episode_verdicts([episode for _, episode in pairs], columns)
     else:
-        said = entry.reward.verdicts(
+        verdicts = entry.reward.verdicts(
             [p.messages if p.messages is not None else p.text for p, _ in pairs],
             [episode.completion.text for _, episode in pairs],
             columns,
             [episode.completion.token_ids.tolist() for _, episode in pairs],
         )
-    if len(said) != len(pairs):
+    if len(verdicts) != len(pairs):
         raise InputError(
             needed=f"a verdict for each of {len(pairs)} completions",
-            given=f"{len(said)} from reward {entry.name!r}",
+            given=f"{len(verdicts)} from reward {entry.name!r}",
             remedy="Return one Verdict a completion, in order.",
         )
-    return said
+    return verdicts
 
 
 def _failed(episode: Episode) -> Verdict:
-    """What is said of an episode that its environment could not go on with."""
+    """The verdict on an episode whose environment failed."""
     first, _, trace = episode.failure.partition("\n")
     return Verdict(score=None, status="error", message=f"the environment failed: {first}", traceback=trace)
 
@@ -584,8 +557,8 @@ def _total(
     if ENVIRONMENT in verdicts and not rewards:
         return verdicts[ENVIRONMENT].score
     total = total_reward(verdicts, rewards, unscored)
-    return total + _paid(episode) if total is not None and episode.turn_rewards else total
+    return total + _turn_total(episode) if total is not None and episode.turn_rewards else total
 
 
-def _paid(episode: Episode) -> float:
+def _turn_total(episode: Episode) -> float:
     return math.fsum(episode.turn_rewards)

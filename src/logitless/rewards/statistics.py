@@ -1,4 +1,4 @@
-"""What to log of the verdicts of many completions: statuses, scores, constraints, and how often a reward failed."""
+"""Statistics of many verdicts, for logs: statuses, scores, constraints, and how often a reward failed."""
 
 import math
 from collections import Counter
@@ -11,9 +11,9 @@ HISTOGRAM_BINS = 10
 
 
 def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]:
-    """By reward name, the share of completions at which it failed by no fault of theirs: ``error`` or ``timeout``.
+    """By reward name, the share of completions with status ``error`` or ``timeout``: the reward failed.
 
-    What is ``missing`` was left out on purpose, and what is ``ungradable`` has a score: neither counts.
+    ``missing`` and ``ungradable`` do not count: the one is deliberate, the other the completion's doing.
 
     Example:
         >>> failed_shares([{"a": Verdict(None, "error")}, {"a": Verdict.graded(1.0)}])
@@ -27,18 +27,16 @@ def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]
 
 
 def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:
-    """What to log of many completions, for each reward: how many of each status, the scores, and each constraint.
-
-    Take them before groups without a signal are filtered.
+    """Statistics of many completions, by reward. Take them before zero-signal groups are filtered.
 
     Args:
         verdicts: one mapping (reward name -> verdict) a completion.
 
     Returns:
-        By reward name, values that survive JSON: ``count`` and one number a status; ``mean``, ``std`` (of the
-        population) and ``histogram`` (``edges`` of 10 equal bins over [0, 1], or over the range of the scores where
-        they leave it, and ``counts``) of the graded scores, None where there are none; ``constraints`` by id and
-        ``families`` (the part of the id before the colon), each with ``count``, ``passed`` and ``pass_rate``.
+        By reward name, values that JSON can hold: ``count`` and one number a status; ``mean``, ``std`` (of the
+        population) and ``histogram`` of the graded scores, None without any (``edges`` of 10 equal bins over [0, 1],
+        extended to the range of the scores, and ``counts``); ``constraints`` by id and ``families`` (the part of the id
+        before the colon), each with ``count``, ``passed`` and ``pass_rate``.
 
     Example:
         >>> graded = Verdict.graded(0.5, [("punctuation:no_comma", True), ("startend:quotation", False)])

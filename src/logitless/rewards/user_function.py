@@ -1,4 +1,4 @@
-"""A user's own reward function, in TRL's shape: in workers by its import path, or in this process if it is trusted."""
+"""Reward functions with TRL's signature: run in worker processes by import path, or in this process if trusted."""
 
 import asyncio
 import inspect
@@ -24,31 +24,33 @@ from logitless.rewards.reward import (
 from logitless.rewards.workers.pool import Outcome, Way, shared_pool
 from logitless.rewards.workers.pooled import PooledReward, verdict_of
 from logitless.rewards.workers.sandbox import require_sandbox
-from logitless.rewards.workers.tasks import accepted_columns, missing_arguments, scores_of
+from logitless.rewards.workers.tasks import accepted_columns, awaited, missing_arguments, scores_of
 from logitless.types import Verdict
 
 
 @dataclass(frozen=True, kw_only=True)
 class Function(PooledReward):
-    """What the function at an import path returns, called in a worker for one completion at a time.
+    """The score from the function at an import path, called in a worker process for one completion at a time.
 
-    The function has TRL's shape, ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync or
-    async; every list it is given holds one value. It is given the columns that it names, or all where it has
-    ``**kwargs``. None means that the completion cannot be scored (status ``missing``). Raising, a value that is no
-    finite number, another number of values than one, ending its process, going over its memory, or leaving processes
-    behind is an ``error``; waiting for something beyond its deadline a ``timeout``; computing beyond it, which a
-    completion can bring about, is ``ungradable``, and so is sleeping in a sandbox. What it prints is lost.
+    The function has TRL's signature, ``f(prompts, completions, completion_ids, **columns) -> list[float | None]``, sync
+    or async; every list has one value. It gets the columns that it names, or all if it has ``**kwargs``. Statuses:
 
-    The module is imported once, in a process with an empty environment; each completion has a fork of it, so load what
-    is large at import and not on first use.
+    - ``missing``: it returned None.
+    - ``error``: it raised, returned no finite number or another number of values than one, ended its process, went over
+      its memory, or left processes running.
+    - ``timeout``: it waited for something beyond its deadline.
+    - ``ungradable``: it computed beyond its deadline, which a completion can cause, or slept beyond it in a sandbox.
+
+    The module is imported once, in a process with an empty environment, and each completion gets a fork of it: load
+    large things at import, not on first use. Printed output is lost.
 
     Args:
         path: ``package.module:function``, or ``./file.py:function`` from the recipe's folder.
-        messages: hand over prompt and completion as lists of messages, as TRL does for conversations.
+        messages: pass prompt and completion as lists of messages, as TRL does for conversations.
         process: ``fresh``: a process for each completion; ``confined``: the same in a sandbox, for a function that
-            evaluates what it is given; ``kept``: many share one, for a function that runs nothing of them.
+            evaluates the completion; ``kept``: many completions share a process, for a function that runs none of them.
         environment: variables of this process that the function finds in ``os.environ``.
-        deadline_seconds: for one completion: of the processor's time while it computes, else of the clock.
+        deadline_seconds: for one completion: processor time while it computes, wall-clock time while it waits.
 
     Example:
         >>> Function(path="math:fsum").metric_name
@@ -75,7 +77,7 @@ class Function(PooledReward):
             )
         if self.process == "kept" and self.environment:
             raise ConfigurationError(
-                needed="a process of its own for each completion, where it is to find variables",
+                needed="a process for each completion if it is to have environment variables",
                 given="`process: kept` and `environment`",
                 remedy="Leave one of them out.",
             )
@@ -86,10 +88,11 @@ class Function(PooledReward):
         return self.label or self.path.rpartition(":")[2]
 
     def check(self, columns: Columns) -> None:
-        """Workers can import the function, and its arguments are columns; no column has the name of another argument.
+        """Check that workers can import the function, and that its arguments are columns.
 
         Raises:
-            ConfigurationError: it cannot be imported, or an argument without a default is no column.
+            ConfigurationError: it cannot be imported, an argument without a default is no column, or a column has a
+                name of ``RESERVED_ARGUMENTS``.
         """
         check_reserved(columns)
         if self.process == "confined":
@@ -113,8 +116,8 @@ class Function(PooledReward):
         items = []
         for row in range(len(texts)):
             arguments: dict[str, Any] = {name: values[row] for name, values in batch.columns.items()}
-            arguments["prompts"] = self._shaped(batch.prompts[row], "user")
-            arguments["completions"] = self._shaped(batch.completions[row], "assistant")
+            arguments["prompts"] = self._converted(batch.prompts[row], "user")
+            arguments["completions"] = self._converted(batch.completions[row], "assistant")
             if batch.completion_ids is not None:
                 arguments["completion_ids"] = list(batch.completion_ids[row])
             items.append((self._located, arguments))
@@ -125,7 +128,7 @@ class Function(PooledReward):
 
     @property
     def _located(self) -> str:
-        """The path as workers, which may have started in another folder, find it."""
+        """The path with an absolute file name: workers may have started in another folder."""
         return with_whole_path(self.path, Path.cwd())
 
     def _variables(self) -> dict[str, str]:
@@ -138,16 +141,16 @@ class Function(PooledReward):
             )
         return {name: os.environ[name] for name in self.environment}
 
-    def _shaped(self, text: Text, role: str) -> Text:
+    def _converted(self, text: Text, role: str) -> Text:
         return [{"role": role, "content": text}] if self.messages and isinstance(text, str) else text
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrustedFunction(TextReward):
-    """A reward function of TRL's shape that runs in this process, on the whole batch at once.
+    """A reward function with TRL's signature that runs in this process, on the whole batch at once.
 
-    Nothing stops it when it hangs, and a crash is a crash of the run: for functions that hold a connection or a model,
-    or score a batch as a whole. Where it raises or returns another number of values, the whole batch is an error.
+    For functions that hold a connection or a model, or that score a batch as a whole. If it hangs or crashes, so does
+    the run; if it raises or returns another number of values, the whole batch is an ``error``.
 
     Args:
         function: sync or async; an async one must not need the caller's event loop.
@@ -168,7 +171,7 @@ class TrustedFunction(TextReward):
         return self.label or str(getattr(self.function, "__name__", type(self.function).__name__))
 
     def check(self, columns: Columns) -> None:
-        """Its arguments are columns, and no column has the name of another argument."""
+        """Check that its arguments are columns, and that no column has a name of ``RESERVED_ARGUMENTS``."""
         check_reserved(columns)
         missing = missing_arguments(self.function, [*RESERVED_ARGUMENTS, *columns])
         _check_arguments(self.metric_name, missing, columns)
@@ -181,20 +184,15 @@ class TrustedFunction(TextReward):
             arguments["completion_ids"] = batch.completion_ids
         taken = accepted_columns(self.function, list(arguments))
         try:
-            answers = scores_of(_result(self.function, {name: arguments[name] for name in taken}), len(texts))
+            scores = scores_of(_result(self.function, {name: arguments[name] for name in taken}), len(texts))
         except Exception as error:
             message = f"raised: {type(error).__name__}: {error}"
             failure = Verdict(score=None, status="error", message=message, traceback=traceback.format_exc())
             return [failure] * len(texts)
-        return [verdict_of(Outcome("done", answer)) for answer in answers]
+        return [verdict_of(Outcome("done", score)) for score in scores]
 
 
 def _check_arguments(function: str, missing: Sequence[str], columns: Columns) -> None:
-    """A function's arguments are there.
-
-    Raises:
-        ConfigurationError: some are not.
-    """
     if missing:
         raise ConfigurationError(
             needed=f"arguments of the reward function {function} that are {', '.join(sorted(RESERVED_ARGUMENTS))} or a "
@@ -205,13 +203,9 @@ def _check_arguments(function: str, missing: Sequence[str], columns: Columns) ->
 
 
 def _result(function: TrlFunction, arguments: dict[str, Any]) -> Any:
-    """What a function returns; what it awaits runs on an event loop of its own, in a thread of its own."""
+    """The return value of a function, awaited if it is async."""
     result = function(**arguments)
     if not inspect.isawaitable(result):
         return result
-
-    async def awaited() -> Any:
-        return await result
-
-    with ThreadPoolExecutor(max_workers=1) as thread:
-        return thread.submit(lambda: asyncio.run(awaited())).result()
+    with ThreadPoolExecutor(max_workers=1) as thread:  # this thread may have a running event loop
+        return thread.submit(lambda: asyncio.run(awaited(result))).result()

@@ -1,4 +1,4 @@
-"""How far a fraction of few things may be from that of many."""
+"""The confidence interval of a fraction."""
 
 import math
 
@@ -7,12 +7,11 @@ Z_95 = 1.959964
 
 
 def wilson_interval(mean: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of the mean of ``count`` independent numbers in [0, 1]; all of [0, 1] where there is none.
+    """Wilson's 95 % interval of the mean of ``count`` independent numbers in [0, 1]; [0, 1] if ``count`` is 0.
 
     ``(p + z^2 / 2n -+ z * sqrt(p * (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)``
 
-    A number in [0, 1] varies at most as much as a coin of the same mean, so that for fractions of a thing the interval
-    is wide rather than narrow.
+    Made for numbers that are 0 or 1. Others vary less, so that their interval is too wide rather than too narrow.
 
     Source: Wilson 1927, Probable Inference.
 

@@ -160,7 +160,7 @@ def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
 
 def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkeypatch):
     lone.load("time:sleep")
-    real, lost = lone._awake, []
+    real, lost = lone._wait, []
 
     def late(deadline_seconds, patience):
         found = real(deadline_seconds, patience)
@@ -169,7 +169,7 @@ def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkey
             return []
         return found
 
-    monkeypatch.setattr(lone, "_awake", late)
+    monkeypatch.setattr(lone, "_wait", late)
     outcomes = [lone.run("time:sleep", [(seconds,)], deadline_seconds=0.5)[0] for seconds in (1.0, 60.0)]
     assert statuses(outcomes) == ["done", "idle"]
 
@@ -188,7 +188,7 @@ def test_an_item_that_ends_while_it_is_looked_at_has_its_result(lone, monkeypatc
 
 
 def test_a_child_that_ends_while_it_is_looked_at_is_no_orphan(monkeypatch):
-    monkeypatch.setattr(worker, "_was_not_let", ends_at_once)
+    monkeypatch.setattr(worker, "_is_starved", ends_at_once)
     parent = os.fork()
     if parent == 0:
         try:
@@ -348,14 +348,14 @@ def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark,
         pool.run("time:sleep", [(0.0,)] * 2)
         workers = {worker.pid for worker in pool._workers}
         [supervisor] = list(processes_of(mark) - workers)
-        real, killed = pool._awake, []
+        real, killed = pool._wait, []
 
         def awake(deadline_seconds, patience):
             if not killed and all(worker.queued and not worker.outgoing for worker in pool._workers):
                 killed.append(os.kill(supervisor, signal.SIGKILL))
             return real(deadline_seconds, patience)
 
-        monkeypatch.setattr(pool, "_awake", awake)
+        monkeypatch.setattr(pool, "_wait", awake)
         outcomes = pool.run("time:sleep", [(0.3,)] * 6)
         assert killed
     assert statuses(outcomes) == ["done"] * 6

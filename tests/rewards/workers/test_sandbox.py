@@ -112,7 +112,7 @@ def test_what_is_open_is_said_and_refused(monkeypatch, caplog):
     with pytest.raises(UnavailableError):
         Math().verdicts(["p"], ["(4)"], {"answer": ["4"]})
     monkeypatch.setattr(sandbox, "sandbox_of", lambda contained: Sandbox(("seccomp",), ()))
-    sandbox._say_once.cache_clear()
+    sandbox._log_once.cache_clear()
     with caplog.at_level("INFO", "logitless"):
         require_sandbox("program")
         require_sandbox("program")

@@ -32,7 +32,7 @@ def looks(monkeypatch):
     def over(is_asleep, late=lambda _: 0.0):
         ends = []
         for seed in range(50):
-            monkeypatch.setattr(worker, "_CHANCE", random.Random(seed))
+            monkeypatch.setattr(worker, "_RANDOM", random.Random(seed))
             clock = Clock()
             sleep = Sleep(DEADLINE, clock)
             while not sleep.is_over and clock.now < 100 * DEADLINE:
@@ -79,7 +79,7 @@ def test_a_machine_that_stands_still_for_ten_deadlines_makes_no_sleeper(looks):
 
 
 def test_moments_of_looks_are_drawn_from_what_a_fork_has_no_copy_of():
-    assert isinstance(worker._CHANCE, random.SystemRandom)
+    assert isinstance(worker._RANDOM, random.SystemRandom)
 
 
 def test_a_process_sleeps_that_was_stopped_and_none_sleeps_that_is_gone():

@@ -1,4 +1,4 @@
-"""Checkable instructions: IFEval, IFTrain and IFBench, each official id with its repaired twin where the two differ."""
+"""Checkable instructions: IFEval, IFTrain and IFBench, and repaired forms (``<id>@fixed``) of faulty checks."""
 
 from logitless.rewards.instructions.ifbench import IFBENCH
 from logitless.rewards.instructions.ifeval import IFEVAL

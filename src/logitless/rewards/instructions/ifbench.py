@@ -13,6 +13,7 @@ from logitless.rewards.instructions.ifeval import occurrences
 from logitless.rewards.instructions.iftrain import is_span
 from logitless.rewards.instructions.instruction import Count, Number, Positive, Suite, Text
 from logitless.rewards.instructions.text import (
+    alphanumeric_words,
     bare,
     bare_words,
     ends_with_emoji,
@@ -23,7 +24,6 @@ from logitless.rewards.instructions.text import (
     syllables,
     without_punctuation,
     words,
-    words_without_signs,
 )
 from logitless.rewards.instructions.word_lists import CAPITALS, CONJUNCTIONS, PERSON_NAMES, PRONOUNS, STOP_WORDS
 
@@ -54,10 +54,10 @@ def word_count_in_range(text: str, min_words: Count, max_words: Count) -> bool:
 
 @IFBENCH.instruction("count:unique_word_count")
 def has_unique_words(text: str, N: Count, fixed: bool = False) -> bool:
-    """There are at least N different words, case and punctuation around them left out of account.
+    """There are at least N different words, ignoring case and punctuation around them.
 
-    Quirk: signs by themselves are one more word (passes)
-    Fixed: There are at least N different words that are more than signs.
+    Quirk: a word of punctuation alone is one more word (passes)
+    Fixed: There are at least N different words that are more than punctuation.
     """
     return len(set(bare_words(text) if fixed else map(bare, text.lower().split()))) >= N
 
@@ -80,7 +80,7 @@ def has_two_statements_a_question(text: str, fixed: bool = False) -> bool:
     Quirk: no sentence of either kind will do (passes)
     Quirk: a full stop before a quotation mark is missed (fails)
     One token: Yes
-    Fixed: There is a question, and twice as many statements, quotation marks left out of account.
+    Fixed: There is a question, and twice as many statements, ignoring quotation marks.
     """
     ends = _sentence_ends(text, fixed)
     return ends["."] == 2 * ends["?"] and (ends["?"] > 0 or not fixed)
@@ -103,7 +103,7 @@ def has_conjunctions(text: str, small_n: Count, fixed: bool = False) -> bool:
     """There are at least so many different coordinating conjunctions.
 
     Quirk: the same one in other spelling is different (passes)
-    Fixed: There are at least so many different ones, case and punctuation left out of account.
+    Fixed: There are at least so many different ones, ignoring case and punctuation.
     """
     found = {word: bare(word).lower() for word in text.split() if bare(word).lower() in _CONJUNCTIONS}
     return len(set(found.values()) if fixed else found) >= small_n
@@ -132,7 +132,7 @@ def overlaps(text: str, reference_text: Text, percentage: Number, fixed: bool = 
 
 @IFBENCH.instruction("count:numbers")
 def has_numbers(text: str, N: Count, fixed: bool = False) -> bool:
-    """There are exactly N runs of digits once ASCII punctuation is taken out.
+    """There are exactly N runs of digits once ASCII punctuation is removed.
 
     Quirk: '1-2-3' is one number (passes)
     Fixed: There are exactly N numbers; a point or comma may stand inside one.
@@ -172,9 +172,9 @@ def has_few_vowels(text: str, fixed: bool = False) -> bool:
 
 @IFBENCH.instruction("words:consonants")
 def has_consonant_clusters(text: str, fixed: bool = False) -> bool:
-    """Each word, signs included, has two consonants (y is one) side by side.
+    """Each word, of punctuation too, has two consonants (y is one) side by side.
 
-    Quirk: a sign by itself fails (fails)
+    Quirk: a punctuation mark by itself fails (fails)
     One token: Sly
     Fixed: Each word that holds a letter has two consonants side by side.
     """
@@ -271,9 +271,9 @@ def nests_quotes(text: str, fixed: bool = False) -> bool:
 
 @IFBENCH.instruction("words:prime_lengths")
 def has_prime_lengths(text: str, fixed: bool = False) -> bool:
-    """The length of each word, ASCII punctuation taken out, is a prime number.
+    """The length of each word, without ASCII punctuation, is a prime number.
 
-    Quirk: signs alone will do (passes)
+    Quirk: punctuation alone passes (passes)
     Quirk: lengths over 97 fail (fails)
     One token: Yes
     Fixed: There are words, and the length of each is a prime number below 100.
@@ -287,10 +287,10 @@ def is_option(text: str, options: Text, fixed: bool = False) -> bool:
     """The text is one of the options.
 
     Quirk: 'or' inside a word divides (fails)
-    Quirk: lettered options must be copied to the sign (fails)
+    Quirk: lettered options must be copied exactly (fails)
     Quirk: a line break at the end fails (fails)
     One token: yes
-    Fixed: The text is one of the options (divided by /, a comma or the word or), punctuation around it left out.
+    Fixed: The text is one of the options (divided by /, a comma or the word or), ignoring punctuation around it.
     """
     if fixed:
         text, choices = text.strip(), re.split(r"/|\s+or\s+|,", options)
@@ -306,7 +306,7 @@ def is_option(text: str, options: Text, fixed: bool = False) -> bool:
 def has_a_word_a_line(text: str, fixed: bool = False) -> bool:
     """There are as many lines as words.
 
-    Quirk: signs alone will do (passes)
+    Quirk: punctuation alone passes (passes)
     Quirk: a line of spaces makes up for a line of two words (passes)
     One token: Yes
     Fixed: Each line that is not blank holds one word.
@@ -358,7 +358,7 @@ def has_japanese_words(text: str, N: Count, fixed: bool = False) -> bool:
     """Every N-th word has a Japanese character.
 
     Quirk: less than N words will do (passes)
-    Quirk: numbers are let pass (passes)
+    Quirk: numbers are accepted (passes)
     Quirk: N = 0 is never followed (fails)
     One token: Yes
     Fixed: There is an N-th word, and every N-th word has a Japanese character.
@@ -383,9 +383,9 @@ def starts_with_verb(text: str) -> bool:
 
 @IFBENCH.instruction("words:repeats")
 def repeats_few_words(text: str, small_n: Count) -> bool:
-    """No word occurs more than so many times, case and ASCII punctuation left out of account.
+    """No word occurs more than so many times, ignoring case and ASCII punctuation.
 
-    Quirk: signs alone will do (passes)
+    Quirk: punctuation alone passes (passes)
     One token: Yes
     """
     counts = Counter(without_punctuation(text.lower()).split())
@@ -477,7 +477,7 @@ def varies_first_letters(text: str) -> bool:
     """No word starts with the same letter as the one before.
 
     Quirk: a single word will do (passes)
-    Quirk: signs alone will do (passes)
+    Quirk: punctuation alone passes (passes)
     One token: Yes
     """
     return _neighbours_differ([word[0] for word in without_punctuation(text.lower()).split()])
@@ -488,7 +488,7 @@ def indents_lines(text: str, fixed: bool = False) -> bool:
     """Each line is indented by more spaces than the one before.
 
     Quirk: one line will do (passes)
-    Quirk: one blank line is left out of account (passes)
+    Quirk: one blank line is ignored (passes)
     Quirk: two blank lines are not (fails)
     Quirk: tabs are no indentation (fails)
     One token: Yes
@@ -610,7 +610,7 @@ def asks_growing_questions(text: str) -> bool:
 def lists_countries_backwards(text: str) -> bool:
     """At least 52 lines, from the first that holds Zimbabwe, are in reverse alphabetical order.
 
-    Quirk: lines before Zimbabwe are left out of account (passes)
+    Quirk: lines before Zimbabwe are ignored (passes)
     Quirk: 52 lines will do for 54 countries, whatever they say (passes)
     """
     lines = [line for line in map(bare, text.split("\n")) if line]
@@ -650,7 +650,7 @@ def starts_sentences_in_alphabet(text: str) -> bool:
 def sorts_capitals(text: str) -> bool:
     """The text is the 27 capitals from Reykjavik to Zagreb in order of latitude, divided by commas.
 
-    Quirk: accents are left out of account (passes)
+    Quirk: accents are ignored (passes)
     """
     return tuple(city.strip() for city in _ascii(text).split(",") if city.strip()) == CAPITALS
 
@@ -686,7 +686,7 @@ def is_quoted_csv(text: str) -> bool:
     """The text is CSV divided by tabs: the header and three rows of five fields, all in double quotation marks.
 
     Quirk: an empty field fails (fails)
-    Quirk: spaces behind a tab are let pass (passes)
+    Quirk: spaces behind a tab are accepted (passes)
     """
     columns = ("StudentID", "Subject", "Grade", "Semester", "Score")
     rows = _csv_rows(text.replace('"', '"""'), "\t") if _has_header(text, columns, "\t *") else []
@@ -723,23 +723,21 @@ def counts_keywords(
     Quirk: a keyword inside a word counts (fails)
     Fixed: The five keywords occur 1, 2, 3, 5 and 7 times as whole words, in any case.
     """
-    lower = text.lower()
-    return (
-        tuple(
-            occurrences(keyword, text, whole=True) if fixed else lower.count(keyword.strip().lower())
-            for keyword in (keyword1, keyword2, keyword3, keyword4, keyword5)
-        )
-        == KEYWORD_COUNTS
-    )
+    keywords = (keyword1, keyword2, keyword3, keyword4, keyword5)
+    if fixed:
+        counts = tuple(occurrences(keyword, text, whole=True) for keyword in keywords)
+    else:
+        counts = tuple(text.lower().count(keyword.strip().lower()) for keyword in keywords)
+    return counts == KEYWORD_COUNTS
 
 
 @IFBENCH.instruction("words:keywords_specific_position", "sentences", "words")
 def has_keyword_at(text: str, keyword: Text, n: Positive, m: Positive) -> bool:
-    """The m-th word of the n-th sentence is the keyword, in any case; signs are no words.
+    """The m-th word of the n-th sentence is the keyword, in any case; punctuation marks are not words.
 
     Quirk: 'can't' is two words (passes)
     """
-    mth = [word for sentence in sentences(text)[n - 1 : n] for word in words_without_signs(sentence)[m - 1 : m]]
+    mth = [word for sentence in sentences(text)[n - 1 : n] for word in alphanumeric_words(sentence)[m - 1 : m]]
     return [word.lower() for word in mth] == [keyword.strip().lower()]
 
 
@@ -747,11 +745,11 @@ def has_keyword_at(text: str, keyword: Text, n: Positive, m: Positive) -> bool:
 def has_keyword_second_and_second_last(text: str, keyword: Text, fixed: bool = False) -> bool:
     """The second and the second last word are the keyword, in any case.
 
-    Quirk: two signs at the end fail (fails)
-    Quirk: signs are words elsewhere (fails)
-    Fixed: The second and the second last word are the keyword, in any case; signs are no words.
+    Quirk: two punctuation marks at the end fail (fails)
+    Quirk: punctuation marks are words elsewhere (fails)
+    Fixed: The second and the second last word are the keyword, in any case; punctuation marks are not words.
     """
-    tokens = words_without_signs(text) if fixed else words(text)
+    tokens = alphanumeric_words(text) if fixed else words(text)
     if tokens and tokens[-1] in string.punctuation:
         tokens = tokens[:-1]
     return len(tokens) > 1 and tokens[1].lower() == tokens[-2].lower() == keyword.strip().lower()
@@ -761,8 +759,8 @@ def has_keyword_second_and_second_last(text: str, keyword: Text, fixed: bool = F
 def repeats_but_first_word(text: str, prompt_to_repeat: Text, fixed: bool = False) -> bool:
     """The text is the request but for its first word.
 
-    Quirk: more space will do in place of a change (passes)
-    Fixed: The text is the request, white space left out of account, with another first word.
+    Quirk: a change of white space is enough (passes)
+    Fixed: The text is the request, ignoring white space, with another first word.
     """
     ours, theirs = text.split(), prompt_to_repeat.split()
     changed = ours[:1] != theirs[:1] if fixed else text != prompt_to_repeat
@@ -779,7 +777,7 @@ def is_simple_sentence(text: str) -> bool:
 def repeats_span(text: str, prompt_to_repeat: Text, n_start: Count, n_end: Count) -> bool:
     """The text is the characters n_start to n_end, both included and counted from 0, of the request, in any case.
 
-    Quirk: spaces at the ends are left out of account (passes)
+    Quirk: spaces at the ends are ignored (passes)
     One token: Write
     """
     return is_span(text, prompt_to_repeat, n_start, n_end, fixed=True)
@@ -790,7 +788,7 @@ def is_title_case(text: str, fixed: bool = False) -> bool:
     """No word starts with a small letter and goes on in one case.
 
     Quirk: minor words count, though the text says major ones (fails)
-    Quirk: a word of mixed case is let pass (passes)
+    Quirk: a word of mixed case is accepted (passes)
     One token: Yes
     Fixed: The first, the last and every word of more than four letters starts with a capital.
     """

@@ -129,7 +129,7 @@ def lacks_words(text: str, forbidden_words: Texts, fixed: bool = False) -> bool:
 def letter_frequency(text: str, letter: Letter, let_frequency: Count, let_relation: Relation) -> bool:
     """The letter, in any case, occurs less than / at least so many times.
 
-    Quirk: a sign is counted as it stands (the official check draws a random letter instead) (passes)
+    Quirk: a character that is no letter is counted (the official check draws a random letter instead) (passes)
     One token: Tattoo
     """
     return matches(text.lower().count(letter.lower()), let_relation, let_frequency)
@@ -150,7 +150,7 @@ def is_in_language(text: str, language: Language, fixed: bool = False) -> bool:
 
 @IFEVAL.instruction("length_constraints:number_sentences", "sentences")
 def number_of_sentences(text: str, num_sentences: Count, relation: Relation) -> bool:
-    """There are less than / at least so many sentences.
+    """There are fewer than / at least so many sentences.
 
     Quirk: a list without full stops is one sentence (passes)
     One token: yes
@@ -164,7 +164,7 @@ def number_of_paragraphs(text: str, num_paragraphs: Count, fixed: bool = False) 
 
     Quirk: ***bold*** divides (passes)
     Quirk: * * * does not divide (fails)
-    Quirk: a divider first or last is left out of account (passes)
+    Quirk: a divider first or last is ignored (passes)
     Fixed: Lines of *** or * * * divide the text into exactly so many paragraphs; none of them is blank.
     """
     divider = r"^[^\S\n]*\*[^\S\n]?\*[^\S\n]?\*[^\S\n]*$" if fixed else r"\s?\*\*\*\s?"
@@ -174,11 +174,11 @@ def number_of_paragraphs(text: str, num_paragraphs: Count, fixed: bool = False) 
 
 @IFEVAL.instruction("length_constraints:number_words")
 def number_of_words(text: str, num_words: Count, relation: Relation, fixed: bool = False) -> bool:
-    """There are less than / at least so many runs of letters, digits and underscores.
+    """There are fewer than / at least so many runs of letters, digits and underscores.
 
     Quirk: 'it's' is two words (passes)
     One token: yes
-    Fixed: There are less than / at least so many words between spaces that hold a letter or a digit.
+    Fixed: There are fewer than / at least so many words between spaces that hold a letter or a digit.
     """
     spaced = [word for word in text.split() if any(map(str.isalnum, word))]
     return matches(len(spaced if fixed else re.findall(r"\w+", text)), relation, num_words)
@@ -223,7 +223,7 @@ def has_postscript(text: str, postscript_marker: Text, fixed: bool = False) -> b
     Quirk: it is found anywhere, inside words too (passes)
     Quirk: another marker than P.S. and P.P.S is a regular expression (passes)
     Quirk: a marker that is no regular expression is never found (fails)
-    Fixed: A line of the last paragraph starts with the marker, in any case, spaces and Markdown signs left out.
+    Fixed: A line of the last paragraph starts with the marker, in any case, ignoring spaces and Markdown markers.
     """
     marker, lower = postscript_marker.strip().lower(), text.lower()
     if fixed:
@@ -279,7 +279,7 @@ def number_of_highlights(text: str, num_highlights: Count, fixed: bool = False) 
 def number_of_sections(text: str, section_spliter: Text, num_sections: Count, fixed: bool = False) -> bool:
     """The section word with a number behind it occurs at least so many times.
 
-    Quirk: more than the number will do, though the text says exactly (passes)
+    Quirk: more than the number pass, though the text says exactly (passes)
     Quirk: case matters (fails)
     Quirk: Roman numerals do not count (fails)
     Quirk: the word is a regular expression (passes)
@@ -296,14 +296,14 @@ def number_of_sections(text: str, section_spliter: Text, num_sections: Count, fi
 
 @IFEVAL.instruction("detectable_format:json_format")
 def is_json(text: str, fixed: bool = False) -> bool:
-    """The whole text is JSON, a Markdown fence left out of account.
+    """The whole text is JSON, without a Markdown fence around it.
 
     Quirk: a number will do (passes)
     Quirk: NaN will do (passes)
     Quirk: text in quotation marks will do (passes)
     Quirk: nesting too deep for the parser fails (fails)
     One token: 5
-    Fixed: The whole text is a JSON object or array, a Markdown fence left out of account.
+    Fixed: The whole text is a JSON object or array, without a Markdown fence around it.
     """
     text = text.strip()
     for fence in ("```json", "```Json", "```JSON", "```"):
@@ -332,7 +332,7 @@ def has_title(text: str) -> bool:
 def has_two_responses(text: str) -> bool:
     """****** divides the text into exactly two responses, which differ.
 
-    Quirk: a divider first or last is left out of account (passes)
+    Quirk: a divider first or last is ignored (passes)
     Quirk: seven asterisks leave one to the second response (passes)
     """
     filled = filled_parts(text.split("******")) or []
@@ -350,7 +350,7 @@ def repeats_prompt(text: str, prompt_to_repeat: Text) -> bool:
 
 @IFEVAL.instruction("startend:end_checker")
 def ends_with(text: str, end_phrase: Text) -> bool:
-    """The text ends with the phrase, in any case, quotation marks around the text left out of account.
+    """The text ends with the phrase, in any case, ignoring quotation marks around the text.
 
     Quirk: it may end in the middle of a word (passes)
     """

@@ -16,14 +16,14 @@ from logitless.rewards.instructions.ifeval import (
     whole_word,
 )
 from logitless.rewards.instructions.instruction import Count, Positive, Relation, Suite, Text
-from logitless.rewards.instructions.text import bare, bare_words, rule_sentences, words, words_without_signs
+from logitless.rewards.instructions.text import alphanumeric_words, bare, bare_words, rule_sentences, words
 
 IFTRAIN = Suite()
 
 
 @IFTRAIN.instruction("copy:repeat_phrase")
 def repeats_phrase(text: str, phrase: Text, small_n: Positive, fixed: bool = False) -> bool:
-    """From the phrase's first to its last word there are n stretches of a line, with at most one word changed each.
+    """n parts of lines start with the phrase's first word and end with its last, with at most one word changed each.
 
     Quirk: only the last one has to differ (passes)
     Quirk: words are regular expressions (passes)
@@ -97,10 +97,10 @@ def skips_neighbours_in_alphabet(text: str, fixed: bool = False) -> bool:
     """No word's first character follows that of the word before in Unicode.
 
     Quirk: a single word will do (passes)
-    Quirk: numbers and signs count (fails)
-    Quirk: a sign in front hides the letter (passes)
+    Quirk: numbers and punctuation count (fails)
+    Quirk: punctuation in front hides the letter (passes)
     One token: Yes
-    Fixed: There are several words, and no word's first letter is the next of the alphabet, signs left out.
+    Fixed: There are several words, and no word's first letter is the next of the alphabet, ignoring punctuation.
     """
     if fixed:
         letters = [word[0] for word in bare_words(text)]
@@ -140,7 +140,7 @@ def has_keyword_once(text: str, keyword: Text, fixed: bool = False) -> bool:
 def has_keyword_often(text: str, keyword: Text, frequency: Count, relation: Relation, fixed: bool = False) -> bool:
     """The keyword is found less than / at least so many times, in any case.
 
-    Quirk: more will do, though the text says so many (passes)
+    Quirk: more pass, though the text says so many (passes)
     Quirk: the keyword is a regular expression, found inside words too (passes)
     Fixed: The keyword occurs exactly so many times as a whole word, in any case.
     """
@@ -164,7 +164,7 @@ def excludes_word(text: str, keyword: Text, fixed: bool = False) -> bool:
 def has_two_divided_paragraphs(text: str) -> bool:
     """*** divides the text into two paragraphs, neither blank.
 
-    Quirk: a divider first or last is left out of account (passes)
+    Quirk: a divider first or last is ignored (passes)
     """
     return number_of_paragraphs(text, num_paragraphs=2)
 
@@ -204,7 +204,7 @@ def starts_with(text: str, first_word: Text, fixed: bool = False) -> bool:
 def ends_sentences_with(text: str, last_word: Text) -> bool:
     """Each sentence ends with the word, in any case, punctuation left out.
 
-    Quirk: signs inside the word are taken out too (passes)
+    Quirk: punctuation inside the word is removed too (passes)
     One token: me
     """
     return all(ends_with_word(sentence, last_word) for sentence in rule_sentences(text))
@@ -284,9 +284,9 @@ IFTRAIN.instruction("letters:letter_counting2")(letter_frequency)
 
 @IFTRAIN.instruction("count:counting_composition", "words", "sentences")
 def has_composition(text: str, n_sent: Positive, n_words: Positive, fixed: bool = False) -> bool:
-    """*** divides the text into three paragraphs of so many sentences of so many words and signs.
+    """*** divides the text into three paragraphs of so many sentences of so many words and punctuation marks.
 
-    Quirk: a sign is a word (fails)
+    Quirk: a punctuation mark is a word (fails)
     Quirk: a divider first fails (fails)
     Quirk: * * * does not divide, though the text says so (fails)
     Fixed: *** or * * * divides the text into three paragraphs of so many sentences of so many words.
@@ -304,12 +304,12 @@ def has_composition(text: str, n_sent: Positive, n_words: Positive, fixed: bool 
 
 @IFTRAIN.instruction("count:count_unique", "words", "sentences")
 def has_unique_tokens(text: str, fixed: bool = False) -> bool:
-    """No word and no sign occurs twice.
+    """No word and no punctuation mark occurs twice.
 
     Quirk: two full stops fail (fails)
     Quirk: case makes a difference (passes)
     One token: Yes
-    Fixed: No word occurs twice, case and punctuation left out of account.
+    Fixed: No word occurs twice, ignoring case and punctuation.
     """
     found = bare_words(text) if fixed else words(text)
     return len(found) == len(set(found))
@@ -340,22 +340,22 @@ def has_palindrome(text: str, fixed: bool = False) -> bool:
 
 @IFTRAIN.instruction("keywords:keyword_specific_position", "words", "sentences")
 def has_token_at(text: str, keyword: Text, n: Positive, m: Positive, fixed: bool = False) -> bool:
-    """The m-th word or sign of the n-th sentence is the keyword.
+    """The m-th word or punctuation mark of the n-th sentence is the keyword.
 
     Quirk: case makes a difference (fails)
-    Quirk: signs are counted (fails)
-    Fixed: The m-th word of the n-th sentence is the keyword, in any case; signs are no words.
+    Quirk: punctuation marks are counted (fails)
+    Fixed: The m-th word of the n-th sentence is the keyword, in any case; punctuation marks are not words.
     """
     wanted = keyword.strip()
     found = rule_sentences(text)[n - 1 : n]
     if fixed:
-        return any(words_without_signs(sentence.lower())[m - 1 : m] == [wanted.lower()] for sentence in found)
+        return any(alphanumeric_words(sentence.lower())[m - 1 : m] == [wanted.lower()] for sentence in found)
     return any(words(sentence)[m - 1 : m] == [wanted] for sentence in found)
 
 
 @IFTRAIN.instruction("keywords:start_end", "words", "sentences")
 def starts_as_it_ends(text: str) -> bool:
-    """The first and the last word or sign are the same, in any case.
+    """The first and the last word or punctuation mark are the same, in any case.
 
     Quirk: punctuation at the end fails (fails)
     One token: ***

@@ -1,11 +1,11 @@
-"""A checkable instruction is a function: its signature says what arguments it takes, its docstring what it checks.
+"""A checkable instruction is a function: its signature declares the arguments, its docstring the rule.
 
-An official id keeps the official verdicts, odd ones included. Where check and text of an instruction disagree, the
-function has a parameter ``fixed``, and ``<id>@fixed`` stands beside the id and does what the text says.
+An official id gives the official verdicts, faulty ones included. If the official check does not do what the text of the
+instruction says, the function has a parameter ``fixed``: the id ``<id>@fixed`` is then a check that does.
 
-The docstring of a check is written for ``docs/rewards.md``: the rule, then ``Quirk:`` (a verdict of the official check
-that a reader would not expect), ``Fixed:`` (the rule of the repaired one) and ``One token:`` (an answer of one word,
-number or sign that is accepted).
+The docstrings of checks make ``docs/rewards.md``: the rule, then ``Quirk:`` (an unexpected verdict of the official
+check), ``Fixed:`` (the rule of the repaired check) and ``One token:`` (an accepted response of a single word, number
+or sign).
 """
 
 import functools
@@ -25,13 +25,13 @@ RELATIONS = ("less than", "at least")
 
 @dataclass(frozen=True)
 class Argument:
-    """What an argument of an instruction may be.
+    """The type of an instruction's argument.
 
     Args:
         kind: ``text`` (not blank), ``texts`` (a list of them, not empty), ``letter`` (one character), ``integer``
             (``5.0`` is one, ``True`` is not) or ``number``.
-        minimum: the least integer or number.
-        choices: the only texts allowed, where not empty.
+        minimum: of an integer or number.
+        choices: the allowed texts; empty allows all.
 
     Example:
         >>> Argument("integer", minimum=1).read(5.0)
@@ -45,7 +45,7 @@ class Argument:
     choices: tuple[str, ...] = ()
 
     def complaint(self, value: Any) -> str | None:
-        """What was needed, where the value is not that."""
+        """What the value should have been; None if it is valid."""
         if self.choices:
             return None if value in self.choices else "one of " + ", ".join(repr(choice) for choice in self.choices)
         if self.kind == "text":
@@ -61,7 +61,7 @@ class Argument:
         return None if fine else f"{'an integer' if self.kind == 'integer' else 'a number'} of at least {self.minimum}"
 
     def read(self, value: Any) -> Any:
-        """The value as the check takes it."""
+        """The value, converted for the check."""
         return int(value) if self.kind == "integer" else value
 
 
@@ -81,10 +81,10 @@ class Instruction:
 
     Args:
         id: ``family:name``, as in the official files.
-        check: ``check(text, **arguments) -> bool``; pure, linear in the text, and never raising because of it.
-        arguments: by name; all of them are required.
-        needs: what the check reads besides the text.
-        consistent: what is wrong with arguments that are right one by one, or None.
+        check: ``check(text, **arguments) -> bool``; pure, linear in the text, raises for no text.
+        arguments: by name; all are required.
+        needs: packages and data that the check uses.
+        consistent: returns what is wrong with a combination of valid arguments, or None.
 
     Example:
         >>> from logitless.rewards.instructions import INSTRUCTIONS
@@ -103,7 +103,7 @@ class Instruction:
         return bool(text.strip()) and self.check(text, **arguments)
 
     def read_arguments(self, given: Mapping[str, Any], row: str) -> dict[str, Any]:
-        """The arguments of a data row as the check takes them; null means absent, 5.0 is an integer.
+        """The arguments of a data row, checked and converted; null means absent, 5.0 is an integer.
 
         Raises:
             DataError: an argument is absent, unknown or of another type; the message names row and id.
@@ -137,7 +137,7 @@ class Instruction:
 
 
 class Suite(dict[str, Instruction]):
-    """Instructions by id, each repaired one behind its official one.
+    """Instructions by id, each repaired form after its official one.
 
     Example:
         >>> letters = Suite()
@@ -151,7 +151,7 @@ class Suite(dict[str, Instruction]):
     def instruction(
         self, name: str, *needs: Need, consistent: Callable[..., str | None] | None = None
     ) -> Callable[[Check], Check]:
-        """Register a check under an official id, and its ``fixed`` form where it has one."""
+        """Register a check under an official id, and its repaired form if it has a parameter ``fixed``."""
 
         def registered(check: Check) -> Check:
             parameters = inspect.signature(check).parameters

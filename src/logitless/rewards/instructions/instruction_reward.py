@@ -1,8 +1,7 @@
-"""The reward of a suite: how many of its prompt's constraints a completion satisfies.
+"""The reward of a suite: the constraints of its prompt that a completion satisfies.
 
-Checks run in this process: each takes linear time. The exception are arguments that official checks compile as regular
-expressions. A row with one that repeats something (``(a+)+b``, ``a?a?a?``) is checked in ``shared_pool``, within a
-deadline.
+Checks take linear time and run in this process. The exception are arguments that official checks compile as regular
+expressions: a row with a repetition in one (``(a+)+b``, ``a?a?a?``) is checked in ``shared_pool``, with a deadline.
 """
 
 from collections.abc import Sequence
@@ -20,16 +19,16 @@ from logitless.types import Verdict
 Reduction: TypeAlias = Literal["fraction", "all"]
 
 PATTERN_SECONDS = 2.0
-"""Wall clock for a completion that is checked by patterns from its row; then it scores 0."""
+"""Time limit for a completion that is checked with patterns of its row; beyond it the score is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InstructionReward(TextReward):
-    """How many of its prompt's constraints a completion satisfies, strictly.
+    """The fraction of its prompt's constraints that a completion satisfies, strictly.
 
     Args:
-        name: the suite that the ids must be from.
-        reduction: ``fraction`` of the constraints, or 1 where ``all`` are satisfied and else 0.
+        name: the suite that the ids must belong to.
+        reduction: ``fraction`` of the constraints; or ``all``: 1 if all are satisfied, else 0.
         ids_column: column with the list of instruction ids.
         arguments_column: column with the list of their arguments.
 
@@ -46,7 +45,7 @@ class InstructionReward(TextReward):
     arguments_column: str = "kwargs"
 
     def check(self, columns: Columns) -> None:
-        """Every row has known ids with their arguments, and the packages that they need are installed."""
+        """Check that every row has known ids with their arguments, and that the packages for them are installed."""
         for constraints in self._constraints(columns):
             for constraint in constraints:
                 require(constraint.instruction.needs)
@@ -54,27 +53,23 @@ class InstructionReward(TextReward):
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
         rows = self._constraints(batch.columns)
-        risky = [row for row, found in enumerate(rows) if any(constraint.may_backtrack for constraint in found)]
-        bounded = dict(zip(risky, self._grade_bounded(risky, texts, batch), strict=True))
-        return [
-            bounded[row] if row in bounded else scored(constraints, text, reduction=self.reduction)
-            for row, (constraints, text) in enumerate(zip(rows, texts, strict=True))
-        ]
+        slow = [row for row, found in enumerate(rows) if any(constraint.may_backtrack for constraint in found)]
+        verdicts = self._verdicts_of_workers(slow, texts, batch) if slow else {}
+        for row, (constraints, text) in enumerate(zip(rows, texts, strict=True)):
+            if row not in verdicts:
+                verdicts[row] = scored(constraints, text, reduction=self.reduction)
+        return [verdicts[row] for row in range(len(texts))]
 
-    def _grade_bounded(self, rows: Sequence[int], texts: Sequence[str], batch: Batch) -> list[Verdict]:
+    def _verdicts_of_workers(self, rows: Sequence[int], texts: Sequence[str], batch: Batch) -> dict[int, Verdict]:
         ids, arguments = column(batch.columns, self.ids_column), column(batch.columns, self.arguments_column)
-        outcomes = (
-            shared_pool().run(
-                "logitless.rewards.instructions.suites:score_response",
-                [(self.name, ids[row], arguments[row], texts[row], False) for row in rows],
-                deadline_seconds=PATTERN_SECONDS,
-            )
-            if rows
-            else []
+        outcomes = shared_pool().run(
+            "logitless.rewards.instructions.suites:score_response",
+            [(self.name, ids[row], arguments[row], texts[row], False) for row in rows],
+            deadline_seconds=PATTERN_SECONDS,
         )
-        return [
-            _bounded_verdict(ids[row], outcome, self.reduction) for row, outcome in zip(rows, outcomes, strict=True)
-        ]
+        return {
+            row: _verdict_of(ids[row], outcome, self.reduction) for row, outcome in zip(rows, outcomes, strict=True)
+        }
 
     def _constraints(self, columns: Columns) -> list[tuple[Constraint, ...]]:
         pairs = zip(column(columns, self.ids_column), column(columns, self.arguments_column), strict=True)
@@ -85,9 +80,9 @@ class InstructionReward(TextReward):
 
 
 def scored(constraints: Sequence[Constraint], text: str, *, reduction: Reduction = "fraction") -> Verdict:
-    """The strict verdict of a text: the fraction of its constraints that are satisfied, or whether all are.
+    """The strict verdict on a text: the fraction of constraints that it satisfies, or whether it satisfies all.
 
-    ``missing`` where data or a package that a check needs is absent: nothing is scored by guess.
+    ``missing`` if data or a package is absent that a check needs.
 
     Example:
         >>> scored(read_constraints(["punctuation:no_comma"], [{}], suite="ifeval", row="row 1"), "Yes.").detail
@@ -109,7 +104,7 @@ def _graded(detail: Sequence[tuple[str, bool]], reduction: Reduction) -> Verdict
     return Verdict.graded(float(share == 1) if reduction == "all" else share, detail)
 
 
-def _bounded_verdict(ids: Sequence[str], outcome: Outcome, reduction: Reduction) -> Verdict:
+def _verdict_of(ids: Sequence[str], outcome: Outcome, reduction: Reduction) -> Verdict:
     if outcome.status == "done" and "strict" in outcome.value:
         return _graded(list(zip(ids, outcome.value["strict"], strict=True)), reduction)
     verdict = verdict_of(outcome)

@@ -1,7 +1,7 @@
 """Importing this file loads the packages and tables that checks otherwise load on first use.
 
-For the process that worker processes are forked from: what it has loaded, all of them share. A package that is absent
-is left out; the checks that need it say so themselves.
+It is imported by the process that worker processes are forked from, so that they share what it loads. Absent packages
+are skipped; the checks that need them raise.
 """
 
 import contextlib

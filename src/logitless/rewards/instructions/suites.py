@@ -1,8 +1,8 @@
 """Suites of checkable instructions: the constraints of a prompt, and their strict and loose verdicts.
 
 ``ifeval`` (25 ids) and ``iftrain`` (29) are for training, ``ifbench`` (58) is held out; ``ifeval_basic`` and
-``ifbench_easy`` are parts of them, and ``instructions`` is all of them. Repaired ids (``<id>@fixed``) belong to a suite
-as the official ones do. Worker processes import this file: it imports nothing that costs time.
+``ifbench_easy`` are subsets, and ``instructions`` is the union. Repaired ids (``<id>@fixed``) belong to the same suite.
+Worker processes import this file, so that it must import quickly.
 """
 
 import difflib
@@ -44,11 +44,11 @@ SUITES: dict[SuiteName, Mapping[str, Instruction]] = {
 PATTERN_ARGUMENTS = frozenset(
     {"keyword", "keywords", "forbidden_words", "postscript_marker", "section_spliter", "phrase"}
 )
-"""Arguments that official checks compile as regular expressions, as they stand."""
+"""Arguments that official checks compile as regular expressions, without escaping."""
 
 
 class OverlapWarning(UserWarning):
-    """What is trained on is also what is evaluated."""
+    """Instructions are both trained on and evaluated."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Constraint:
 
     @property
     def may_backtrack(self) -> bool:
-        """Whether an argument is a pattern that repeats something, whose search may take exponential time.
+        """Whether an argument is a pattern with a repetition, whose search may take exponential time.
 
         Example:
             >>> Constraint(IFEVAL["keywords:existence"], {"keywords": ["a.c", "(a+)+b"]}).may_backtrack
@@ -79,19 +79,19 @@ class Constraint:
         return any(re.search(r"[*+{?]", pattern) for pattern in patterns)
 
     def is_satisfied(self, text: str, *, loose: bool = False) -> bool:
-        """The strict verdict, or the loose one: whether any of ``loose_variants`` passes.
+        """The strict verdict; or the loose one: whether any of ``loose_variants`` passes.
 
         Raises:
-            UnavailableError: a package or data that the check needs is absent.
+            UnavailableError: a package or data is absent that the check needs.
         """
         variants = loose_variants(text) if loose else [text]
         return any(self.instruction.follows(variant, self.arguments) for variant in variants)
 
 
 def loose_variants(text: str) -> list[str]:
-    """The whole text, and it without its first line, its last line and both; each as it is and without asterisks.
+    """The text, and the text without its first line, its last line, and both; each with and without asterisks.
 
-    The variants without a line are stripped, the whole is not. Equal ones are given once.
+    Variants without a line are stripped. Equal variants are returned once.
 
     Example:
         >>> loose_variants("Sure:\\n*Yes*")
@@ -103,16 +103,16 @@ def loose_variants(text: str) -> list[str]:
 
 
 def read_constraints(ids: Any, arguments: Any, *, suite: SuiteName, row: str) -> tuple[Constraint, ...]:
-    """The constraints of one prompt, in its order; ids may repeat.
+    """The constraints of one prompt, in order; ids may repeat.
 
     Args:
         ids: the row's ``instruction_id_list``.
-        arguments: the row's ``kwargs``, one mapping an id; null arguments are absent ones.
-        suite: where the ids must be from.
-        row: how errors name the row.
+        arguments: the row's ``kwargs``, one mapping an id; null means absent.
+        suite: that the ids must belong to.
+        row: its name in errors.
 
     Raises:
-        DataError: an unknown id, arguments that are absent, unknown or of another type, or lists that do not fit.
+        DataError: an unknown id, arguments that are absent, unknown or of another type, or lists of different lengths.
 
     Example:
         >>> read_constraints(["count:numbers"], [{"N": 2.0}], suite="ifbench", row="row 1")[0].arguments
@@ -132,9 +132,9 @@ def read_constraints(ids: Any, arguments: Any, *, suite: SuiteName, row: str) ->
 def score_response(
     suite: SuiteName, ids: Sequence[str], arguments: Sequence[Any], response: str, loosely: bool = True
 ) -> dict[str, Any]:
-    """Both verdicts of every constraint of a response, or why there are none, as a worker hands them back.
+    """Strict and, if ``loosely``, loose verdicts of every constraint of a response; ``missing`` if a check cannot run.
 
-    Without ``loosely``, the strict ones alone.
+    For worker processes: the result is plain data.
 
     Example:
         >>> score_response("ifeval", ["punctuation:no_comma"], [{}], "Well, yes:\\nYes.")
@@ -155,7 +155,7 @@ def score_response(
 
 
 def overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> tuple[str, ...]:
-    """The evaluated ids that are also trained on, repaired or not.
+    """The evaluated ids that are also trained on; a repaired id counts as its official one.
 
     Example:
         >>> overlap(["count:numbers@fixed", "copy:copy"], IFBENCH)
@@ -165,7 +165,7 @@ def overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> tuple[s
 
 
 def warn_of_overlap(reward_ids: Iterable[str], evaluation_ids: Iterable[str]) -> None:
-    """Warn, with the list, where evaluated ids are also trained on: the evaluation then shows no generalisation."""
+    """Warn if evaluated ids are also trained on: the evaluation then does not measure generalisation."""
     shared = overlap(reward_ids, evaluation_ids)
     if shared:
         warnings.warn(

@@ -1,10 +1,10 @@
-"""How texts are cut into sentences and words, and what languages and word classes they show.
+"""Splitting texts into sentences and words, and detecting languages and word classes.
 
-Everything is deterministic, works without downloaded data and never touches the global state of a library. Optional
-packages are imported on first use; where one, or the tagger's data, is absent, ``UnavailableError`` says so.
+All functions are deterministic, need no downloaded data and leave the global state of libraries alone. Optional
+packages are imported on first use; ``UnavailableError`` if one, or the tagger's data, is absent.
 
-Sentences come from nltk's Punkt algorithm, untrained, with a list of common abbreviations: it agrees with the trained
-English model but for texts whose breaks hang on words that only the training data knows.
+Sentences come from nltk's Punkt algorithm, untrained, with a list of common abbreviations. It agrees with the trained
+English model except for breaks that depend on words of the training data.
 """
 
 import functools
@@ -26,7 +26,7 @@ PACKAGES = {
     "emoji": "emoji",
     "syllables": "syllapy",
 }
-"""The package behind what a check needs; stop words need none."""
+"""The package for each need of a check; stop words need none."""
 
 TAGGER = "averaged_perceptron_tagger_eng"
 
@@ -55,7 +55,7 @@ def bare(word: str) -> str:
 
 
 def bare_words(text: str) -> list[str]:
-    """The words between spaces, bare and in lower case; signs by themselves are none.
+    """The words between white space, bare and in lower case; a word of punctuation alone is left out.
 
     Example:
         >>> bare_words("Well - I *won't*.")
@@ -75,13 +75,13 @@ def sentences(text: str) -> list[str]:
         whole = text.rstrip()
         return [whole] if whole else []
     splitter = _punkt().PunktSentenceTokenizer(_punkt_parameters(), lang_vars=_punkt_language())
-    # Each context is looked at once a text: a text of one repeated phrase would take seconds.
+    # Without a cache a text that repeats one phrase takes seconds.
     splitter.text_contains_sentbreak = functools.cache(splitter.text_contains_sentbreak)
     return list(splitter.tokenize(text))
 
 
 def words(text: str) -> list[str]:
-    """The words and signs, as nltk's word_tokenize gives them.
+    """The words and punctuation marks, as nltk's word_tokenize splits them.
 
     Example:
         >>> words("I can't. Stop!")
@@ -95,11 +95,11 @@ def words(text: str) -> list[str]:
     return [token for sentence in split for token in tokens[sentence]]
 
 
-def words_without_signs(text: str) -> list[str]:
-    """The words that hold a letter or a digit.
+def alphanumeric_words(text: str) -> list[str]:
+    """The words that contain a letter or a digit.
 
     Example:
-        >>> words_without_signs("Well, 2 cats!")
+        >>> alphanumeric_words("Well, 2 cats!")
         ['Well', '2', 'cats']
     """
     return [word for word in words(text) if any(character.isalnum() for character in word)]
@@ -109,7 +109,7 @@ _STARTERS = (
     r"(Mr|Mrs|Ms|Dr|Prof|Capt|Cpt|Lt|He\s|She\s|It\s|They\s|Their\s|Our\s|We\s|But\s|However\s|That\s|This\s|Wherever)"
 )
 _LETTER = "([A-Za-z])"
-_KEPT, _BREAK = "<prd>", "<stop>"
+_KEPT, _BREAK = "<prd>", "<stop>"  # placeholders for a dot inside a sentence, and for the end of a sentence
 _DOTS_THAT_END_NOTHING: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
@@ -133,10 +133,10 @@ _ABBREVIATED: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 def rule_sentences(text: str) -> list[str]:
-    """The sentences by the substitution rules that IFEval's own splitter uses.
+    """The sentences by the substitution rules of IFEval's own splitter.
 
-    Dots that end no sentence are set aside, quotation marks move in front of the mark that ends their sentence, and
-    every ``.``, ``?`` and ``!`` that is left ends one.
+    Dots inside sentences are replaced by a placeholder, quotation marks move in front of the mark that ends their
+    sentence, and every ``.``, ``?`` and ``!`` that is left ends a sentence.
 
     Example:
         >>> rule_sentences('Mr. Lee paid 3.50. "Why?" she said')
@@ -158,9 +158,9 @@ def rule_sentences(text: str) -> list[str]:
 
 
 def language(text: str) -> str | None:
-    """The ISO 639-1 code of the most probable language; None where the text shows none.
+    """The ISO 639-1 code of the most probable language; None if none is detected.
 
-    Seeded on every call, so that a text always gets the same answer, in any order and from any thread.
+    Seeded on every call, so that the result does not depend on earlier calls or threads.
 
     Example:
         >>> language("Das ist ein schöner Tag."), language("12345")
@@ -178,7 +178,7 @@ def language(text: str) -> str | None:
 
 
 def syllables(word: str) -> int:
-    """How many syllables syllapy counts.
+    """The number of syllables by syllapy.
 
     Example:
         >>> syllables("banana")
@@ -188,7 +188,7 @@ def syllables(word: str) -> int:
 
 
 def is_emoji(character: str) -> bool:
-    """Whether one code point is an emoji by itself.
+    """Whether a single code point is an emoji.
 
     Example:
         >>> is_emoji("🙂"), is_emoji("🇫")
@@ -198,7 +198,7 @@ def is_emoji(character: str) -> bool:
 
 
 def ends_with_emoji(text: str) -> bool:
-    """Whether the last thing in the text is an emoji of any number of code points.
+    """Whether the text ends with an emoji, of one or several code points.
 
     Example:
         >>> ends_with_emoji("Allez 🇫🇷"), ends_with_emoji("🇫🇷 Allez")
@@ -210,7 +210,7 @@ def ends_with_emoji(text: str) -> bool:
 
 
 def starts_with_emoji(text: str) -> bool:
-    """Whether the first thing in the text is an emoji of any number of code points.
+    """Whether the text starts with an emoji, of one or several code points.
 
     Example:
         >>> starts_with_emoji("🇫🇷 Allez"), starts_with_emoji("Allez 🇫🇷")
@@ -221,7 +221,7 @@ def starts_with_emoji(text: str) -> bool:
 
 
 def first_tag(tokens: Sequence[str]) -> str:
-    """The Penn Treebank tag of the first token; it hangs on the first three only.
+    """The Penn Treebank tag of the first token, which depends on the first three.
 
     Raises:
         UnavailableError: the tagger's data is not installed.
@@ -230,10 +230,10 @@ def first_tag(tokens: Sequence[str]) -> str:
 
 
 def require(needs: Iterable[str]) -> None:
-    """The packages behind what checks need are installed; the tagger's data need not be.
+    """Check that the packages for these needs are installed; the tagger's data is not checked.
 
     Raises:
-        UnavailableError: one is not.
+        UnavailableError: one is absent.
 
     Example:
         >>> require(("sentences", "stop words"))
@@ -244,7 +244,7 @@ def require(needs: Iterable[str]) -> None:
 
 
 class _NoCounts(dict[str, int]):
-    """Counts of an untrained model: 0 for every word, and none remembered."""
+    """The counts of an untrained model: 0 for every word, without storing any."""
 
     def __missing__(self, word: str) -> int:
         return 0

@@ -1,4 +1,4 @@
-"""The completion says exactly what a column of the data says."""
+"""The completion equals a column of the data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Exact(TextReward):
-    """1 where the completion equals the answer, or one of several accepted answers, else 0.
+    """1 if the completion equals the answer, or one of several accepted answers, else 0.
 
     Args:
         column: column with the answer (text) or the accepted answers (list of texts).
-        strip: leave white space around both out of account.
-        casefold: leave upper and lower case out of account.
-        answer_tag: grade what stands in the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
+        strip: ignore white space around both.
+        casefold: ignore upper and lower case.
+        answer_tag: grade the content of the last ``<answer_tag>...</answer_tag>``; without the tags the score is 0.
 
     Example:
         >>> Exact(casefold=True)(["Capital of France?"], [" paris\\n"], answer=["Paris"])
@@ -34,7 +34,7 @@ class Exact(TextReward):
     answer_tag: str | None = None
 
     def check(self, columns: Columns) -> None:
-        """Every row has an answer."""
+        """Check that every row has an answer."""
         for row, value in enumerate(column(columns, self.column)):
             _accepted(value, self.column, row)
 
@@ -42,13 +42,12 @@ class Exact(TextReward):
         """One verdict a text."""
         verdicts = []
         for row, (text, value) in enumerate(zip(texts, column(batch.columns, self.column), strict=True)):
-            said = text if self.answer_tag is None else tagged(text, self.answer_tag)
-            accepted = {self._plain(answer) for answer in _accepted(value, self.column, row)}
-            equal = said is not None and self._plain(said) in accepted
-            verdicts.append(Verdict.graded(float(equal)))
+            given = text if self.answer_tag is None else tagged(text, self.answer_tag)
+            accepted = {self._normalized(answer) for answer in _accepted(value, self.column, row)}
+            verdicts.append(Verdict.graded(float(given is not None and self._normalized(given) in accepted)))
         return verdicts
 
-    def _plain(self, text: str) -> str:
+    def _normalized(self, text: str) -> str:
         text = text.strip() if self.strip else text
         return text.casefold() if self.casefold else text
 

@@ -1,4 +1,4 @@
-"""Layout of an answer: reasoning in one pair of tags, then the answer in another, and nothing else."""
+"""The layout of a completion: reasoning in one pair of tags, the answer in another, and nothing else."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,14 +11,14 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Format(TextReward):
-    """1 where the completion is ``<think>...</think><answer>...</answer>``, else 0.
+    """1 if the completion is ``<think>...</think><answer>...</answer>``, else 0.
 
-    Each tag stands exactly once, both contents are not blank, and only white space lies outside the tags.
+    Each tag occurs exactly once, neither content is blank, and there is only white space outside the tags.
 
     Args:
         think_tag: name of the first pair.
         answer_tag: name of the second pair.
-        think_opened: the prompt already ends with the opening think tag, so that the completion starts inside it.
+        think_opened: the prompt ends with the opening think tag, so that the completion starts inside it.
 
     Raises:
         ConfigurationError: an empty tag, or the same tag twice.
@@ -62,7 +62,7 @@ class Format(TextReward):
 
 
 def tagged(text: str, tag: str) -> str | None:
-    """What stands in the last closed pair of tags, or None.
+    """The content of the last closed pair of tags, or None.
 
     Example:
         >>> tagged("so <answer>4</answer>", "answer")
@@ -81,7 +81,7 @@ class _Pair:
 
 
 def _only_pair(text: str, tag: str) -> _Pair | None:
-    """The pair of tags, where each of the two stands exactly once and in order."""
+    """The pair of tags if each of the two occurs exactly once, in order."""
     opening, closing = f"<{tag}>", f"</{tag}>"
     if text.count(opening) != 1 or text.count(closing) != 1:
         return None

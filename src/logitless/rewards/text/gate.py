@@ -1,4 +1,4 @@
-"""Conditions without which an answer earns nothing: against constraints that an empty or unrelated text satisfies."""
+"""Gates against completions that satisfy other rewards by being empty or unrelated to the prompt."""
 
 import re
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ _LONG_WORD = re.compile(r"\w{4,}")
 
 @dataclass(frozen=True, kw_only=True)
 class MinimumLength(TextReward):
-    """1 where the completion has at least ``minimum`` units, else 0; a gate unless said otherwise.
+    """1 if the completion has at least ``minimum`` units, else 0; a gate by default.
 
     Args:
         minimum: smallest length that passes.
@@ -44,10 +44,10 @@ class MinimumLength(TextReward):
 
 @dataclass(frozen=True, kw_only=True)
 class Relevance(TextReward):
-    """1 where the completion takes up enough of the prompt's words, else 0; a gate unless said otherwise.
+    """1 if the completion repeats enough of the prompt's words, else 0; a gate by default.
 
     ``|W(prompt) & W(completion)| >= share * |W(prompt)|`` with W the set of words of four letters or more, in lower
-    case. A prompt without such words is satisfied by anything.
+    case. Every completion of a prompt without such words passes.
 
     Args:
         share: in (0, 1].
@@ -74,7 +74,7 @@ class Relevance(TextReward):
         """One verdict a text."""
         verdicts = []
         for text, prompt in zip(texts, batch.prompts, strict=True):
-            asked = set(_LONG_WORD.findall(prompt_text(prompt).lower()))
-            taken_up = asked & set(_LONG_WORD.findall(text.lower()))
-            verdicts.append(Verdict.graded(float(len(taken_up) >= self.share * len(asked))))
+            words = set(_LONG_WORD.findall(prompt_text(prompt).lower()))
+            repeated = words & set(_LONG_WORD.findall(text.lower()))
+            verdicts.append(Verdict.graded(float(len(repeated) >= self.share * len(words))))
         return verdicts

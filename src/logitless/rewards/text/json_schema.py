@@ -1,4 +1,4 @@
-"""The completion is JSON that a schema allows."""
+"""The completion is JSON that satisfies a schema."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,9 +13,9 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class JsonSchema(PooledReward):
-    """1 where the completion, or the last fenced block in it, parses and validates, else 0.
+    """1 if the completion, or the last fenced block in it, parses and validates, else 0.
 
-    NaN and Infinity are not JSON. References to schemas elsewhere are not followed: nothing is downloaded.
+    NaN and Infinity are not JSON. References to other schemas are not followed: nothing is downloaded.
 
     Args:
         schema: one schema for all rows; or None, with ``column``.
@@ -39,7 +39,7 @@ class JsonSchema(PooledReward):
         self.check_one_source("schema", self.column)
 
     def check(self, columns: Columns) -> None:
-        """jsonschema is here and every schema is one."""
+        """Check that jsonschema is installed and that every schema is valid."""
         require("jsonschema", "jsonschema")
         import jsonschema
 

@@ -1,4 +1,4 @@
-"""The length of a completion, up to a cap: the simplest reward with a known optimum, for trying a set-up."""
+"""The length of a completion, up to a cap: the simplest reward with a known optimum, for testing a setup."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ class Length(TextReward):
     """``min(length, cap)``.
 
     Args:
-        cap: length from which more is worth nothing.
+        cap: the largest score.
         unit: ``tokens`` (the stop token included), ``words`` (separated by white space) or ``characters``.
 
     Raises:
@@ -40,10 +40,10 @@ class Length(TextReward):
 
 
 def lengths(texts: Sequence[str], batch: Batch, unit: LengthUnit) -> list[int]:
-    """How long each text is.
+    """The length of each text.
 
     Raises:
-        ConfigurationError: tokens are to be counted and the caller gave no ``completion_ids``.
+        ConfigurationError: the unit is tokens and the batch has no ``completion_ids``.
 
     Example:
         >>> lengths(["one two"], Batch([""], ["one two"], {}), "characters")

@@ -1,4 +1,4 @@
-"""The completion matches a regular expression. Some expressions take exponential time, so a worker does it."""
+"""The completion matches a regular expression; in a worker process, because some take exponential time."""
 
 import re
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Regex(PooledReward):
-    """1 where the pattern is found in the completion, else 0; ungradable where that is not known in time.
+    """1 if the pattern is found in the completion, else 0; ungradable if the search goes over the deadline.
 
     Args:
         pattern: Python's syntax; or None, with ``column``.
@@ -45,7 +45,7 @@ class Regex(PooledReward):
             _check_pattern(self.pattern, "`pattern`")
 
     def check(self, columns: Columns) -> None:
-        """Every row's pattern compiles."""
+        """Check that every row's pattern compiles."""
         if self.column is not None:
             check_text_column(columns, self.column)
             for row, pattern in enumerate(columns[self.column]):

@@ -1,4 +1,4 @@
-"""A penalty on saying the same again."""
+"""A penalty on repeated runs of words."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class Repetition(TextReward):
-    """``distinct / total - 1`` over the runs of ``ngram`` words: 0 where none repeats, near -1 where all do.
+    """``distinct / total - 1`` over the n-grams of words: 0 if none repeats, near -1 if all do.
 
-    Words are separated by white space, in lower case. A completion shorter than one run scores 0.
+    Words are separated by white space, in lower case. A completion of fewer than ``ngram`` words scores 0.
 
     Args:
-        ngram: words in a run; 1 penalises every repeated word.
+        ngram: words in an n-gram; 1 penalises every repeated word.
 
     Raises:
         ConfigurationError: ngram below 1.

@@ -1,4 +1,4 @@
-"""Arithmetic from a text, with bounds on every step: what a calculator runs in a worker process."""
+"""A calculator with bounds on every step, for worker processes."""
 
 import ast
 import math
@@ -13,7 +13,7 @@ Number: TypeAlias = int | Fraction | float
 
 MAX_CHARACTERS = 1_000
 MAX_BITS = 4_096
-"""Of a whole number, or of a fraction's halves; what is larger goes on as a float."""
+"""Of a whole number, or of a fraction's numerator and denominator; larger numbers become floats."""
 
 _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -29,7 +29,7 @@ _OPERATORS: dict[type[ast.AST], Callable[[Any, Any], Any]] = {
 def evaluated(text: str) -> dict[str, str]:
     """``{"value": ...}`` of an expression of numbers, ``+ - * / // % **`` and brackets, or ``{"error": why}``.
 
-    Whole numbers and fractions are exact; a fraction is shown as a decimal of 12 digits.
+    Whole numbers and fractions are exact; a fraction is printed as a decimal of 12 digits.
 
     Example:
         >>> evaluated("37 * (48 - 2)"), evaluated("1/4 + 1"), evaluated("2/3")

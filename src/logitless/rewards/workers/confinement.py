@@ -1,16 +1,16 @@
-"""The sandbox of a process that a model's text may take over, of what the kernel gives ordinary users and root alike.
+"""The sandbox of a process that a model's text may take over, made of kernel features for ordinary users and root.
 
-A process enters them after its fork and cannot leave: system calls filtered (seccomp), files ruled (Landlock),
-namespaces of its own, another user or no capabilities, limits. A layer that this machine lacks is left out; ``spy.py``
-says from inside whether the rest suffices, which is what counts. Two kinds of process go in:
+A process enters it after its fork and cannot leave. Its layers: a filter of system calls (seccomp), rules on files
+(Landlock), namespaces, another user or no capabilities, and limits. A layer that this machine lacks is left out;
+``sandbox.sandbox_of`` tests from inside whether the others suffice. Two kinds of process are confined:
 
-* a *grader* (``confine_grader``): a fork of a clean process in which a library parses a text. It needs no
-  file to write, no network, no other process: all of it is refused.
-* a *program* (``launch_program``): an interpreter that runs a text. It reads Python's own files and the system's
-  libraries, and writes in one folder.
+* a *grader* (``confine_grader``): a fork of a clean process in which a library parses a text. It may not write files,
+  use the network or touch other processes.
+* a *program* (``launch_program``): an interpreter that runs a text. It can read Python's own files and the system's
+  libraries, and write in one folder.
 
-Not prevented: reading what every process may ask the kernel (which files exist, the clock), loading one processor and
-the memory that it is allowed until its deadline, and faults of the kernel itself. The standard library only; Linux.
+Not prevented: asking the kernel what every process may ask (which files exist, the time), using one processor and its
+memory until the deadline, and bugs of the kernel. The standard library only; Linux.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 INTERPRETER_OPTIONS = ("-s", "-P")
-"""Neither the user's site folder nor the program's own on the path; ``-I`` would leave out the seed of hashes, too."""
+"""Keep the user's site folder and the program's folder off the path. ``-I`` would also ignore PYTHONHASHSEED."""
 
 OTHER_USER = 65534
 SYSTEM_PATHS = ("/usr", "/lib", "/lib32", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime")
@@ -47,11 +47,11 @@ _READ_ONLY, _AT_RECURSIVE = 1, 0x8000
 
 
 _NOBODY = b"\xde\xc0\xad\x7b"
-"""Stands for a process id, which is never that large."""
+"""A placeholder for a process id, which is never that large."""
 
 
 class Machine(NamedTuple):
-    """Numbers of system calls on one kind of processor; None where it lacks the call."""
+    """A processor architecture: its audit number, and the column of its system call numbers in the tables below."""
 
     audit: int
     column: int
@@ -59,9 +59,9 @@ class Machine(NamedTuple):
 
 _MACHINES = {"x86_64": Machine(0xC000003E, 0), "aarch64": Machine(0xC00000B7, 1)}
 _LAST_CALL = 462
-"""The newest system call that this file knows; later ones do not exist for a confined process."""
+"""The newest system call that this file knows; newer ones do not exist for a confined process."""
 
-# x86_64, aarch64
+# numbers on x86_64 and aarch64; None if there is no such call
 _NO_PROCESS = {"fork": (57, None), "vfork": (58, None)}
 _NO_EXECUTION = {"execve": (59, 221), "execveat": (322, 281)}
 _NO_NETWORK = {
@@ -93,7 +93,7 @@ _NO_KERNEL = {
     "vhangup": (153, 58), "iopl": (172, None), "ioperm": (173, None), "name_to_handle_at": (303, 264),
     "open_by_handle_at": (304, 265), "fanotify_init": (300, 262),
 }  # fmt: skip
-_NO_CHANGE_OF_RIGHTS = {  # which Landlock does not rule
+_NO_CHANGE_OF_RIGHTS = {  # Landlock has no rule for these
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
     "utimensat": (280, 88), "futimesat": (261, None), "setxattr": (188, 5), "lsetxattr": (189, 6),
@@ -105,7 +105,7 @@ _NO_WRITING = {
     "renameat2": (316, 276), "mkdir": (83, None), "mkdirat": (258, 34), "rmdir": (84, None), "link": (86, None),
     "linkat": (265, 37), "symlink": (88, None), "symlinkat": (266, 36),
 }  # fmt: skip
-_ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}  # their flags cannot be read by a filter; callers fall back
+_ABSENT = {"clone3": (435, 435), "openat2": (437, 437)}  # a filter cannot read their flags; callers use older calls
 _CLONE, _KILL, _TGKILL, _PRLIMIT = (56, 220), (62, 129), (234, 131), (302, 261)
 _SENDTO, _OPEN, _OPENAT = (44, 206), (2, None), (257, 56)
 _OPEN_FOR_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
@@ -119,9 +119,9 @@ _OF_A_FILE = _EXECUTE | _WRITE_FILES | _READ_FILES | _TRUNCATE | _DEVICE_CONTROL
 
 @functools.cache
 def layers() -> tuple[str, ...]:
-    """What this machine offers, each found out by a process that tries it.
+    """The layers that this machine supports, each tried by a forked process.
 
-    Of ``seccomp``, ``landlock``, ``namespaces`` and ``other user`` (root only; else capabilities are dropped).
+    ``seccomp``, ``landlock``, ``namespaces`` and ``other user`` (root only; others drop capabilities).
 
     Example:
         >>> set(layers()) <= {"seccomp", "landlock", "namespaces", "other user"}
@@ -140,22 +140,22 @@ def layers() -> tuple[str, ...]:
 
 @functools.cache
 def interpreter_path() -> tuple[str, ...]:
-    """Folders where a fresh interpreter finds modules: this process's own path may hold the caller's data.
+    """``sys.path`` of a fresh interpreter: this process's own may contain the caller's data.
 
     Example:
         >>> any(path.endswith("site-packages") for path in interpreter_path())
         True
     """
     command = [sys.executable, *INTERPRETER_OPTIONS, "-c", "import json, sys; print(json.dumps(sys.path))"]
-    said = subprocess.run(command, env={"PATH": os.defpath}, capture_output=True, check=True).stdout
-    return tuple(path for path in json.loads(said) if os.path.isdir(path))  # noqa: PTH112
+    printed = subprocess.run(command, env={"PATH": os.defpath}, capture_output=True, check=True).stdout
+    return tuple(path for path in json.loads(printed) if os.path.isdir(path))  # noqa: PTH112
 
 
 def confine_grader() -> None:
-    """Shut this process in: from here on it reads files, computes, and writes to what is already open.
+    """Confine this process: from now on it can read files, compute, and write to open descriptors.
 
     Raises:
-        OSError: a layer that this machine offers cannot be had now.
+        OSError: a layer that this machine supports failed.
     """
     found = layers()
     _drop_privileges(None)
@@ -173,16 +173,16 @@ def launch_program(
     limits: dict[int, int],
     sandboxed: bool = True,
 ) -> int:
-    """Start a program in a folder, sandboxed as far as can be; its process id, or that of the one that holds it.
+    """Start a program in a folder, in a sandbox of all supported layers; returns a process id.
 
-    Killing that process ends the program. Its exit code is the program's, or 128 and more after a signal.
+    Killing that process ends the program. Its exit code is the program's, or 128 plus the number of a signal.
 
     Args:
-        command: of an absolute path.
-        environment: all of it.
-        folder: where it starts, and the only place that it may write to.
+        command: with an absolute path.
+        environment: all of its environment.
+        folder: its working folder, and the only one that it may write to.
         streams: descriptors of its standard input, output and error.
-        limits: of ``resource.setrlimit``.
+        limits: for ``resource.setrlimit``.
         sandboxed: False leaves the sandbox out, and keeps limits, environment and folder.
     """
     folder = os.path.realpath(folder)
@@ -196,7 +196,9 @@ def launch_program(
         return pid
     try:
         os.setsid()
-        _die_with(caller)
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != caller:  # it has ended already, and no signal will come
+            os._exit(127)
         for target, descriptor in enumerate(streams):
             os.dup2(descriptor, target)
         os.closerange(3, 1 << 16)
@@ -223,15 +225,8 @@ def launch_program(
         os._exit(127)
 
 
-def _die_with(parent: int) -> None:
-    """Be killed when the parent ends, also when it has ended by now."""
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(127)
-
-
 def _readable() -> tuple[str, ...]:
-    """What a program needs to read to be one: the interpreter, its modules, the system's libraries."""
+    """What every program must read: the interpreter, its modules, the system's libraries."""
     return (*SYSTEM_PATHS, sys.prefix, sys.base_prefix, *interpreter_path())
 
 
@@ -243,7 +238,7 @@ def _rights_of_a_program(folder: str) -> dict[str, int]:
 
 
 def _call(result: int, what: str) -> int:
-    """A result of the C library, or its error."""
+    """The result of a C function; raises its error if it is negative."""
     if result < 0:
         code = ctypes.get_errno()
         raise OSError(code, f"{what}: {os.strerror(code)}")
@@ -251,11 +246,11 @@ def _call(result: int, what: str) -> int:
 
 
 def _drop_privileges(user: int | None) -> None:
-    """Become another user, or the same without capabilities; programs that raise privileges do so no more."""
+    """Drop all capabilities, and become another user unless it is None; setuid programs have no effect any more."""
     _call(_LIBC.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no new privileges")
     for capability in range(64):
         if _LIBC.prctl(_PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
-            break  # past the last one, or an ordinary user, who has none
+            break  # beyond the last one, or an ordinary user, who has none
     if user is not None:
         os.setgroups([])
         os.setresgid(user, user, user)
@@ -266,7 +261,7 @@ def _drop_privileges(user: int | None) -> None:
 
 
 def _restrict_files(rights: dict[str, int]) -> None:
-    """Landlock: what is not listed is refused, as are signals and debugging across the border."""
+    """Landlock: refuse access to everything not listed, and signals and debugging of processes outside."""
     version = _call(_LIBC.syscall(_LANDLOCK_CREATE, None, 0, 1), "landlock")
     files = (1 << 13) - 1 | (1 << 13 if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     files |= _DEVICE_CONTROL if version >= 5 else 0
@@ -291,7 +286,7 @@ def _restrict_files(rights: dict[str, int]) -> None:
 
 
 def _filter_calls(kind: str) -> None:
-    """seccomp: the system calls of the lists above fail from here on, in this process and all it becomes."""
+    """seccomp: the system calls in the lists above fail from now on, in this process and its descendants."""
     program = _filter(kind, os.getpid())
     buffer = ctypes.create_string_buffer(program)
     pointer = struct.pack("@HP", len(program) // 8, ctypes.addressof(buffer))
@@ -300,13 +295,13 @@ def _filter_calls(kind: str) -> None:
 
 
 def _filter(kind: str, own_pid: int) -> bytes:
-    """The filter of a process: only its own number is not known before its fork."""
+    """The filter of one process: the cached filter with the process id filled in."""
     return _filter_of_nobody(kind).replace(_NOBODY, struct.pack("=I", own_pid))
 
 
 @functools.cache
 def _filter_of_nobody(kind: str) -> bytes:
-    """The filter as the kernel's packet language has it; a jump counts the instructions that it leaves out."""
+    """The filter in the kernel's packet filter language (BPF); jumps are numbers of instructions to skip."""
     own_pid = struct.unpack("=I", _NOBODY)[0]
     load, equal, at_least, any_bit, give = 0x20, 0x15, 0x35, 0x45, 0x06
     allowed, killed, refused, absent = 0x7FFF0000, 0x80000000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
@@ -347,10 +342,10 @@ def _filter_of_nobody(kind: str) -> bytes:
 
 
 def _enter_namespaces() -> None:
-    """Own mounts, processes, network, semaphores and host name; for root without a user namespace if it may."""
+    """New namespaces of mounts, processes, network, IPC and host name; of users too if that is needed for them."""
     user, group = os.getuid(), os.getgid()
     others = _CLONE_NEWNS | _CLONE_NEWPID | _CLONE_NEWNET | _CLONE_NEWIPC | _CLONE_NEWUTS
-    _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # or the files below belong to root
+    _LIBC.prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)  # otherwise the files below belong to root
     if _LIBC.unshare(others) < 0:
         _call(_LIBC.unshare(others | _CLONE_NEWUSER), "namespaces")
         for name, content in (
@@ -364,8 +359,8 @@ def _enter_namespaces() -> None:
 
 
 def _enter_root(folder: str) -> None:
-    """A root of its own, where there is nothing but what a program may read, and its folder; processes are hidden."""
-    root = "/proc"  # the one folder that is there everywhere and that nothing below is taken from
+    """A new root folder with nothing in it but what a program may read, and its own folder; processes are hidden."""
+    root = "/proc"  # exists on every machine, and nothing below is mounted from it
     hidden = _MS_NOSUID | _MS_NODEV
     _mount("tmpfs", root, "tmpfs", hidden)
     shown: list[str] = []
@@ -384,7 +379,7 @@ def _enter_root(folder: str) -> None:
         _mount(place, target, None, _MS_BIND | _MS_REC)
         shown.append(place)
     os.makedirs(f"{root}/proc")  # noqa: PTH103
-    with contextlib.suppress(OSError):  # where parts of /proc are masked, as in containers, a new one is refused
+    with contextlib.suppress(OSError):  # refused if parts of /proc are masked, as in containers
         _mount("proc", f"{root}/proc", "proc", hidden | _MS_NOEXEC)
     _set_read_only(os.fsencode(root), on=True, flags=_AT_RECURSIVE)
     _set_read_only(os.fsencode(root + folder), on=False, flags=0)
@@ -404,7 +399,7 @@ def _set_read_only(place: bytes, on: bool, flags: int) -> None:
 
 
 def _succeeds(trial: Callable[[], None]) -> bool:
-    """Whether a forked process gets through the trial."""
+    """Whether the trial raises nothing in a forked process."""
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -426,11 +421,11 @@ def _try_seccomp(_folder: str) -> None:
 def _try_namespaces(folder: str) -> None:
     _enter_namespaces()
     if not _succeeds(functools.partial(_enter_root, folder)):
-        raise OSError("no root of its own to be had")
+        raise OSError("a new root folder is refused")
 
 
 def _try_other_user(_folder: str) -> None:
-    """The other user can read what an interpreter needs: a home folder above it may be closed to others."""
+    """Become the other user, and read what an interpreter needs: it may be in a home folder closed to others."""
     if os.getuid() != 0:
         raise OSError("only root may become another user")
     _drop_privileges(OTHER_USER)

@@ -1,8 +1,8 @@
-"""``eval`` for literals and formulas alone, in place of the one that verifiers hand a model's text to.
+"""A replacement of ``eval`` for literals and formulas alone, for verifiers that evaluate a model's text.
 
-Verifiers of reasoning-gym read a list with ``eval``, and sympy's parser turns text into Python and evaluates it. Left
-as it is, a completion can call anything, and write itself a score. Here it names values, computes with them, and calls
-sympy's functions; whatever else it holds is a ``ValueError``, which verifiers take for a wrong answer.
+Verifiers of reasoning-gym parse lists with ``eval``, and sympy's parser turns text into Python and evaluates it: a
+completion could call anything, and give itself a score. Here it can hold values, arithmetic and calls of sympy's
+functions; anything else is a ``ValueError``, which verifiers treat as a wrong answer.
 """
 
 import ast
@@ -23,7 +23,7 @@ def plain_eval(source: str, *_: Any) -> Any:
     """The value of literals and arithmetic.
 
     Raises:
-        ValueError: the source holds anything else.
+        ValueError: the source contains anything else.
 
     Example:
         >>> plain_eval("[1, 2 + 3]")
@@ -34,10 +34,10 @@ def plain_eval(source: str, *_: Any) -> Any:
 
 
 def check_formula(source: str, names: Mapping[str, Any]) -> str:
-    """The source, where it calls only classes and functions of sympy that compute.
+    """The source, if it calls nothing but expression classes and functions of sympy.
 
     Raises:
-        ValueError: it holds anything else.
+        ValueError: it contains anything else.
 
     Example:
         >>> check_formula("Integer(2)*Symbol('x')", {})
@@ -51,7 +51,7 @@ def check_formula(source: str, names: Mapping[str, Any]) -> str:
 
 
 def guard_verifiers() -> None:
-    """Put both in place of ``eval``, in this process: in sympy's parser, and in every module of reasoning-gym."""
+    """Install both in this process: in sympy's parser, and as ``eval`` of every module of reasoning-gym."""
     from sympy.parsing import sympy_parser
 
     if getattr(sympy_parser.stringify_expr, "guarded", False):
@@ -77,7 +77,7 @@ def _check(source: str, allowed: tuple[type, ...]) -> list[ast.AST]:
 
 
 def _computes(names: Mapping[str, Any], name: str) -> bool:
-    """Whether a name is a class of expressions, or a function of sympy that gives one."""
+    """Whether a name is a sympy class of expressions, or a function that returns one."""
     from sympy import Basic
 
     found = names.get(name)

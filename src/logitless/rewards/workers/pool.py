@@ -1,16 +1,15 @@
-"""One pool of worker processes for everything that may hang, crash or eat memory: user code, math, patterns.
+"""A pool of worker processes for everything that may hang, crash or use up memory: user code, math, patterns.
 
-Each item has a deadline and a memory limit of its own. A worker that misses them is killed with every process it
-started, and replaced; the item gets a status and the others never notice. No signal handler, no thread: the thread
-that calls ``run`` watches the clock.
+Each item has a deadline and a memory limit. A worker whose item goes over them is killed with every process that it
+started, and replaced; the item gets a status, and other items are not affected. There are no signal handlers and no
+threads: the thread that calls ``run`` watches the clock.
 
-Who may run what with whom is said by ``Way``, in one place. Processes start with an empty environment: nothing that the
-caller was trusted with is in it.
+Processes start with an almost empty environment (``INHERITED``), so that no secret of the caller is in it.
 
-    caller --socket--> worker ... worker        items, and a line of JSON back for each
+    caller --socket--> worker ... worker        items; a line of JSON back for each
        `----socket--> supervisor, their parent  import a module, fork a worker, kill one with its descendants
 
-Gives up: anything but Linux (``/proc``, ``prctl``, pidfd).
+Linux only (``/proc``, ``prctl``, pidfd).
 """
 
 import functools
@@ -38,16 +37,16 @@ from logitless.rewards.workers.worker import BUSY_SHARE, LATE_SECONDS, MAX_DEADL
 OutcomeStatus: TypeAlias = Literal["done", "raised", "timeout", "idle", "crashed", "memory", "orphans"]
 
 Way: TypeAlias = Literal["kept", "fresh", "confined"]
-"""How a process that reads a text relates to the next text.
+"""Which process an item runs in.
 
-``kept``: the same process reads both. For code of ours and of the standard library that reads a text and runs
-nothing of it. ``fresh``: each text has a process of its own, a fork of a clean one, with the caller's files and
-network. For functions of users, which may do anything with a text. ``confined``: a fork of its own in the sandbox of
-``confinement``. For libraries that hand a text to ``eval`` or to a parser built on it.
+``kept``: a worker that runs further items too. For code of ours and of the standard library that does not execute the
+text. ``fresh``: a new fork of a clean process, with the caller's files and network. For functions of users.
+``confined``: a new fork in the sandbox of ``confinement``. For libraries that pass a text to ``eval`` or to a parser
+built on it.
 """
 
 INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA", "PATH", "TMPDIR", "TZ")
-"""The variables of the caller's environment that processes get: places and languages, never keys."""
+"""The environment variables that processes inherit: paths and languages, never keys."""
 
 QUEUED_PER_WORKER = 8
 QUICK_SECONDS = 0.01
@@ -59,16 +58,16 @@ MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one item.
+    """The result of one item.
 
     Args:
         status: ``done``; ``raised`` (an exception, or a value that is not JSON); ``timeout`` (over its deadline by its
-            own work, or asleep in a sandbox); ``idle`` (over its deadline without having had the processor: it waited
-            for something outside, or the machine for it); ``crashed`` (its process ended); ``memory`` (over the limit);
-            ``orphans`` (it returned and left processes running).
-        value: what the task returned, through JSON; None unless ``done``.
+            own computing, or by sleeping in a sandbox); ``idle`` (over its deadline with little processor time: it
+            waited for something outside, or the machine was busy); ``crashed`` (its process ended); ``memory`` (over
+            the limit); ``orphans`` (it returned and left processes running).
+        value: the task's return value, through JSON; None unless ``done``.
         message: why there is no value.
-        traceback: of the exception, where one was raised.
+        traceback: of the exception, if it raised one.
 
     Example:
         >>> Outcome("timeout", message="over 2 s").value is None
@@ -82,15 +81,15 @@ class Outcome:
 
 
 class WorkerPool:
-    """Worker processes that run named functions on items, each within its own limits.
+    """Worker processes that call functions on items, each call within its own limits.
 
-    Started by the first ``run`` or ``load``; ended by ``close``, by leaving ``with``, by the garbage collector, or
-    when the interpreter ends, however it ends. Calls from several threads wait for each other.
+    Started by the first ``run`` or ``load``; ended by ``close``, by leaving ``with``, by the garbage collector, or by
+    any end of the interpreter. Calls from several threads wait for each other.
 
     Args:
         workers: number of processes; None for one per usable CPU.
         start_seconds: limit on importing a module, and on forking a worker.
-        name: what its processes are called in ``ps``.
+        name: of the processes in ``ps``.
 
     Raises:
         UnavailableError: not on Linux.
@@ -107,7 +106,7 @@ class WorkerPool:
     ) -> None:
         if sys.platform != "linux":
             raise UnavailableError(
-                needed="Linux, for worker processes that die on time",
+                needed="Linux, for worker processes that can be killed reliably",
                 given=sys.platform,
                 remedy="Run on Linux, or use rewards that need no worker (exact, format, length).",
             )
@@ -130,19 +129,19 @@ class WorkerPool:
         self.close()
 
     def close(self) -> None:
-        """End every process of the pool; a later ``run`` starts it anew."""
+        """End every process of the pool; a later ``run`` starts new ones."""
         with self._lock:
             self._processes.end()
 
     def load(self, *paths: str, call: bool = False) -> None:
-        """Import what the paths name, once and for all workers to come.
+        """Import the paths, once for all future workers.
 
         Args:
             paths: ``package.module:name``.
-            call: call each once, too, so that workers find its caches filled.
+            call: also call each once, so that workers have its caches filled.
 
         Raises:
-            ConfigurationError: a path cannot be imported or called, or its import does not end.
+            ConfigurationError: a path cannot be imported or called in time.
             InputError: the pool was made in another process.
         """
         with self._lock:
@@ -159,17 +158,17 @@ class WorkerPool:
         ways: Way | Sequence[Way] = "kept",
         environment: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """Call the task on every item and say what became of each, in order.
+        """Call the task on every item; the outcomes, in order.
 
         Args:
-            task: ``package.module:name`` of a function whose result survives JSON.
+            task: ``package.module:name`` of a function whose result JSON can hold.
             items: one tuple of arguments a call; they must pickle.
-            deadline_seconds: wall clock for one item, from the moment its worker turns to it; again, ``MAX_DEADLINES``
-                times at most, for one that wants to compute and was not let, or that was looked at late.
-            memory_bytes: what one item may map beyond what its worker has mapped already, in each of its processes.
+            deadline_seconds: wall-clock time for one item, from when its worker starts it. Extended by as much again,
+                ``MAX_DEADLINES`` times at most, if the item wants to compute and got little processor time.
+            memory_bytes: that each of the item's processes may map beyond what its worker has mapped.
             needs: further paths to import before the first deadline starts.
-            ways: of all items, or one an item.
-            environment: further variables of an item that is not ``kept``.
+            ways: one for all items, or one an item.
+            environment: further variables of items that are not ``kept``.
 
         Raises:
             ConfigurationError: the task or one of ``needs`` cannot be imported.
@@ -206,7 +205,7 @@ class WorkerPool:
         return outcomes
 
     def _advance(self, batch: "_Batch", deadline_seconds: float) -> None:
-        """Hand out items, wait for the next event, and deal with it."""
+        """Send items to workers, wait for the next event, and handle it."""
         try:
             while len(self._workers) < min(self.num_workers, len(batch.frames)):
                 self._workers.append(self._started().spawn())
@@ -216,11 +215,12 @@ class WorkerPool:
                 for worker in self._workers:
                     worker.feed(batch, share)
             elif not any(worker.queued for worker in self._workers):
-                batch.put_first(min(batch.suspects))
+                batch.waiting.remove(min(batch.suspects))
+                batch.waiting.appendleft(min(batch.suspects))
                 self._workers[0].feed(batch, 1)
             patience = self._patience(batch)
-            for worker in self._awake(deadline_seconds, patience):
-                self._hear(worker, batch)
+            for worker in self._wait(deadline_seconds, patience):
+                self._receive(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
                 late = now - worker.granted - self._limit(worker, deadline_seconds)
@@ -235,15 +235,15 @@ class WorkerPool:
         return deadline_seconds if worker.ready else self._start_seconds
 
     def _patience(self, batch: "_Batch") -> float:
-        """How long items may wait behind a slow one: for ever, unless a worker without any could take them.
+        """How long items may be queued behind a slow one: for ever, unless another worker has nothing to do.
 
-        Giving them back costs the worker that has them, and with it what it has loaded on first use.
+        Taking them back means replacing their worker, with what it has loaded on first use.
         """
         starving = not batch.waiting and not all(worker.queued for worker in self._workers)
         return PATIENCE_SECONDS if starving else math.inf
 
-    def _awake(self, deadline_seconds: float, patience: float) -> list["_Worker"]:
-        """The workers that said something or ended; none when the first of them is overdue."""
+    def _wait(self, deadline_seconds: float, patience: float) -> list["_Worker"]:
+        """Wait for workers that send something or end, or for the first deadline; those workers."""
         poll = select.poll()
         by_descriptor: dict[int, _Worker] = {}
         for worker in self._workers:
@@ -261,55 +261,53 @@ class WorkerPool:
         events = poll.poll(max(0.0, min(due) - time.monotonic()) * 1000)
         return list({worker.pid: worker for worker in (by_descriptor[fd] for fd, _ in events)}.values())
 
-    def _hear(self, worker: "_Worker", batch: "_Batch") -> bool:
-        """Take in what a worker said, or that it ended; whether it still is at what it was at."""
+    def _receive(self, worker: "_Worker", batch: "_Batch") -> bool:
+        """Receive a worker's results, or its end; whether it still runs the same item."""
         since = worker.since
         state = worker.receive(batch)
         if state == "ended":
             self._fail(worker, batch, "crashed", "its process ended")
         elif state == "spent":
             self._started().end(worker.pid)
-            self._let_go(worker, batch)
+            self._remove(worker, batch)
         return state == "working" and worker.since == since
 
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
-        """End a worker; the item it was at gets the status, those behind it go back."""
-        ended = self._started().end(worker.pid)  # first: where the supervisor is gone, the item is not to blame
+        """End a worker; its current item gets the status, those queued behind it wait again."""
+        ended = self._started().end(worker.pid)  # first: if the supervisor is gone, the item is not to blame
         if worker.queued:
             batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
-        self._let_go(worker, batch)
+        self._remove(worker, batch)
 
     def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float, late: float) -> None:
-        """End a worker whose item is over its deadline, and say whether that was the item's own doing.
+        """Handle an item over its deadline: extend the deadline, or end the worker with ``timeout`` or ``idle``.
 
-        One that wants to compute and was not let has its deadline again, and so has one that was looked at late: a
-        machine that is busy, or stands still for a while, makes no difference. One that ends before it was looked at
-        ended in time.
+        The deadline is extended if the item wants to compute and got little processor time, or if this check comes
+        late, so that a busy or suspended machine changes no outcome.
         """
         limit = self._limit(worker, deadline_seconds)
-        seen = self._started().usage(worker.pid)
-        if not self._hear(worker, batch):
+        usage = self._started().usage(worker.pid)
+        if not self._receive(worker, batch):  # it was done before the check
             return
-        used = seen.seconds - worker.seconds
-        enough = used >= BUSY_SHARE * deadline_seconds
-        not_let = (worker.ready and seen.running) or late > LATE_SECONDS
-        if not_let and not (worker.ready and enough) and worker.deadlines < MAX_DEADLINES:
+        busy = usage.seconds - worker.seconds >= BUSY_SHARE * deadline_seconds
+        starved = (worker.ready and usage.running) or late > LATE_SECONDS
+        if starved and not (worker.ready and busy) and worker.deadlines < MAX_DEADLINES:
             worker.granted, worker.deadlines = time.monotonic(), worker.deadlines + 1
             return
-        own = enough or (seen.asleep and batch.ways[worker.queued[0]] == "confined")
+        to_blame = busy or (usage.asleep and batch.ways[worker.queued[0]] == "confined")
         why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
-        self._fail(worker, batch, "timeout" if own and worker.ready else "idle", why)
+        self._fail(worker, batch, "timeout" if to_blame and worker.ready else "idle", why)
 
-    def _let_go(self, worker: "_Worker", batch: "_Batch") -> None:
-        """Forget a worker that has ended, and give back the items it did not begin."""
+    def _remove(self, worker: "_Worker", batch: "_Batch") -> None:
+        """Remove a worker that has ended; items that it did not start wait again."""
         self._workers.remove(worker)
         batch.waiting.extendleft(reversed(worker.queued))
         worker.close()
 
     def _recover(self, batch: "_Batch") -> None:
-        """The supervisor was killed, by an item or from outside: what its workers were at is tried again, one by one.
+        """After the supervisor was killed, by an item or from outside: try the started items again, one by one.
 
-        An item that is alone with a supervisor that ends has crashed.
+        If the supervisor ends while one of them runs alone, that item has crashed.
         """
         begun = []
         for worker in self._workers:
@@ -353,11 +351,11 @@ class WorkerPool:
                 worker.close()
                 try:
                     self._started().end(worker.pid)
-                except _SupervisorLostError:  # killed from outside since it imported; another one is started
+                except _SupervisorLostError:  # killed from outside; the next call starts another
                     self._processes.end()
 
     def _import(self, path: str, call: bool) -> str:
-        """Have the supervisor import a path; why it cannot, or nothing."""
+        """Have the supervisor import a path; an error message, or an empty string."""
         started_before = self._processes.supervisor is not None
         try:
             return self._started().load(path, call)
@@ -376,7 +374,7 @@ class WorkerPool:
 
 
 def program_pool() -> WorkerPool:
-    """The pool of ``shared_pool`` whose workers know the sandbox for programs.
+    """The shared pool that runs programs, with the machine's sandbox layers detected.
 
     Example:
         >>> program_pool() is shared_pool("programs")
@@ -388,9 +386,9 @@ def program_pool() -> WorkerPool:
 
 
 def shared_pool(purpose: str = "texts") -> WorkerPool:
-    """The pool that rewards of this process use for one purpose, one worker per usable CPU.
+    """The pool that all rewards of this process share for one purpose, with one worker per usable CPU.
 
-    What a pool has imported costs each of its forks, so purposes that import much have pools of their own.
+    Every import makes forks slower, so that purposes with large imports have pools of their own.
 
     Example:
         >>> shared_pool() is shared_pool("texts"), shared_pool() is shared_pool("programs")
@@ -406,9 +404,9 @@ def _pool_of_process(_pid: int, purpose: str) -> WorkerPool:
 
 @dataclass
 class _Batch:
-    """Items on their way: which wait to be handed out, and what became of the others.
+    """The items of one ``run``: those that wait, and the outcomes of the others.
 
-    ``suspects`` were begun when a supervisor ended: each is tried again with nothing beside it.
+    ``suspects`` were running when a supervisor ended: each is tried again alone.
     """
 
     frames: list[bytes]
@@ -421,20 +419,15 @@ class _Batch:
     def __post_init__(self) -> None:
         self.waiting = deque(range(len(self.frames)))
 
-    def put_first(self, index: int) -> None:
-        """Have an item that waits handed out next."""
-        self.waiting.remove(index)
-        self.waiting.appendleft(index)
-
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, seen from the caller: bytes to and from it, and the items it holds, in order.
+    """A worker process, seen from the caller: bytes to and from it, and its queue of items.
 
-    ``since`` is when it turned to the first of them, ``seconds`` the processor time it had used by then,
-    ``deadlines`` how many times that item was given its deadline, and ``granted`` when it was last. Only a worker whose
-    last item was quick holds more than one, so that quick items need not wait for the caller; where another worker has
-    none left, those behind a slow one go there.
+    ``since`` is when it started the first item of the queue, ``seconds`` the processor time that it had used by then,
+    ``deadlines`` how many deadlines that item has been given, and ``granted`` when it got the last. More than one item
+    is queued only if the last item was quick, so that quick items need not wait for the caller; if another worker has
+    nothing to do, the items behind a slow one go there.
     """
 
     pid: int
@@ -452,11 +445,11 @@ class _Worker:
     incoming: bytearray = field(default_factory=bytearray)
 
     def feed(self, batch: _Batch, share: int) -> None:
-        """Fill the queue of the worker up to its share."""
+        """Fill the worker's queue up to its share, and send what the socket takes."""
         if self.spent:
             return
         if not self.queued and self.ready:
-            self._turn_to_the_next(time.monotonic())
+            self._start_next(time.monotonic())
         while batch.waiting and len(self.queued) < (share if self.quick else 1):
             index = batch.waiting.popleft()
             self.queued.append(index)
@@ -469,18 +462,18 @@ class _Worker:
         except OSError:
             self.outgoing.clear()
 
-    def _turn_to_the_next(self, now: float) -> None:
+    def _start_next(self, now: float) -> None:
         self.since = self.granted = now
         self.deadlines = 1
 
     def give_back(self, batch: _Batch) -> None:
-        """Give back the items behind the first; the worker, which has them already, is replaced after that one."""
+        """Return all items but the first; the worker, which has received them, is replaced after the first."""
         batch.waiting.extendleft(reversed(self.queued[1:]))
         del self.queued[1:]
         self.spent = True
 
     def receive(self, batch: _Batch) -> Literal["working", "spent", "ended"]:
-        """Take in results; ``spent``: the worker asks to be replaced; ``ended``: its process is no more."""
+        """Receive results; ``spent``: the worker must be replaced; ``ended``: its process has ended."""
         ended = bool(select.select([self.pidfd], [], [], 0)[0])
         try:
             while len(self.incoming) < MAX_LINE_BYTES:
@@ -497,7 +490,7 @@ class _Worker:
         for line in lines:
             now = time.monotonic()
             self.quick = self.ready and now < self.since + QUICK_SECONDS
-            self._turn_to_the_next(now)
+            self._start_next(now)
             if not line and not self.ready:
                 self.ready = True
                 continue
@@ -513,21 +506,21 @@ class _Worker:
         return "ended" if ended or len(self.incoming) >= MAX_LINE_BYTES else "working"
 
     def close(self) -> None:
-        """Let go of the process."""
+        """Close the descriptors."""
         self.channel.close()
         os.close(self.pidfd)
 
 
 @dataclass(eq=False)
 class _Processes:
-    """What a pool has started, apart from the pool, so that it can be ended after the pool is no more."""
+    """The processes of a pool, in an object of their own that its finalizer can hold."""
 
     workers: list[_Worker] = field(default_factory=list)
     supervisor: "_Supervisor | None" = None
     owner: int = field(default_factory=os.getpid)
 
     def end(self) -> None:
-        """End everything; in a process forked from the owner, only let go of it."""
+        """End all processes; in a fork of the owner, only close the descriptors."""
         for worker in self.workers:
             worker.close()
         self.workers.clear()
@@ -559,7 +552,7 @@ class _Supervisor:
         self._control.settimeout(2 * seconds)
 
     def load(self, path: str, call: bool) -> str:
-        """Import a path in the supervisor, and call it if asked to; why that failed, or nothing."""
+        """Import a path in the supervisor, and call it if ``call``; an error message, or an empty string."""
         limits = {"seconds": self._seconds, "sys_path": [str(p) for p in sys.path]}
         request = {"kind": "load", "path": path, "call": call, **limits}
         return self._reply(request)["error"]
@@ -572,7 +565,7 @@ class _Supervisor:
                 pid = self._reply({"kind": "spawn"}, [other.fileno()])["pid"]
             channel.setblocking(False)
             return _Worker(pid, os.pidfd_open(pid), channel)
-        except ProcessLookupError as error:  # the supervisor ended when it had answered, and the worker with it
+        except ProcessLookupError as error:  # the supervisor ended after its reply, and the worker with it
             channel.close()
             raise _SupervisorLostError from error
         except BaseException:
@@ -580,17 +573,17 @@ class _Supervisor:
             raise
 
     def end(self, pid: int) -> str:
-        """Kill a worker with all it started, and say how its process ended."""
+        """Kill a worker with all processes that it started, and describe how it ended."""
         return self._reply({"kind": "end", "pid": pid})["ended"]
 
     def usage(self, pid: int) -> worker_script.Usage:
-        """What a worker and all it started have had of the processor, and what they are at."""
+        """Processor time and state of a worker and all processes that it started."""
         return worker_script.Usage(*self._reply({"kind": "usage", "pid": pid})["usage"])
 
     def stop(self, ours: bool) -> None:
-        """Close the control socket, at which the process kills its workers and ends; wait for it if it is ours.
+        """Close the control socket, which makes the supervisor kill its workers and end; wait for that if it is ours.
 
-        One that does not end (it is in an import that takes its time) is killed with all below it.
+        A supervisor that does not end, for example in a slow import, is killed with its descendants.
         """
         self._control.close()
         if not ours:
@@ -614,7 +607,7 @@ class _Supervisor:
 
 
 def _environment() -> dict[str, str]:
-    """All that processes find in their environment."""
+    """The environment of the processes."""
     inherited = {name: os.environ[name] for name in INHERITED if name in os.environ}
     return inherited | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1"}
 
@@ -622,7 +615,7 @@ def _environment() -> dict[str, str]:
 def _frame(
     task: str, way: Way, deadline_seconds: float, memory_bytes: int, environment: dict[str, str], item: tuple[Any, ...]
 ) -> bytes:
-    """An item as it goes to a worker: its length, then what ``worker.Item`` holds."""
+    """An item as bytes for a worker: its length, then the fields of ``worker.Item``."""
     try:
         arguments = pickle.dumps(item)
     except Exception as error:

@@ -1,9 +1,9 @@
-"""The common part of rewards that run in worker processes: limits, and verdicts from what became of an item."""
+"""Base of rewards that run in worker processes: limits, and verdicts made of outcomes."""
 
 import importlib.util
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,32 +12,32 @@ from logitless.rewards.reward import TextReward
 from logitless.rewards.workers.pool import Outcome, Way, shared_pool
 from logitless.rewards.workers.sandbox import SandboxOption, require_sandbox
 from logitless.rewards.workers.size import runs_nothing
-from logitless.types import Verdict
+from logitless.types import Verdict, VerdictStatus
 
 MEBIBYTE = 1 << 20
 
 _OVER_DEADLINE = re.compile(r"\b(?:over|slept for) [\d.e+-]+ s\b")
-"""In the messages of ``pool``, ``worker`` and ``judge``."""
+"""Matches the messages of ``pool``, ``worker`` and ``judge``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PooledReward(TextReward):
     """A reward whose ``grade`` runs in worker processes.
 
-    A completion that makes its own grading go over a limit, or end, is ``ungradable``: it scores ``ungradable_score``.
+    A completion that makes its grading go over a limit or crash is ``ungradable``, with score ``ungradable_score``.
 
     Args:
-        deadline_seconds: for one completion: of the processor's time while it computes, else of the clock.
-        memory_mib: what one completion may take beyond what the worker has loaded.
-        ungradable_score: of a completion that breaks its own grading; null leaves it out, so that stalling pays better
-            than a wrong answer.
+        deadline_seconds: for one completion: processor time while it computes, wall-clock time while it waits.
+        memory_mib: for one completion, beyond what the worker has loaded.
+        ungradable_score: of a completion that makes its own grading fail; null leaves it out, which rewards stalling
+            more than a wrong answer.
 
     Raises:
         ConfigurationError: a limit that is not positive, or a score that is not finite.
     """
 
     purpose: ClassVar[str] = "texts"
-    """Of the pool: see ``pool.shared_pool``."""
+    """Which pool runs it: see ``pool.shared_pool``."""
 
     deadline_seconds: float = 5.0
     memory_mib: int = 1024
@@ -57,18 +57,18 @@ class PooledReward(TextReward):
                 remedy="Leave it out: 0 is what a wrong answer scores.",
             )
 
-    def check_one_source(self, knob: str, column: str | None) -> None:
-        """What a text is compared with is that knob's for all rows, or a column's for each.
+    def check_one_source(self, option: str, column: str | None) -> None:
+        """Check that either an option is given, for all rows, or a column with a value for each row.
 
         Raises:
             ConfigurationError: both or neither is given.
         """
-        given = getattr(self, knob) is not None
+        given = getattr(self, option) is not None
         if given == (column is not None):
             raise ConfigurationError(
-                needed=f"either `{knob}` or `column`",
+                needed=f"either `{option}` or `column`",
                 given="both" if given else "neither",
-                remedy=f"Give one {knob} for all rows, or the column that holds each row's {knob}.",
+                remedy=f"Give one {option} for all rows, or the column that holds each row's {option}.",
             )
 
     def run(
@@ -79,7 +79,7 @@ class PooledReward(TextReward):
         ways: Way | Sequence[Way] = "kept",
         environment: Mapping[str, str] | None = None,
     ) -> list[Outcome]:
-        """What became of each item in the workers, within this reward's limits: see ``pool.WorkerPool.run``."""
+        """Run a function of ``tasks`` on items, within this reward's limits: see ``pool.WorkerPool.run``."""
         return shared_pool(self.purpose).run(
             f"logitless.rewards.workers.tasks:{task}",
             items,
@@ -91,30 +91,31 @@ class PooledReward(TextReward):
         )
 
     def verdict(self, outcome: Outcome) -> Verdict:
-        """The verdict of what became of an item."""
+        """The verdict for an outcome."""
         return verdict_of(outcome, self.ungradable_score)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConfinedReward(PooledReward):
-    """A reward of a library that hands a text to ``eval`` or to a parser built on it.
+    """A reward by a library that passes the text to ``eval`` or to a parser built on it.
 
-    Each completion has a process of its own in a sandbox, a fork of a clean one. Words and numbers, which run nothing
-    whoever evaluates them, share a process.
+    Each completion gets a fork of a clean process, in a sandbox. Texts of words and numbers alone are harmless to
+    evaluate, and share a process.
 
     Args:
-        sandbox: ``required`` refuses to start without a sandbox; ``none`` gives each completion a process alone.
+        sandbox: ``required`` refuses to start without a sandbox; ``none`` gives each completion a process, but no
+            sandbox.
     """
 
     warm: ClassVar[str]
-    """What a process does before it is forked, so that no fork has to: ``package.module:function``."""
+    """``package.module:function``, called before the process is forked, so that forks start with its caches filled."""
 
     sandbox: SandboxOption = "required"
 
     def run_confined(
         self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str], needs: Sequence[str] = ()
     ) -> list[Outcome]:
-        """What became of each item; its text is all that it has the library read, of a model or of a data file."""
+        """The outcome of each item; ``texts`` is all that the library parses of it, of the model and of the data."""
         require_sandbox("grader", self.sandbox)
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
         shared_pool(self.purpose).load(*needs)
@@ -122,20 +123,21 @@ class ConfinedReward(PooledReward):
         return self.run(task, items, ways=["kept" if runs_nothing(text) else apart for text in texts])
 
     def verdict(self, outcome: Outcome) -> Verdict:
-        """The verdict of what became of an item; no text that left its grader alone scores outside [0, 1]."""
+        """The verdict for an outcome."""
         verdict = super().verdict(outcome)
         if verdict.status == "graded" and verdict.score is not None and not 0 <= verdict.score <= 1:
+            # Only a text that has taken the grader over can cause this.
             return ungradable(f"a score of {verdict.score}", self.ungradable_score)
         return verdict
 
 
 def verdict_of(outcome: Outcome, ungradable_score: float | None = 0.0, blameless: bool = False) -> Verdict:
-    """The verdict that a task of ``tasks`` gave, or that of the item that ended without one.
+    """The verdict for an outcome of a task of ``tasks``.
 
     Args:
-        outcome: what became of the item.
-        ungradable_score: the score of a completion that made its own grading fail; None leaves it unscored.
-        blameless: an item whose process ended or went over its memory is the grader's own failure.
+        outcome: of the item.
+        ungradable_score: score of a completion that made its own grading fail; None leaves it unscored.
+        blameless: count a crash, or going over the memory limit, as an ``error`` of the grader.
 
     Example:
         >>> verdict_of(Outcome("done", {"score": 1.0})).score
@@ -144,7 +146,7 @@ def verdict_of(outcome: Outcome, ungradable_score: float | None = 0.0, blameless
         Verdict(score=0.0, status='ungradable', detail=(), message='crashed: signal SIGSEGV', traceback='')
     """
     if outcome.status == "done":
-        return _told(outcome.value, ungradable_score)
+        return _verdict_in(outcome.value, ungradable_score)
     if outcome.status == "idle":
         return Verdict(score=None, status="timeout", message=outcome.message)
     if outcome.status == "raised" or (blameless and outcome.status != "timeout"):
@@ -154,7 +156,7 @@ def verdict_of(outcome: Outcome, ungradable_score: float | None = 0.0, blameless
 
 
 def hit_deadline(verdict: Verdict) -> bool:
-    """Whether a completion was not graded because a deadline passed, as the messages of workers and judges say.
+    """Whether a completion was not graded because of a deadline, by the verdict's message.
 
     Example:
         >>> hit_deadline(Verdict(score=0.0, status="ungradable", message="timeout: over 2 s (signal SIGKILL)"))
@@ -166,7 +168,7 @@ def hit_deadline(verdict: Verdict) -> bool:
 
 
 def ungradable(why: str, score: float | None = 0.0, detail: Sequence[tuple[str, bool]] = ()) -> Verdict:
-    """The verdict of a completion that made its own grading fail.
+    """The verdict on a completion that made its own grading fail.
 
     Example:
         >>> ungradable("timeout: over 5 s").status, ungradable("timeout: over 5 s", None).status
@@ -177,26 +179,23 @@ def ungradable(why: str, score: float | None = 0.0, detail: Sequence[tuple[str, 
     return Verdict(score=score, status="ungradable", detail=tuple(detail), message=why)
 
 
-def _told(answer: Any, ungradable_score: float | None) -> Verdict:
-    """The verdict of an answer, which may come from a process that a text has taken over."""
-    readers: dict[str, Callable[[Any], Verdict]] = {
-        "score": lambda score: Verdict.graded(
-            float(score), [(str(name), bool(passed)) for name, passed in answer.get("detail", ())]
-        ),
-        "missing": lambda why: Verdict(score=None, status="missing", message=str(why)),
-        "error": lambda why: Verdict(score=None, status="error", message=str(why)),
-        "idle": lambda why: Verdict(score=None, status="timeout", message=str(why)),
-        "ungradable": lambda why: ungradable(str(why), ungradable_score),
-    }
+def _verdict_in(answer: Any, ungradable_score: float | None) -> Verdict:
+    """The verdict in a task's result, which may come from a process that a text has taken over."""
+    without_score: dict[str, VerdictStatus] = {"missing": "missing", "error": "error", "idle": "timeout"}
     try:
-        [kind] = readers.keys() & answer.keys()
-        return readers[kind](answer[kind])
+        [kind] = {"score", "ungradable", *without_score} & answer.keys()
+        if kind == "score":
+            detail = [(str(name), bool(passed)) for name, passed in answer.get("detail", ())]
+            return Verdict.graded(float(answer["score"]), detail)
+        if kind == "ungradable":
+            return ungradable(str(answer[kind]), ungradable_score)
+        return Verdict(score=None, status=without_score[kind], message=str(answer[kind]))
     except (ValueError, TypeError, AttributeError, OverflowError):
         return ungradable(f"an answer that no grader gives: {answer!r:.80}", ungradable_score)
 
 
 def require(module: str, package: str) -> None:
-    """An optional package is installed.
+    """Check that an optional package is installed.
 
     Raises:
         UnavailableError: it is not.

@@ -1,7 +1,7 @@
-"""Runs programs that a model wrote, in worker processes; the worker reads what they print and runs nothing of it.
+"""Run programs that a model wrote, in worker processes.
 
-What a program ought to print is not here, nor in any process that a program descends from but the one that asked: what
-goes back is a fingerprint of what it printed.
+The expected output is not in the worker, where a program that breaks out could read it: the worker returns a hash of
+what was printed.
 """
 
 import hashlib
@@ -31,10 +31,10 @@ _A_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 def run_program(
     program: str, tests: Sequence[Mapping[str, str]], test_seconds: float, memory_bytes: int, sandboxed: bool
 ) -> dict[str, Any]:
-    """Fingerprints of what a program prints, one a test, each of a fresh interpreter; None where it fails.
+    """Hashes of a program's output, one a test; None if the program fails. Each test runs in a fresh interpreter.
 
-    A test has ``input`` (standard input) or ``call`` (an expression whose ``repr`` is printed). A run that the machine
-    did not let have the processor is ``idle``.
+    A test has ``input`` (standard input) or ``call`` (an expression whose ``repr`` is printed). The result is ``idle``
+    if the machine was too busy to run the program.
     """
     prints: list[str | None] = []
     for test in tests:
@@ -48,7 +48,7 @@ def run_program(
 
 
 def fingerprint(output: str) -> str:
-    """Of the lines without trailing white space, and without blank ones at the end.
+    """The hash of a text, ignoring trailing white space in lines and blank lines at the end.
 
     Example:
         >>> fingerprint("a \\n\\n") == fingerprint("a"), fingerprint(" a") == fingerprint("a")
@@ -59,9 +59,9 @@ def fingerprint(output: str) -> str:
 
 
 def run_tool(program: str, test_seconds: float, memory_bytes: int, sandboxed: bool) -> dict[str, Any]:
-    """What a program prints, errors included, and how it ended: ``{"printed": ..., "ended": "well"|"badly"|"late"}``.
+    """A program's output, errors included, and how it ended: ``{"printed": ..., "ended": "well"|"badly"|"late"}``.
 
-    A run that the machine did not let have the processor is ``idle``.
+    The result is ``idle`` if the machine was too busy to run it.
     """
     try:
         printed, in_time, status = _ran(program, "", test_seconds, memory_bytes, sandboxed, with_errors=True)
@@ -71,10 +71,10 @@ def run_tool(program: str, test_seconds: float, memory_bytes: int, sandboxed: bo
 
 
 def output_of(source: str, given: str, test_seconds: float, memory_bytes: int, sandboxed: bool) -> str | None:
-    """What a program prints, or None where it fails, or goes over time, memory or output size.
+    """A program's output; None if it fails, or goes over time, memory or output size.
 
     Raises:
-        TimeoutError: it wanted to compute, and other processes had the processor.
+        TimeoutError: the machine was too busy to run it.
     """
     printed, in_time, status = _ran(source, given, test_seconds, memory_bytes, sandboxed)
     return printed if in_time and status == 0 else None
@@ -83,7 +83,7 @@ def output_of(source: str, given: str, test_seconds: float, memory_bytes: int, s
 def _ran(
     source: str, given: str, test_seconds: float, memory_bytes: int, sandboxed: bool, *, with_errors: bool = False
 ) -> tuple[str, bool, int]:
-    """What a program printed (with its errors, if they are wanted), whether it ended in time, and its exit status."""
+    """(output, with standard error if ``with_errors``; whether it ended in time; its exit status)."""
     with (
         _own_folder() as folder,
         tempfile.TemporaryFile() as standard_input,
@@ -114,7 +114,7 @@ def _ran(
 
 @contextmanager
 def _own_folder() -> Iterator[str]:
-    """A folder that is removed with whatever a program left in it."""
+    """A temporary folder, removed with whatever a program left in it."""
     folder = tempfile.mkdtemp()
     try:
         yield folder
@@ -124,10 +124,10 @@ def _own_folder() -> Iterator[str]:
 
 
 def remove_tree(folder: str) -> None:
-    """Remove a folder with all that is in it, however deeply nested and under whatever permissions of its owner.
+    """Remove a folder with its contents, whatever their depth and the owner's permissions.
 
-    Folders within folders are moved up to the top before they are removed there, so no depth needs stack, descriptors
-    or a long path, of which ``shutil.rmtree`` takes one each a level.
+    Nested folders are moved to the top before they are removed. ``shutil.rmtree`` needs a stack frame, a descriptor and
+    a longer path for each level, and fails for deep nesting.
 
     Raises:
         OSError: something in it belongs to another user.
@@ -135,7 +135,7 @@ def remove_tree(folder: str) -> None:
     Path(folder).chmod(0o700)
     top = os.open(folder, _A_FOLDER)
     try:
-        moved = f"{secrets.token_hex(16)}-"  # no name that the program could have taken
+        moved = f"{secrets.token_hex(16)}-"  # the program cannot have used this name
         waiting, number = _emptied(top), 0
         while waiting:
             name = waiting.pop()
@@ -143,7 +143,7 @@ def remove_tree(folder: str) -> None:
             inner = os.open(name, _A_FOLDER, dir_fd=top)
             try:
                 for each in _emptied(inner):
-                    os.chmod(each, 0o700, dir_fd=inner)  # to move a folder takes the right to write to it
+                    os.chmod(each, 0o700, dir_fd=inner)  # moving a folder needs write permission on it
                     os.rename(each, f"{moved}{number}", src_dir_fd=inner, dst_dir_fd=top)
                     waiting.append(f"{moved}{number}")
                     number += 1
@@ -156,7 +156,7 @@ def remove_tree(folder: str) -> None:
 
 
 def _emptied(descriptor: int) -> list[str]:
-    """The folders in an open folder, from which all else is removed."""
+    """Remove all files in an open folder; the names of the folders that are left."""
     with os.scandir(descriptor) as entries:
         found = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
     for name, is_folder in found:
@@ -166,7 +166,7 @@ def _emptied(descriptor: int) -> list[str]:
 
 
 def spy(*arguments: Any) -> list[str]:
-    """What a program can reach, as ``spy.reached`` says from inside one; of this process and its parent, too."""
+    """Run ``spy.reached`` as a program, with this process and its parent among its targets."""
     pids, *others = arguments
     source = (Path(__file__).parent / "spy.py").read_text(encoding="utf-8")
     given = json.dumps([[*pids, os.getpid(), os.getppid()], *others])
@@ -177,9 +177,10 @@ def spy(*arguments: Any) -> list[str]:
 
 
 def _ends_within(pid: int, seconds: float) -> bool:
-    """Whether a process ends in time: of the processor's while it computes, else of the clock.
+    """Whether a process ends in time: processor time while it computes, wall-clock time while it waits.
 
-    A look that comes late says that the machine stood still, and nothing of the process.
+    Raises:
+        TimeoutError: the machine was too busy to run it.
     """
     descriptor, sleep = os.pidfd_open(pid), Sleep(seconds)
     try:
@@ -192,10 +193,10 @@ def _ends_within(pid: int, seconds: float) -> bool:
                     sleep.look(lambda: usage(pid).asleep)
                     if sleep.is_over:
                         return False
-            late, seen = time.monotonic() - due > LATE_SECONDS, usage(pid)
-            if select.select([descriptor], [], [], 0)[0]:  # while it was looked at
+            late, used = time.monotonic() - due > LATE_SECONDS, usage(pid)
+            if select.select([descriptor], [], [], 0)[0]:  # it ended during `usage`
                 return True
-            if seen.seconds >= BUSY_SHARE * seconds or not (seen.running or late):
+            if used.seconds >= BUSY_SHARE * seconds or not (used.running or late):
                 return False
     finally:
         os.close(descriptor)

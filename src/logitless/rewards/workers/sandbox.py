@@ -1,6 +1,6 @@
-"""What keeps text that runs in its sandbox here, as found out by a process inside it that tries to get out.
+"""Whether the sandbox holds on this machine, tested by a process inside that tries to get out.
 
-A version number promises nothing (a container's profile may forbid what the kernel has), so none is asked.
+Kernel versions are not asked: a container's profile may forbid what the kernel supports.
 """
 
 import functools
@@ -28,20 +28,20 @@ CLAIMS = {
     "processes": "start processes",
     "signals": "signal other processes",
 }
-"""What must fail, and how a sentence says so. A grader may read files: it has no way to hand on what it read."""
+"""What must be impossible, and its wording in messages."""
 
-OF_A_GRADER = ("network", "files", "processes", "signals")
+OF_A_GRADER = ("network", "files", "processes", "signals")  # it may read files: it cannot pass on what it read
 PROBE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What a confined process is kept from on this machine.
+    """The test result of a sandbox on this machine.
 
     Args:
         layers: of ``confinement.layers``.
-        open: the ``CLAIMS`` that a spy could disprove; none where the sandbox holds.
-        failure: why the spy could not say, or nothing.
+        open: the keys of ``CLAIMS`` that are possible after all.
+        failure: why the test could not run, or empty.
 
     Example:
         >>> str(Sandbox(("seccomp",), ("memory",)))
@@ -54,7 +54,7 @@ class Sandbox:
 
     @property
     def holds(self) -> bool:
-        """Whether every attempt to get out failed."""
+        """Whether the test ran and every attempt to get out failed."""
         return not self.open and not self.failure
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Sandbox:
 
 
 def sandbox_of(contained: Contained) -> Sandbox:
-    """Send a spy into the sandbox, once a process, and say what it could do.
+    """Test the sandbox; once in each process.
 
     Example:
         >>> sandbox_of("grader") is sandbox_of("grader")
@@ -100,10 +100,10 @@ def _sandbox_of(_pid: int, contained: Contained) -> Sandbox:
 
 
 def require_sandbox(contained: Contained, option: SandboxOption = "required") -> None:
-    """Say once what keeps a process in, unless the recipe does without.
+    """Check that the sandbox holds, and log it once; nothing with option ``none``.
 
     Raises:
-        UnavailableError: it does not suffice.
+        UnavailableError: it does not hold.
     """
     if option == "none":
         return
@@ -115,11 +115,11 @@ def require_sandbox(contained: Contained, option: SandboxOption = "required") ->
             remedy="Use Linux with Landlock (5.13) or namespaces, allow them in the container's profile, or set "
             "`sandbox: none` on the reward where nothing here is worth protecting.",
         )
-    _say_once(contained, ", ".join(found.layers))
+    _log_once(contained, ", ".join(found.layers))
 
 
 @functools.cache
-def _say_once(contained: Contained, layers: str) -> None:
+def _log_once(contained: Contained, layers: str) -> None:
     what = "a program that the model writes" if contained == "program" else "what grades the model's answers"
     forbidden = list(CLAIMS.values()) if contained == "program" else [CLAIMS[kind] for kind in OF_A_GRADER]
     logger.info("sandbox: %s cannot %s or %s (kept by %s)", what, ", ".join(forbidden[:-1]), forbidden[-1], layers)

@@ -1,6 +1,6 @@
-"""Bounds on a text before a library reads it, so that one which is made to stall is wrong at once.
+"""Bounds on a text before a library parses it, to refuse texts made to stall the parser.
 
-Each bound is far from what a person writes, and near what a parser can take. One pass over the text, linear time.
+Each bound is far above what a person writes, and close to what a parser can handle. Linear time.
 """
 
 import math
@@ -11,7 +11,7 @@ MAX_CHARACTERS = 200_000
 MAX_DEPTH = 100
 MAX_DIGITS = 1_000
 MAX_POWER_DIGITS = 4_000
-"""Of the value of a power of written numbers, ``2^{10}`` or a tower of them."""
+"""Of the value of a power of literal numbers, such as ``2^{10}`` or a tower."""
 
 _PLAIN = re.compile(r"[A-Za-z0-9 ,\n\t]*(?:(?<=[0-9])\.(?=[0-9])[A-Za-z0-9 ,\n\t]*)*[.]?", re.ASCII)
 _DIGITS = re.compile(r"[0-9_]+", re.ASCII)
@@ -20,7 +20,7 @@ _OPENING, _CLOSING = "([{", ")]}"
 
 
 def too_large(text: str) -> str | None:
-    """Why a library that evaluates mathematics should not read a text, or None.
+    """Why a text should not be passed to a library that evaluates mathematics; None if it may.
 
     Example:
         >>> too_large("The answer is $2^{10} = 1024$."), too_large("9^{9^{9^9}}")
@@ -38,7 +38,7 @@ def too_large(text: str) -> str | None:
 
 
 def depth(text: str) -> int:
-    """How deep brackets of any kind are nested, unmatched ones included.
+    """The depth to which brackets of any kind are nested, unmatched ones included.
 
     Example:
         >>> depth("f((x))"), depth("((("), depth("()()")
@@ -57,10 +57,10 @@ def depth(text: str) -> int:
 
 
 def runs_nothing(text: str) -> bool:
-    """Whether a text is only words and short numbers: nothing runs when Python or a parser evaluates it.
+    """Whether a text is only words and short numbers, so that evaluating it as Python runs nothing.
 
-    No bracket, quote, operator, underscore or dot but a decimal one: such a text cannot call, assign, or reach into
-    anything; what it names is looked up and left alone.
+    It has no bracket, quote, operator, underscore, or dot except a decimal point: it cannot call, assign or access an
+    attribute.
 
     Example:
         >>> runs_nothing("so it is 3.5"), runs_nothing("abba"), runs_nothing("exec('x')"), runs_nothing("a.b")
@@ -70,7 +70,7 @@ def runs_nothing(text: str) -> bool:
 
 
 def _digits(chain: str) -> float:
-    """How many digits powers of powers have: ``2^{3^4}`` is 2 to the 81st, ``(2^3)^4`` is 2 to the 12th."""
+    """The number of digits of a chain of powers: ``2^{3^4}`` is 2 to the 81st, ``(2^3)^4`` is 2 to the 12th."""
     logarithms = []
     for tower in re.split(r"[)\]}]\s*(?:\^|\*\*)", chain):
         *numbers, top = (float(number[:300]) for number in re.findall("[0-9]+", tower))

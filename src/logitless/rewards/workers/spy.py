@@ -1,6 +1,6 @@
-"""What a confined process tries to reach, from inside: the proof of a sandbox is that every attempt fails.
+"""Attempts to get out of a sandbox, made from inside: all must fail.
 
-Runs as a function in a grader and as a program among programs; it imports the standard library only.
+Runs as a function in a grader's process, and as a program; it imports the standard library only.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 
 def reached(pids: Sequence[int], port: int, secret: str, folders: Sequence[str], kinds: Sequence[str]) -> list[str]:
-    """Which of the forbidden things succeed.
+    """The kinds of attempts that succeed.
 
     Args:
         pids: processes outside.
@@ -21,7 +21,7 @@ def reached(pids: Sequence[int], port: int, secret: str, folders: Sequence[str],
         folders: where it may not write.
         kinds: which attempts to make, of ``memory``, ``secrets``, ``network``, ``files``, ``processes``, ``signals``.
     """
-    others = [pid for pid in pids if pid != os.getpid()]  # in a namespace of its own it may have the number of one
+    others = [pid for pid in pids if pid != os.getpid()]  # in a PID namespace this process may have an equal number
     attempts: dict[str, Sequence[Callable[[], None]]] = {
         "memory": [lambda place=place: _read(place) for pid in others for place in _memory(pid)],  # type: ignore[misc]
         "secrets": [lambda: _read(secret)],

@@ -1,8 +1,8 @@
-"""What rewards run inside worker processes: plain functions of plain data, and no import that costs time or memory.
+"""What rewards run in worker processes: functions of plain data, without slow or large imports.
 
-Each returns what ``pooled.verdict_of`` reads: ``{"score": ..., "detail": [[id, satisfied], ...]}`` for a graded answer,
-``{"ungradable": why}`` for a text that cannot be graded by its own doing, ``{"missing": why}`` or ``{"error": why}``
-otherwise. An exception is the grader's own failure, never a wrong answer.
+Each returns what ``pooled.verdict_of`` reads: ``{"score": ..., "detail": [[id, satisfied], ...]}`` if graded,
+``{"ungradable": why}`` if the text makes its grading fail, else ``{"missing": why}`` or ``{"error": why}``. Raising is
+a failure of the grader, never a wrong answer.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MAX_SCORE = 1e9
 
 
 def score_of(value: Any) -> Answer:
-    """One value that a reward function returned, as an answer: None is missing, a number that is no score an error."""
+    """The answer for one value of a reward function: None is missing, anything but a finite number an error."""
     if value is None:
         return {"missing": "the function returned None"}
     try:
@@ -44,7 +44,7 @@ def _shown(value: Any) -> str:
 
 
 def accepted_columns(function: Any, names: Sequence[str]) -> list[str]:
-    """The columns that a reward function takes: all where it has ``**kwargs``, else those it names."""
+    """The columns that a reward function accepts: all if it has ``**kwargs``, else those it names."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return list(names)
@@ -52,7 +52,7 @@ def accepted_columns(function: Any, names: Sequence[str]) -> list[str]:
 
 
 def missing_arguments(function: Any, names: Sequence[str]) -> list[str]:
-    """The arguments that a reward function cannot be called without and that are not among the names given.
+    """The required arguments of a reward function that are not among these names.
 
     Example:
         >>> missing_arguments(lambda completions, answer, *, strict=True, **columns: None, ["completions", "question"])
@@ -71,7 +71,7 @@ def missing_arguments_at(path: str, names: Sequence[str]) -> list[str]:
     """``missing_arguments`` of the function at an import path.
 
     Raises:
-        TypeError: it is a class, whose call makes an object and scores nothing.
+        TypeError: it is a class.
     """
     function = resolve(path)
     if inspect.isclass(function):
@@ -85,12 +85,12 @@ def call_function(path: str, arguments: Mapping[str, Any]) -> Answer:
     taken = accepted_columns(function, list(arguments))
     result = function(**{name: [arguments[name]] for name in taken})
     if inspect.isawaitable(result):
-        result = asyncio.run(_awaited(result))
+        result = asyncio.run(awaited(result))
     return scores_of(result, 1)[0]
 
 
 def scores_of(result: Any, num_completions: int) -> list[Answer]:
-    """What a reward function returned for so many completions, as an answer for each."""
+    """An answer for each completion, from the return value of a reward function."""
     try:
         values = iter(result)
     except TypeError:
@@ -103,18 +103,19 @@ def scores_of(result: Any, num_completions: int) -> list[Answer]:
     return [{"error": f"a list of {num_completions} numbers (or None) expected, {given} returned"}] * num_completions
 
 
-async def _awaited(result: Any) -> Any:
+async def awaited(result: Any) -> Any:
+    """The result of an awaitable, as a coroutine that ``asyncio.run`` takes."""
     return await result
 
 
 def match_pattern(pattern: str, flags: int, whole: bool, text: str) -> Answer:
-    """Whether a pattern matches a text, all of it or somewhere."""
+    """Whether a pattern matches the whole text, or is found in it."""
     compiled = re.compile(pattern, flags)
     return {"score": float(bool(compiled.fullmatch(text) if whole else compiled.search(text)))}
 
 
 def grade_reasoning_gym(task: str, options: str, entry: Mapping[str, Any], text: str | None) -> Answer:
-    """The score of a reasoning-gym task. Its verifiers raise on answers that they cannot read: those are wrong."""
+    """The score of a reasoning-gym task; 0 for an answer at which the verifier raises."""
     if text is not None and (why := too_large(text)) and not too_large(str(entry["answer"])):
         return {"ungradable": why}
     verifier = _reasoning_gym_task(task, options)
@@ -156,7 +157,7 @@ def grade_math(gold: str, text: str) -> Answer:
 
 @functools.lru_cache(maxsize=4096)
 def _parsed_gold(gold: str) -> list[Any]:
-    """The gold answer as math-verify reads it, as it stands or as LaTeX; empty where only its text is left."""
+    """The gold answer as parsed by math-verify, as it is or as LaTeX; empty if it has no expression."""
     from math_verify import parse
 
     guard_verifiers()
@@ -166,7 +167,7 @@ def _parsed_gold(gold: str) -> list[Any]:
 
 
 def warm_math() -> None:
-    """Fill the parser's tables with formulas of every kind: a fork starts with them, and would make them anew."""
+    """Parse formulas of every kind, so that forks start with the parser's caches filled."""
     for formula in (
         "\\frac{1}{2}", "x^2-1", "(x-1)(x+1)", "\\sqrt{3}", "\\pi r^2", "\\{1, 2\\}", "(0, 1]", "x = 3", "a_1 + b",
         "\\begin{pmatrix} 1 & 2 \\\\ 3 & 4 \\end{pmatrix}", "\\sin(x)", "\\log_2 8", "\\text{no}", "50\\%", "3!", "|x|",
@@ -178,14 +179,14 @@ def warm_math() -> None:
 
 
 def warm_reasoning_gym() -> None:
-    """Import the tasks, and guard them."""
+    """Import reasoning-gym, and guard its verifiers."""
     import reasoning_gym  # noqa: F401
 
     guard_verifiers()
 
 
 def grade_json(schema: str, text: str) -> Answer:
-    """Whether a text is JSON that a schema allows; a Markdown fence around it is left out of account."""
+    """Whether a text is JSON that satisfies a schema, ignoring a Markdown fence around it."""
     import jsonschema
     import referencing
 
@@ -206,7 +207,7 @@ def _refused_constant(name: str) -> None:
 
 
 def unfenced(text: str, language: str) -> str:
-    """The content of the last closed Markdown fence (of that language, or of none named), or the text as it stands.
+    """The content of the last closed Markdown fence, of this language or of none; the whole text if there is none.
 
     Example:
         >>> unfenced("So:\\n```python\\nprint(1)\\n```\\nDone.", "python")

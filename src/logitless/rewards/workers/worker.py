@@ -1,13 +1,13 @@
-"""What runs inside the processes of ``pool.WorkerPool``: a supervisor, and the workers it forks.
+"""The processes of ``pool.WorkerPool``: a supervisor, and the workers that it forks.
 
-This file is started as a script and imports the standard library only, so that a worker costs a fork and not an
-import. The supervisor imports what the tasks need once; workers are its copies. Every process that a task starts, also
-one that leaves its session or outlives its parent, stays below the supervisor in the process tree (``PR_SET_CHILD_
-SUBREAPER``), which is how it is found and killed. Linux only.
+This file is started as a script and imports the standard library only, so that a worker costs a fork and no import. The
+supervisor imports the tasks' modules once; workers are forks of it. Every process that a task starts stays below the
+supervisor in the process tree (``PR_SET_CHILD_SUBREAPER``), even if it leaves its session or outlives its parent, so
+that it is found and killed. Linux only.
 
-An item runs in one of three ways. ``kept``: in the worker, which goes on to the next item. ``fresh``: in a fork of the
-worker, which has run no such item itself and only hands the result on, so that nothing an item does to its process
-reaches another item. ``confined``: the same in the sandbox of ``confinement.confine_grader``.
+An item runs in one of three ways. ``kept``: in the worker, which runs the next item too. ``fresh``: in a fork of the
+worker, which itself runs no such item, so that an item cannot affect the process of another. ``confined``: the same in
+the sandbox of ``confinement.confine_grader``.
 """
 
 import contextlib
@@ -39,15 +39,15 @@ CONFINE = "logitless.rewards.workers.confinement:confine_grader"
 CHILD_GRACE_SECONDS = 0.1
 MORE_GRACE = 20
 BUSY_SHARE = 0.5
-"""An item that had the processor for this share of its deadline is itself to blame for missing it."""
+"""An item that used this share of its deadline in processor time is to blame for missing the deadline."""
 MAX_DEADLINES = 10
-"""How many times its deadline an item may take that wants to compute and gets less than that share."""
+"""How often the deadline of an item is extended that wants to compute and got less than that share."""
 LATE_SECONDS = 0.1
-"""Who looks at a deadline so much after it has not had the processor itself, and the item perhaps neither."""
+"""If a deadline is checked this late, the machine was busy or suspended, and the item may not have run either."""
 LOOKS = 8
-"""How many times within its deadline an item in a sandbox is looked at, more or less, to see whether it sleeps."""
+"""Average number of times within its deadline that an item in a sandbox is checked for sleeping."""
 MOST_THREADS = 64
-"""Of a process that are looked at: an item may have so many that one of them runs in the time that a look takes."""
+"""Threads of a process that are looked at: with enough of them one would run while the others are read."""
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _PR_SET_PDEATHSIG = 1
@@ -56,14 +56,14 @@ _PR_SET_CHILD_SUBREAPER = 36
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _TICKS = os.sysconf("SC_CLK_TCK")
 WANTING = {"R", "D"}
-"""States of a thread that runs or waits for the processor, and that waits for a disk."""
-_CHANCE = random.SystemRandom()  # which a fork cannot foresee: of any other it would have a copy
+"""States of a thread that runs or waits for the processor (R), or waits for a disk (D)."""
+_RANDOM = random.SystemRandom()  # a fork would have a copy of any other generator, and could predict it
 
 
 def supervise(control: socket.socket) -> None:
-    """Answer one request after the other (load, spawn, kill) until the pool closes its end; then kill all workers."""
+    """Answer requests (load, spawn, usage, end) until the pool closes its end; then kill all workers."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _LIBC.prctl(_PR_SET_DUMPABLE, 0)  # nobody but root reads or debugs this process and its forks
+    _LIBC.prctl(_PR_SET_DUMPABLE, 0)  # only root can read or debug this process and its forks
     workers: set[int] = set()
     try:
         while True:
@@ -90,7 +90,7 @@ def supervise(control: socket.socket) -> None:
 
 def resolve(path: str) -> Callable[..., Any]:
     """The function that ``package.module:name`` or ``folder/file.py:name`` names."""
-    from logitless.own_code import imported  # not before this script knows where modules are, see `_load`
+    from logitless.own_code import imported  # `_load` must have set sys.path first
 
     found: Callable[..., Any] = imported(path)
     if not callable(found):
@@ -99,18 +99,15 @@ def resolve(path: str) -> Callable[..., Any]:
 
 
 def _load(request: dict[str, Any]) -> str:
-    """Import what a path names; why it cannot, or nothing.
-
-    An import that never ends is ended by the alarm's default action, and this process with it.
-    """
+    """Import a path; an error message, or an empty string."""
     sys.path[:] = request["sys_path"]
     importlib.invalidate_caches()
-    signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"])  # an import that never ends is killed, with this process
     try:
         found = resolve(request["path"])
         if request["call"]:
             found()
-        gc.freeze()  # or a collection in a fork would copy every page
+        gc.freeze()  # a garbage collection in a fork would copy every page
         return ""
     except BaseException as error:
         return _described(error, with_line=True)
@@ -136,7 +133,10 @@ def _fork_worker(descriptor: int, control: socket.socket) -> int:
 
 
 def _work(channel: socket.socket) -> None:
-    """Run one item after the other, a line of JSON each, until the pool closes its end or an item left a trace."""
+    """Run items, and reply to each with a line of JSON, until the pool closes its end or this process is not reusable.
+
+    The line is [status, value or message, traceback, whether this process is reusable, processor seconds].
+    """
     functions: dict[str, Callable[..., Any]] = {}
     worker, threads = os.getpid(), threading.active_count()
     mapped = mapped_at_first = _mapped_bytes()
@@ -149,7 +149,7 @@ def _work(channel: socket.socket) -> None:
             if item.way == "kept":
                 line = _run(functions, item, limit)
                 if os.getpid() != worker:
-                    return  # a child that the item forked came back from it
+                    return  # this is a child that the item forked, and that returned from it
                 signal.setitimer(signal.ITIMER_REAL, 0)
             else:
                 line = _run_in_a_fork(functions, item, limit, channel)
@@ -174,7 +174,7 @@ def _work(channel: socket.socket) -> None:
 
 
 class Item(NamedTuple):
-    """What the pool sends: whose function, how it runs, within what limits, and its arguments."""
+    """An item as the pool sends it: a function's path, the way to run it, limits, and its pickled arguments."""
 
     path: str
     way: str
@@ -190,7 +190,7 @@ def _frame(incoming: BinaryIO) -> bytes:
 
 
 def _run(functions: dict[str, Callable[..., Any]], item: Item, mapped_limit: int) -> tuple[str, str, str]:
-    """Status, the value or the reason as JSON, and the traceback of one item."""
+    """(status, value or error message as JSON, traceback) of one item."""
     unlimited = resource.getrlimit(resource.RLIMIT_AS)
     try:
         try:
@@ -213,7 +213,7 @@ def _run(functions: dict[str, Callable[..., Any]], item: Item, mapped_limit: int
 def _run_in_a_fork(
     functions: dict[str, Callable[..., Any]], item: Item, mapped_limit: int, channel: socket.socket
 ) -> tuple[str, str, str]:
-    """The same of an item that may do anything to its process: what comes back from that is not trusted."""
+    """``_run`` in a fork. The item may have taken the fork over, so its reply is not trusted."""
     if item.path not in functions:
         functions[item.path] = resolve(item.path)
     reading, writing = os.pipe()
@@ -229,31 +229,31 @@ def _run_in_a_fork(
             os._exit(0)
     os.close(writing)
     sleep = Sleep(item.deadline_seconds) if item.way == "confined" else None
-    said = _said(reading, pid, sleep)
+    line = _read_line(reading, pid, sleep)
     os.close(reading)
     with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGKILL)  # it has said what it had to say, or too much
+        os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
     if sleep is not None and sleep.is_over:
         return "timeout", json.dumps(f"it slept for {item.deadline_seconds:g} s"), ""
     try:
-        first, second, third = json.loads(said)
-        if first in ("done", "raised", "memory"):
-            json.loads(second)
-            return first, second.replace("\n", " "), str(third)[:MAX_TRACEBACK_CHARACTERS]
+        reported, value, trace = json.loads(line)
+        if reported in ("done", "raised", "memory"):
+            json.loads(value)
+            return reported, value.replace("\n", " "), str(trace)[:MAX_TRACEBACK_CHARACTERS]
     except (ValueError, TypeError, AttributeError, RecursionError):
         pass
     return "crashed", json.dumps(f"its process ended ({_ending(status)})"), ""
 
 
 class _Forked:
-    """Which process an item was given, so that a fork that the item makes says nothing in its place."""
+    """The process that runs an item: a child that the item forks must not reply for it."""
 
     pid = 0
 
 
 def _become_an_item(item: Item, channel: socket.socket) -> None:
-    """In the fork: let go of everything but the pipe, and enter the sandbox."""
+    """In the fork: close the worker's channel, set the environment, and enter the sandbox."""
     _Forked.pid = os.getpid()
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     os.close(channel.detach())
@@ -262,15 +262,15 @@ def _become_an_item(item: Item, channel: socket.socket) -> None:
         resolve(CONFINE)()
 
 
-def _said(reading: int, pid: int, sleep: "Sleep | None") -> bytes:
-    """A line from the item, or what there is of it when its process ends, sleeps too long or goes over the bounds."""
-    said = b""
+def _read_line(reading: int, pid: int, sleep: "Sleep | None") -> bytes:
+    """A line from the item; incomplete if its process ends, sleeps too long or writes too much."""
+    line = b""
     descriptor = os.pidfd_open(pid)
     poll = select.poll()
     poll.register(reading, select.POLLIN)
     poll.register(descriptor, select.POLLIN)
     try:
-        while not said.endswith(b"\n") and len(said) < 4 * MAX_RESULT_CHARACTERS:
+        while not line.endswith(b"\n") and len(line) < 4 * MAX_RESULT_CHARACTERS:
             ready = [fd for fd, _ in poll.poll(None if sleep is None else 1000 * sleep.seconds_to_look)]
             if sleep is not None and not ready:
                 sleep.look(lambda: _is_asleep(_states(pid)))
@@ -282,10 +282,10 @@ def _said(reading: int, pid: int, sleep: "Sleep | None") -> bytes:
                 if descriptor in ready:
                     break
                 poll.unregister(reading)
-            said += data
+            line += data
     finally:
         os.close(descriptor)
-    return said
+    return line
 
 
 def _described(error: BaseException, with_line: bool = False) -> str:
@@ -300,19 +300,18 @@ def _described(error: BaseException, with_line: bool = False) -> str:
 
 
 def _traceback(error: BaseException) -> str:
-    """Of an item's own code: the calls that led there from this folder are left out."""
+    """The traceback of an error, without the calls in this folder."""
     try:
         calls = error.__traceback__
-        while calls is not None and calls.tb_next is not None and _is_here(calls.tb_frame.f_code.co_filename):
+        folder = os.path.dirname(__file__)  # noqa: PTH120
+        while calls is not None and calls.tb_next is not None:
+            if os.path.dirname(calls.tb_frame.f_code.co_filename) != folder:  # noqa: PTH120
+                break
             calls = calls.tb_next
         text = "".join(traceback.format_exception(type(error), error, calls))
         return text[-MAX_TRACEBACK_CHARACTERS:]
     except BaseException:
         return ""
-
-
-def _is_here(file: str) -> bool:
-    return os.path.dirname(file) == os.path.dirname(__file__)  # noqa: PTH120
 
 
 def _mapped_bytes() -> int:
@@ -321,32 +320,33 @@ def _mapped_bytes() -> int:
 
 
 def _has_live_children() -> bool:
-    """Whether a child still runs after a moment's grace; ended ones are collected.
+    """Whether a child still runs after a grace period; ended ones are collected.
 
-    The moment begins anew, some times, where a child wants to compute and has not been let: it may be about to end.
+    The period is extended, ``MORE_GRACE`` times at most, while a child wants to compute and gets no processor time: it
+    may be about to end.
     """
-    patience, more = time.monotonic() + CHILD_GRACE_SECONDS, MORE_GRACE
+    end, extensions = time.monotonic() + CHILD_GRACE_SECONDS, MORE_GRACE
     try:
         while True:
-            late = time.monotonic() > patience
-            not_let = late and any(_was_not_let(pid) for pid in _children())
-            if os.waitpid(-1, os.WNOHANG) == (0, 0):  # after the look, during which it may have ended
+            late = time.monotonic() > end
+            starved = late and any(_is_starved(pid) for pid in _children())
+            if os.waitpid(-1, os.WNOHANG) == (0, 0):  # after `_is_starved`, during which a child may have ended
                 if late:
-                    if not more or not not_let:
+                    if not extensions or not starved:
                         return True
-                    patience, more = time.monotonic() + CHILD_GRACE_SECONDS, more - 1
+                    end, extensions = time.monotonic() + CHILD_GRACE_SECONDS, extensions - 1
                 time.sleep(0.002)
     except ChildProcessError:
         return False
 
 
-def _was_not_let(pid: int) -> bool:
-    seen = usage(pid)
-    return seen.running and seen.seconds < CHILD_GRACE_SECONDS / 2
+def _is_starved(pid: int) -> bool:
+    used = usage(pid)
+    return used.running and used.seconds < CHILD_GRACE_SECONDS / 2
 
 
 def _end(pid: int, workers: set[int]) -> str:
-    """Kill a worker with all that it started; say how it had ended, if it had."""
+    """Kill a worker with all processes that it started, and describe how it ended."""
     kill_tree(pid)
     _, status = os.waitpid(pid, 0)
     end_children(spared=frozenset(workers))
@@ -360,7 +360,7 @@ def _ending(status: int) -> str:
 
 
 class Usage(NamedTuple):
-    """What a process and its descendants have had of the processor; whether a thread of them wants it, or all sleep."""
+    """Processor time of a process and its descendants; whether a thread of them wants to run, or all sleep."""
 
     seconds: float
     running: bool
@@ -368,7 +368,7 @@ class Usage(NamedTuple):
 
 
 def usage(root: int) -> Usage:
-    """Read it from ``/proc``; nothing used where the process is gone."""
+    """Read it from ``/proc``; 0 seconds if the process is gone."""
     found = _processes()
     tree = _tree(root, {pid: entry.parent for pid, entry in found.items()}) & found.keys()
     states = "".join(_states(pid) for pid in tree)
@@ -377,16 +377,15 @@ def usage(root: int) -> Usage:
 
 
 def _is_asleep(states: str) -> bool:
-    """Whether there is a thread and none wants to compute; one that was stopped, by itself or another, does not."""
+    """Whether there are threads and none wants to run; a stopped thread does not."""
     return bool(states) and not set(states) & WANTING
 
 
 class Sleep:
-    """For how long an item has slept, as looks at moments show that it cannot foresee.
+    """Estimates how long an item has slept, by looking at it at random times.
 
-    At its deadline alone an item could show itself running. Each look speaks for the pause before it, so that none is
-    found to have slept longer than it has been there; one that comes late speaks for nothing, for the machine may have
-    stood still in between.
+    Random, because an item could run at a time that it can predict. If an item sleeps at a look, the whole pause before
+    the look counts as sleep. A late look counts nothing: the machine may have been suspended.
 
     Args:
         most_seconds: that it may sleep.
@@ -401,12 +400,12 @@ class Sleep:
         self._plan()
 
     def _plan(self) -> None:
-        self._pause = _CHANCE.uniform(0, 2 * self._most / LOOKS)
+        self._pause = _RANDOM.uniform(0, 2 * self._most / LOOKS)
         self._due = self._clock() + self._pause
 
     @property
     def seconds_to_look(self) -> float:
-        """Until the next look; 0 where it is due."""
+        """Seconds until the next look; 0 if it is due."""
         return max(0.0, self._due - self._clock())
 
     @property
@@ -415,7 +414,7 @@ class Sleep:
         return self.seconds >= self._most
 
     def look(self, is_asleep: Callable[[], bool]) -> None:
-        """See what it does now, and plan the next look."""
+        """Look at the item, and plan the next look."""
         in_time = self._clock() <= self._due + LATE_SECONDS
         if is_asleep() and in_time:
             self.seconds += self._pause
@@ -423,7 +422,7 @@ class Sleep:
 
 
 def end_children(spared: frozenset[int] = frozenset()) -> None:
-    """Kill and collect every child of this process but the spared ones, orphans that it has inherited included."""
+    """Kill and collect every child of this process except the spared ones, inherited orphans included."""
     while children := [pid for pid in _children() if pid not in spared]:
         for pid in children:
             kill_tree(pid)
@@ -431,7 +430,7 @@ def end_children(spared: frozenset[int] = frozenset()) -> None:
 
 
 def kill_tree(root: int) -> None:
-    """Kill a process and its descendants: stop all first, until a look finds no new one, so that none escapes."""
+    """Kill a process and its descendants. All are stopped first, until none is new, so that none escapes by forking."""
     stopped: set[int] = set()
     while new := _tree(root, _parents()) - stopped:
         for pid in new:
@@ -455,7 +454,7 @@ def _tree(root: int, parents: dict[int, int]) -> set[int]:
 
 
 def _parents() -> dict[int, int]:
-    """Parent of every process of this machine."""
+    """The parent of every process of this machine."""
     return {pid: entry.parent for pid, entry in _processes().items()}
 
 
@@ -465,7 +464,7 @@ class _Process(NamedTuple):
 
 
 def _processes() -> dict[int, _Process]:
-    """Every process of this machine, with the processor time of it and of the children that it has collected."""
+    """Every process of this machine; seconds include its collected children."""
     found = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208
         if entry.isdigit():
@@ -476,7 +475,7 @@ def _processes() -> dict[int, _Process]:
 
 
 def _states(pid: int) -> str:
-    """A letter for each thread of a process; none where it is gone."""
+    """The state letters of a process's threads; empty if it is gone."""
     states = ""
     with contextlib.suppress(OSError), os.scandir(f"/proc/{pid}/task") as threads:
         for thread in itertools.islice(threads, MOST_THREADS):
@@ -486,7 +485,7 @@ def _states(pid: int) -> str:
 
 
 def _stat(place: str) -> list[str]:
-    """What the kernel says of a process or a thread, from its state on."""
+    """Fields of ``/proc/.../stat`` of a process or a thread, from the state on."""
     with open(f"{place}/stat", "rb") as file:  # noqa: PTH123
         return file.read().decode(errors="replace").rpartition(")")[2].split()
 
