@@ -1,1 +1,1 @@
-"""An engine behind an OpenAI endpoint: what is said (`protocol`), who answers (`server`), and HTTP (`handler`)."""
+"""An engine behind an OpenAI endpoint: requests and replies (`protocol`), HTTP (`handler`), answers (`server`)."""

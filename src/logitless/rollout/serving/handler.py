@@ -1,65 +1,61 @@
-"""HTTP on loopback: bodies of bounded size, statuses, and no more than what the paths of an OpenAI endpoint are."""
+"""HTTP on loopback: host check, bodies of bounded size, and errors as statuses."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rollout.serving import protocol
 
-if TYPE_CHECKING:
-    from logitless.rollout.serving.server import EngineServer
-
 MAX_BODY_BYTES = 8 << 20
 _HOSTS = ("127.0.0.1", "localhost")
 
+Get: TypeAlias = Callable[[str], Mapping[str, Any]]
+"""path -> reply"""
+
+Post: TypeAlias = Callable[[str, bytes], tuple[protocol.Request, Mapping[str, Any]]]
+"""(path, body) -> (parsed request, reply)"""
+
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers what one connection asks.
+    """Answers the requests of one connection.
 
     Args:
-        endpoint: has the answers.
-        of_connection: ``BaseHTTPRequestHandler``'s.
+        get, post: give the replies; a ``RefusedError`` becomes its status.
+        of_connection: arguments of ``BaseHTTPRequestHandler``.
     """
 
     protocol_version = "HTTP/1.1"
 
-    def __init__(self, endpoint: "EngineServer", *of_connection: Any) -> None:
-        self._endpoint = endpoint
+    def __init__(self, get: Get, post: Post, *of_connection: Any) -> None:
+        self._get, self._post = get, post
         super().__init__(*of_connection)
 
     def do_GET(self) -> None:
-        """What there is to know about the model."""
-        _, path = self._asked_for()
-        if path == "v1/models":
-            self._say(200, self._endpoint.models())
-        elif path == "health":
-            self._say(200, {"weights_version": self._endpoint.version})
-        else:
-            self._say(404, protocol.error(f"no {self.path}", "not_found"))
+        """Reply in JSON."""
+        try:
+            self._send_json(200, self._get(self.path))
+        except protocol.RefusedError as refused:
+            self._send_json(refused.status, protocol.error(str(refused), refused.code))
 
     def do_POST(self) -> None:
-        """What the policy says; as a stream of events where the request wants one."""
+        """Reply in JSON, or as a stream of events if the request asks for one."""
         try:
-            request, reply = self._answer(self._body())
+            request, reply = self._post(self.path, self._body())
             if request.stream:
                 self._send(200, "text/event-stream", protocol.events(reply, request.stream_options or {}))
             else:
-                self._say(200, reply)
+                self._send_json(200, reply)
         except protocol.RefusedError as refused:
-            self._say(refused.status, protocol.error(str(refused), refused.code))
+            self._send_json(refused.status, protocol.error(str(refused), refused.code))
         except (InputError, ConfigurationError) as refused:
-            self._say(400, protocol.error(str(refused), "invalid_request_error"))
+            self._send_json(400, protocol.error(str(refused), "invalid_request_error"))
         except Exception as failure:
-            self._say(500, protocol.error(f"{type(failure).__name__}: {failure}", "server_error"))
-
-    def _asked_for(self) -> tuple[str | None, str]:
-        """The session, if any, and the path in it."""
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        return (parts[1], "/".join(parts[2:])) if parts[0] == "session" and len(parts) > 2 else (None, "/".join(parts))
+            self._send_json(500, protocol.error(f"{type(failure).__name__}: {failure}", "server_error"))
 
     def _body(self) -> bytes:
+        # A web page can reach loopback under a name of its own (DNS rebinding); its Host header gives it away.
         if (self.headers.get("Host") or "").rpartition(":")[0] not in _HOSTS:
             raise protocol.RefusedError(403, "asked for by another name than loopback's", "forbidden")
         length = int(self.headers.get("Content-Length") or 0)
@@ -68,28 +64,18 @@ class Handler(BaseHTTPRequestHandler):
             raise protocol.RefusedError(413, f"over {MAX_BODY_BYTES} bytes")
         return self.rfile.read(length)
 
-    def _answer(self, body: bytes) -> tuple[protocol.Request, dict[str, Any]]:
-        session, path = self._asked_for()
-        if path == "v1/chat/completions":
-            chat = protocol.ChatRequest.of(body)
-            return chat, self._endpoint.chat(chat, session)
-        if path == "v1/completions" and session is None:
-            request = protocol.CompletionRequest.of(body)
-            return request, self._endpoint.complete(request)
-        raise protocol.RefusedError(404, f"no {self.path}", "not_found")
-
-    def _say(self, status: int, content: Mapping[str, Any]) -> None:
+    def _send_json(self, status: int, content: Mapping[str, Any]) -> None:
         self._send(status, "application/json", json.dumps(content).encode())
 
-    def _send(self, status: int, kind: str, said: bytes) -> None:
+    def _send(self, status: int, content_type: str, content: bytes) -> None:
         try:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
-            self.send_header("Content-Length", str(len(said)))
+            self.send_header("Content-Type", content_type)
+            self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(said)
+            self.wfile.write(content)
         except OSError:
-            self.close_connection = True  # whoever asked is gone
+            self.close_connection = True  # the client is gone
 
     def log_message(self, *_: Any) -> None:
-        """Nothing is logged: what the policy says belongs to the run."""
+        """Log nothing: completions belong in the run's records."""

@@ -1,7 +1,7 @@
-"""What clients and the server say to each other: OpenAI's requests and replies, with the tokens beside the text.
+"""OpenAI's requests and replies, with token ids beside the text.
 
-A request is a model that takes what a reply can have and refuses everything else, so that nothing that a client asks
-for is left out in silence. Null is as good as left out.
+A request refuses every field that the server does not implement, so that nothing is ignored silently. Null counts as
+left out.
 """
 
 import json
@@ -54,9 +54,9 @@ _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda text: (text,) if isin
 
 
 class Request(BaseModel, extra="forbid"):
-    """What both endpoints take. A field's description says what is needed where pydantic's words do not say why."""
+    """The fields of both endpoints. A field's description replaces pydantic's message in errors."""
 
-    # of no effect on a reply
+    # accepted, without effect
     model: str | None = None
     user: str | None = None
     metadata: dict[str, str] | None = None
@@ -68,7 +68,7 @@ class Request(BaseModel, extra="forbid"):
     seed: int | None = None
     stream: bool | None = None
     stream_options: Annotated[dict[str, Any] | None, AfterValidator(_beside_stream)] = None
-    # an engine says the log-prob of the token that it sampled, and of no other
+    # engines return the log-prob of the sampled token only
     logprobs: Literal[0, 1] | None = Field(None, description="0 or 1 is needed; only the sampled token's can be had")
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
@@ -88,37 +88,37 @@ class Request(BaseModel, extra="forbid"):
 
     @classmethod
     def of(cls, body: bytes) -> Self:
-        """The request that a body is.
+        """Parse a body.
 
         Raises:
-            RefusedError: it is none; names each field that is wrong, and what is needed.
+            RefusedError: names each wrong field and what it needs.
         """
         try:
             return cls.model_validate_json(body)
         except ValidationError as error:
-            said: dict[str, str] = {}
+            wrong: dict[str, str] = {}
             for each in error.errors():
                 name = str((*each["loc"], "body")[0])
                 described = name in cls.model_fields and cls.model_fields[name].description
                 unknown = each["type"] == "extra_forbidden"
-                said[name] = "unknown here" if unknown else described or each["msg"].removeprefix("Value error, ")
-            raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in said.items())) from error
+                wrong[name] = "unknown here" if unknown else described or each["msg"].removeprefix("Value error, ")
+            raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in wrong.items())) from error
 
     def options(self, own: SamplingOptions, *, num_tokens: int, may_differ: bool) -> SamplingOptions:
-        """How to sample: as asked for, and for the rest as the server does; never more tokens than the server gives.
+        """The sampling options of this request: ``own`` with the request's values, and at most its ``max_new_tokens``.
 
         Args:
-            own: the server's.
-            num_tokens: of the tokenizer.
-            may_differ: whether a request may ask for anything else than ``own``, the number of tokens excepted.
+            own: the server's options.
+            num_tokens: size of the tokenizer's vocabulary.
+            may_differ: whether values other than those of ``own`` are allowed; fewer tokens always are.
 
         Raises:
-            RefusedError: it may not, or there is no such token.
-            ConfigurationError: no such options.
+            RefusedError: a value that may not differ, or a token id out of range.
+            ConfigurationError: a value out of range.
         """
         names = [field.name for field in fields(SamplingOptions) if field.name != "max_new_tokens"]
         wanted = {name: value for name in names if (value := getattr(self, name)) is not None}
-        if self.top_k in (0, -1):  # as vLLM writes that all are kept
+        if self.top_k in (0, -1):  # vLLM's way to keep every token
             wanted["top_k"] = None
         asked = (self.max_completion_tokens, self.max_tokens, own.max_new_tokens)
         most = next(number for number in asked if number is not None)
@@ -154,7 +154,7 @@ class _PlainText(BaseModel, extra="forbid"):
 
 
 class ChatRequest(Request):
-    """The body of a POST to ``chat/completions``; its messages have their text as one string."""
+    """The body of a POST to ``chat/completions``; contents in several text parts are joined."""
 
     messages: list[Annotated[dict[str, Any], AfterValidator(_with_one_text)]] = Field(min_length=1)
     chat_template_kwargs: dict[str, Any] | None = None
@@ -165,46 +165,52 @@ class ChatRequest(Request):
     top_logprobs: Literal[0] | None = Field(None, description="0 is needed; only the sampled token's can be had")
 
 
-def reply(kind: str, choices: Sequence[Mapping[str, Any]], read: Any, *, model: str, version: int) -> dict[str, Any]:
+def reply(
+    kind: str, choices: Sequence[Mapping[str, Any]], prompt_ids: Any, *, model: str, version: int
+) -> dict[str, Any]:
     """A reply of these choices.
 
     Args:
         kind: ``text_completion`` or ``chat.completion``.
         choices: of ``text_choice`` or ``chat_choice``.
-        read: tokens of the prompt; a list of them where the request had a list of prompts.
+        prompt_ids: an array of token ids; a list of arrays if the request had a list of prompts.
         model: its name.
         version: of its weights.
     """
-    prompts = read.tolist() if isinstance(read, np.ndarray) else [ids.tolist() for ids in read]
-    num_read = len(read) if isinstance(read, np.ndarray) else sum(map(len, read))
-    num_said = sum(len(choice["token_ids"]) for choice in choices)
+    single = isinstance(prompt_ids, np.ndarray)
+    prompt_tokens = len(prompt_ids) if single else sum(map(len, prompt_ids))
+    completion_tokens = sum(len(choice["token_ids"]) for choice in choices)
     return {
         "id": f"{kind}-{time.monotonic_ns()}",
         "object": kind,
         "created": int(time.time()),
         "model": model,
         "choices": choices,
-        "prompt_token_ids": prompts,
-        "usage": {"prompt_tokens": num_read, "completion_tokens": num_said, "total_tokens": num_read + num_said},
+        "prompt_token_ids": prompt_ids.tolist() if single else [ids.tolist() for ids in prompt_ids],
+        "usage": {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+        },
         "weights_version": version,
     }
 
 
 def text_choice(index: int, completion: Completion) -> dict[str, Any]:
-    """What a completion is in the reply of ``completions``."""
+    """A completion in the reply of ``completions``."""
     logp = completion.logp_sampler
     logprobs = None if logp is None else {"token_logprobs": logp.tolist()}
     return {**_choice(index, completion), "text": completion.text, "logprobs": logprobs}
 
 
 def chat_choice(index: int, completion: Completion, calls: Sequence[Call], pieces: Sequence[str]) -> dict[str, Any]:
-    """What a completion is in the reply of ``chat/completions``.
+    """A completion in the reply of ``chat/completions``.
 
     Args:
         index: in the reply.
         completion: to show.
-        calls: of tools, read out of its text.
-        pieces: its tokens as text.
+        calls: tool calls parsed from its text.
+        pieces: its tokens as strings.
     """
     choice = _choice(index, completion)
     message: dict[str, Any] = {"role": "assistant", "content": completion.text}
@@ -224,19 +230,18 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
-    """A whole reply as a client that asked for a stream reads it: all at once, then what it took if that was asked for,
-    then the end."""
+    """A whole reply as server-sent events: one chunk with everything, the usage if requested, and ``[DONE]``."""
     kind = "chat.completion.chunk" if whole["object"] == "chat.completion" else whole["object"]
     piece = {**whole, "object": kind, "choices": [*map(_streamed, whole["choices"])]}
     pieces: list[dict[str, Any]] = [{**piece, "usage": None}, {**piece, "choices": []}]
     if not options.get("include_usage"):
         del piece["usage"]
         pieces = [piece]
-    return "".join(f"data: {said}\n\n" for said in (*map(json.dumps, pieces), "[DONE]")).encode()
+    return "".join(f"data: {data}\n\n" for data in (*map(json.dumps, pieces), "[DONE]")).encode()
 
 
 def _streamed(choice: Mapping[str, Any]) -> dict[str, Any]:
-    """A choice whose message, if it is one of a chat, is the one piece that comes."""
+    """A choice of a chunk: a chat message becomes its ``delta``."""
     streamed = dict(choice)
     if message := streamed.pop("message", None):
         calls = [{"index": number, **call} for number, call in enumerate(message.get("tool_calls", ()))]

@@ -1,14 +1,14 @@
-"""An engine behind an OpenAI endpoint on loopback: who asks sees text, who trains sees the tokens.
+"""An engine behind an OpenAI endpoint on loopback: clients see text, the trainer sees tokens.
 
-    program ──HTTP──> /v1/chat/completions            a conversation of its own with every request
-            ──HTTP──> /session/<id>/v1/chat/completions   one conversation that grows; its tokens are kept
-                          │ requests that come together are sampled together
+    program ──HTTP──> /v1/chat/completions                each request is a conversation by itself
+            ──HTTP──> /session/<id>/v1/chat/completions   one growing conversation, whose tokens are kept
+                          │ concurrent requests are sampled in one batch
                           v
                         Engine
 
-In a session every turn goes on from the tokens of the one before it: nothing that the policy said is tokenized again,
-and ``episode`` gives all of them with their log-probs and the version of their weights. Requests wait for each other's
-batch; a completion depends on the seed, the session and its turn alone. Gives up streams of pieces, and any address but
+In a session each turn continues the tokens of the turn before: sampled text is never tokenized again, and ``episode``
+returns all tokens with their log-probs and weights version. A completion depends on the seed, the session and the turn
+alone, not on the other requests of its batch. Not supported: streaming token by token, and addresses other than
 loopback.
 """
 
@@ -40,16 +40,17 @@ from logitless.types import Completion, Episode, Prompt
 
 @dataclass
 class Session:
-    """A conversation under way, as its tokens.
+    """A conversation under way, as tokens.
 
     Args:
         id: in the url; it seeds the completions.
-        most_tokens: prompt and everything after it.
-        prompt: what the policy read first; None before the first request.
-        turns: the policy's, each with what it was answered.
+        most_tokens: limit on the whole sequence, prompt included.
+        prompt: the messages and tokens of the first request; None before it.
+        messages: all messages so far.
+        turns: the policy's completions, each with the reply to it.
         failure: why it cannot be trained on.
         cut: whether a limit ended it.
-        closed: whether nothing is said in it any more.
+        closed: whether further requests are refused.
     """
 
     id: str
@@ -63,51 +64,52 @@ class Session:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def episode(self, reward: float | None = None) -> Episode:
-        """What was said in it; a reward is that of the last turn.
+        """The conversation so far.
 
         Args:
-            reward: of whoever drove the conversation; None where it has none to give.
+            reward: credited to the last turn; None for no reward.
         """
         if self.prompt is None or not self.turns:
-            nothing = Completion(self.id, np.zeros(0, np.int64), "", "stop")
-            return Episode(nothing, (), failure=self.failure or "the policy was never asked")
-        told = joined(self.turns)
+            empty = Completion(self.id, np.zeros(0, np.int64), "", "stop")
+            return Episode(empty, (), failure=self.failure or "the policy was never asked")
+        completion = joined(self.turns)
         if self.cut:
-            told = replace(told, finish_reason="length")
-        paid = () if reward is None else (*[0.0] * (len(self.turns) - 1), reward)
-        return Episode(told, tuple(self.messages), paid if any(paid) else (), self.failure)
+            completion = replace(completion, finish_reason="length")
+        turn_rewards = (*[0.0] * (len(self.turns) - 1), reward) if reward else ()
+        return Episode(completion, tuple(self.messages), turn_rewards, self.failure)
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """A completion that somebody waits for."""
+class _Pending:
+    """A sampling request that waits for its completions."""
 
     prompt: Prompt
     num_samples: int
     options: SamplingOptions
-    answer: "Future[list[Completion]]"
+    completions: "Future[list[Completion]]"
 
 
 class EngineServer:
     """Serves an engine until it is closed.
 
     Args:
-        engine: samples; only the server's own thread asks it.
+        engine: samples; only the server's own thread calls it.
         tokenizer: of the policy.
-        options: of sampling; what requests may change, ``own_settings`` says.
+        options: sampling options of requests that name none.
         seed: of all completions.
         port: 0 takes a free one.
         limits: of a session.
-        format: how the policy writes tool calls, where a request names tools.
+        format: how the policy writes tool calls, for requests with tools.
         template: plain text around ``{reply}``, used instead of the chat template between turns.
-        chat_template_kwargs: further variables of the chat template; requests that stand alone may bring others.
-        own_settings: whether a request may bring a temperature and the like of its own. Where it may not, another one
-            than ``options`` has is refused: all completions of a group are drawn alike.
+        chat_template_kwargs: further variables of the chat template; requests outside a session may override them.
+        own_settings: whether requests may override ``options``. False refuses any other value, so that all completions
+            of a group are sampled alike.
         gather_seconds: how long the first request of a batch waits for others.
         version: of the engine's weights.
+        name: of the model, in replies.
 
     Attributes:
-        url: the base url of an OpenAI client whose requests stand alone.
+        url: base url for OpenAI clients whose requests belong to no session.
 
     Example:
         >>> import json, urllib.request
@@ -150,8 +152,8 @@ class EngineServer:
         if template is not None or tokenizer.chat_template:
             self._turns = ChatTurns(tokenizer, template=template, chat_template_kwargs=chat_template_kwargs)
         self.chat_template_kwargs = chat_template_kwargs
-        self._waiting: Queue[_Asked | None] = Queue()
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, self))
+        self._waiting: Queue[_Pending | None] = Queue()
+        self._http = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, self._get, self._post))
         self._http.daemon_threads = True
         self.root = f"http://127.0.0.1:{self._http.server_port}"
         self.url = f"{self.root}/v1"
@@ -169,14 +171,14 @@ class EngineServer:
         self.close()
 
     def open_session(self, session_id: str, *, most_tokens: int | None = None) -> str:
-        """Begin a conversation; returns the base url of the OpenAI client that has it.
+        """Begin a conversation; returns the base url for its OpenAI client.
 
         Args:
-            session_id: letters, digits and ``-_.~``, new.
-            most_tokens: that its sequence may have, the prompt included.
+            session_id: letters, digits and ``-_.~``; not in use.
+            most_tokens: limit on the whole sequence, prompt included.
 
         Raises:
-            InputError: there is one of that id.
+            InputError: the id is in use.
         """
         with self._lock:
             if session_id in self._sessions:
@@ -185,7 +187,7 @@ class EngineServer:
         return f"{self.root}/session/{session_id}/v1"
 
     def close_session(self, session_id: str) -> Session:
-        """End a conversation: requests for it are refused from now on, and one that is under way is waited for."""
+        """End a conversation: wait for a request that is under way, and refuse further ones."""
         with self._lock:
             session = self._sessions.pop(session_id)
         with session.lock:
@@ -193,13 +195,13 @@ class EngineServer:
         return session
 
     def load(self, weights: Weights, version: int) -> None:
-        """Sample with these weights from the next batch on."""
+        """Sample with these weights, starting with the next batch."""
         with self._engine_lock:
             self._engine.load(weights, version)
             self.version = version
 
     def close(self) -> None:
-        """Stop listening, and refuse requests on connections that are still open; the engine stays the caller's."""
+        """Stop listening, and refuse requests on open connections; the caller closes the engine."""
         self._http.shutdown()
         self._http.server_close()
         with self._lock:
@@ -208,65 +210,68 @@ class EngineServer:
         for thread in self._threads:
             thread.join()
 
-    # --- what requests are answered with
+    # --- requests
 
-    def models(self) -> dict[str, Any]:
-        """One model, and the version of its weights."""
-        return {"object": "list", "data": [{"id": self.name, "object": "model", "weights_version": self.version}]}
+    def _get(self, path: str) -> dict[str, Any]:
+        match _split(path)[1]:
+            case "v1/models":
+                model = {"id": self.name, "object": "model", "weights_version": self.version}
+                return {"object": "list", "data": [model]}
+            case "health":
+                return {"weights_version": self.version}
+        raise protocol.RefusedError(404, f"no {path}", "not_found")
 
-    def complete(self, request: protocol.CompletionRequest) -> dict[str, Any]:
-        """The reply to a request that goes on from texts or tokens.
+    def _post(self, path: str, body: bytes) -> tuple[protocol.Request, dict[str, Any]]:
+        session_id, endpoint = _split(path)
+        if endpoint == "v1/chat/completions":
+            chat = protocol.ChatRequest.of(body)
+            return chat, self._chat(chat, session_id)
+        if endpoint == "v1/completions" and session_id is None:
+            request = protocol.CompletionRequest.of(body)
+            return request, self._complete(request)
+        raise protocol.RefusedError(404, f"no {path}", "not_found")
 
-        Raises:
-            RefusedError: it cannot be had.
-        """
+    def _complete(self, request: protocol.CompletionRequest) -> dict[str, Any]:
+        """Complete one or several texts or token lists."""
         given = request.prompt
         several = isinstance(given, list) and not all(isinstance(token, int) for token in given)
-        prompts = [self._ids(each) for each in (given if several else [given])]
+        prompts = [self._token_ids(each) for each in (given if several else [given])]
         ids = [f"{self._key(request)}/{i}" for i in range(len(prompts))]
-        asked = [self._ask(Prompt(i, "", p), request) for i, p in zip(ids, prompts, strict=True)]
-        completions = [completion for future in asked for completion in future.result()]
+        pending = [self._submit(Prompt(i, "", p), request) for i, p in zip(ids, prompts, strict=True)]
+        completions = [completion for future in pending for completion in future.result()]
         choices = [protocol.text_choice(index, completion) for index, completion in enumerate(completions)]
         read = prompts if several else prompts[0]
         return protocol.reply("text_completion", choices, read, model=self.name, version=self.version)
 
-    def chat(self, request: protocol.ChatRequest, session_id: str | None) -> dict[str, Any]:
-        """The reply to a conversation.
-
-        Args:
-            request: with all messages so far.
-            session_id: of the conversation that it is; None where it stands alone.
-
-        Raises:
-            RefusedError: it cannot be had, there is no such session, or it has another conversation.
-        """
-        of_template = self._of_template(request, may_differ=self.own_settings and session_id is None)
+    def _chat(self, request: protocol.ChatRequest, session_id: str | None) -> dict[str, Any]:
+        """Answer a conversation: the next turn of a session, or a request by itself."""
+        variables = self._template_variables(request, may_differ=self.own_settings and session_id is None)
         if session_id is None:
-            ids = self._rendered(request.messages, of_template)
+            ids = self._rendered(request.messages, variables)
             prompt = Prompt(self._key(request), "", ids, messages=tuple(request.messages))
-            return self._chat_reply(request, ids, self._ask(prompt, request).result())
-        gone = protocol.RefusedError(404, f"no session {session_id!r}", "not_found")
+            return self._chat_reply(request, ids, self._submit(prompt, request).result())
+        missing = protocol.RefusedError(404, f"no session {session_id!r}", "not_found")
         with self._lock:
             session = self._sessions.get(session_id)
         if session is None:
-            raise gone
+            raise missing
         if not session.lock.acquire(blocking=False):
             session.failure = "two requests at a time in one session"
             raise protocol.RefusedError(409, session.failure, "conflict")
         try:
-            if session.closed:  # since the request was read
-                raise gone
-            return self._go_on(session, request, of_template)
+            if session.closed:  # between the lookup and the lock
+                raise missing
+            return self._next_turn(session, request, variables)
         finally:
             session.lock.release()
 
-    def _go_on(self, session: Session, request: protocol.ChatRequest, of_template: dict[str, Any]) -> dict[str, Any]:
-        """The next turn of a session, which stays as it was where none comes of it: the request may be repeated."""
+    def _next_turn(self, session: Session, request: protocol.ChatRequest, variables: dict[str, Any]) -> dict[str, Any]:
+        """Sample the next turn. A session changes only if that succeeds, so that a failed request can be repeated."""
         if request.n not in (None, 1):
             raise protocol.RefusedError(400, "n: a session has one completion a turn")
         messages, prompt, turns = request.messages, session.prompt, [*session.turns]
         if prompt is None:
-            prompt = Prompt(session.id, "", self._rendered(messages, of_template), messages=tuple(messages))
+            prompt = Prompt(session.id, "", self._rendered(messages, variables), messages=tuple(messages))
         else:
             before, new = messages[: len(session.messages)], messages[len(session.messages) :]
             if not new or not all(map(_same, before, session.messages)):
@@ -282,60 +287,64 @@ class EngineServer:
         if full or len(turns) >= self.limits.max_turns:
             session.cut = True
             raise protocol.RefusedError(400, "the limit of tokens or turns is reached", "context_length_exceeded")
-        [completion] = self._ask(Prompt(f"{session.id}/{len(turns)}", "", ids), request).result()
+        [completion] = self._submit(Prompt(f"{session.id}/{len(turns)}", "", ids), request).result()
         session.cut, session.prompt = False, prompt
         session.turns = [*turns, (replace(completion, prompt_id=session.id), Reply())]
         session.messages = [*messages, {"role": "assistant", "content": completion.text}]
         return self._chat_reply(request, ids, [completion])
 
-    def _chat_reply(self, request: protocol.ChatRequest, read: np.ndarray, said: list[Completion]) -> dict[str, Any]:
+    def _chat_reply(
+        self, request: protocol.ChatRequest, prompt_ids: np.ndarray, completions: list[Completion]
+    ) -> dict[str, Any]:
         tools = () if request.tool_choice == "none" else request.tools or ()
         names, choices = [tool["function"]["name"] for tool in tools], []
-        for index, completion in enumerate(said):
+        most_calls = 1 if request.parallel_tool_calls is False else None
+        for index, completion in enumerate(completions):
             calls = tool_calls(completion.text, names, self.format) if names else []
-            readable = [call for call in calls if not call.error][: 1 if request.parallel_tool_calls is False else None]
-            pieces = self.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
-            choices.append(protocol.chat_choice(index, completion, readable, pieces))
-        return protocol.reply("chat.completion", choices, read, model=self.name, version=self.version)
+            readable = [call for call in calls if not call.error][:most_calls]
+            tokens = self.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
+            choices.append(protocol.chat_choice(index, completion, readable, tokens))
+        return protocol.reply("chat.completion", choices, prompt_ids, model=self.name, version=self.version)
 
-    def _of_template(self, request: protocol.ChatRequest, *, may_differ: bool) -> dict[str, Any]:
-        """What the chat template is given besides the messages; the same in all turns of a session."""
+    def _template_variables(self, request: protocol.ChatRequest, *, may_differ: bool) -> dict[str, Any]:
+        """Variables of the chat template besides the messages; the same in all turns of a session."""
         own = request.chat_template_kwargs or {}
         check_chat_template_kwargs(self.tokenizer, own)
-        of_template = {**self.chat_template_kwargs, **own}
-        if of_template != self.chat_template_kwargs and not may_differ:
+        variables = {**self.chat_template_kwargs, **own}
+        if variables != self.chat_template_kwargs and not may_differ:
             raise protocol.RefusedError(400, "chat_template_kwargs: settled by the recipe; leave it out")
-        return of_template | ({"tools": request.tools} if request.tools else {})
+        return variables | ({"tools": request.tools} if request.tools else {})
 
-    def _rendered(self, messages: Sequence[Mapping[str, Any]], of_template: Mapping[str, Any]) -> np.ndarray:
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> np.ndarray:
+        """The token ids of messages under the chat template."""
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
             raise protocol.RefusedError(400, "this tokenizer has no chat template; use completions")
         try:
             text = self.tokenizer.apply_chat_template(
-                [*messages], tokenize=False, add_generation_prompt=True, **of_template
+                [*messages], tokenize=False, add_generation_prompt=True, **variables
             )
         except TemplateError as error:
             raise protocol.RefusedError(400, f"the chat template refuses the messages: {error}") from error
-        return self._ids(text)
+        return self._token_ids(text)
 
-    def _ids(self, given: Any) -> np.ndarray:
-        """Tokens of a prompt, which may be tokens already."""
+    def _token_ids(self, prompt: Any) -> np.ndarray:
+        """The token ids of a text, or token ids as they are, checked."""
         try:
-            ids = self.tokenizer(given, add_special_tokens=False)["input_ids"] if isinstance(given, str) else given
+            ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         except Exception as error:  # the tokenizers library raises no class of its own
             raise protocol.RefusedError(400, f"prompt: {error}") from error
-        most = len(self.tokenizer) - 1
-        if not ids or (ids is given and not all(0 <= token <= most for token in ids)):
-            raise protocol.RefusedError(400, f"prompt: one token at least is needed, and token ids from 0 to {most}")
+        largest = len(self.tokenizer) - 1
+        if not ids or (ids is prompt and not all(0 <= token <= largest for token in ids)):
+            raise protocol.RefusedError(400, f"prompt: one token at least is needed, and token ids from 0 to {largest}")
         return np.array(ids, np.int64)
 
     def _options(self, request: protocol.Request) -> SamplingOptions:
         return request.options(self.options, num_tokens=len(self.tokenizer), may_differ=self.own_settings)
 
     def _key(self, request: protocol.Request) -> str:
-        """What seeds a request that stands alone: its own seed, or its number."""
+        """The prompt id that seeds a request outside a session: its seed, or a running number."""
         if request.seed is not None:
             return f"seed-{request.seed}"
         with self._lock:
@@ -344,50 +353,59 @@ class EngineServer:
 
     # --- sampling, in a thread of its own
 
-    def _ask(self, prompt: Prompt, request: protocol.Request) -> "Future[list[Completion]]":
-        asked = _Asked(prompt, request.n or 1, self._options(request), Future())
-        with self._lock:  # what comes after the last entry of the queue would wait without end
+    def _submit(self, prompt: Prompt, request: protocol.Request) -> "Future[list[Completion]]":
+        pending = _Pending(prompt, request.n or 1, self._options(request), Future())
+        with self._lock:  # a request queued behind the None of `close` would wait for ever
             if self._closed:
                 raise protocol.RefusedError(503, "the server is closed", "server_error")
-            self._waiting.put(asked)
-        return asked.answer
+            self._waiting.put(pending)
+        return pending.completions
 
     def _sample(self) -> None:
+        """Sample until ``close`` queues None: gather requests, and batch those with equal options."""
         while (first := self._waiting.get()) is not None:
-            together = [first]
-            with suppress(Empty):  # what waits already is taken along, however late this thread comes to it
+            gathered = [first]
+            with suppress(Empty):
                 while (another := self._waiting.get(timeout=self._gather)) is not None:
-                    together.append(another)
-                self._waiting.put(None)
-            batches: dict[Any, list[_Asked]] = {}
-            times: Counter[Any] = Counter()  # an engine is asked about a prompt once at a time
-            for asked in together:
-                alike = (asked.options, asked.num_samples)
-                times[*alike, asked.prompt.id] += 1
-                batches.setdefault((*alike, times[*alike, asked.prompt.id]), []).append(asked)
+                    gathered.append(another)
+                self._waiting.put(None)  # `close` was called meanwhile: end after these
+            batches: dict[Any, list[_Pending]] = {}
+            times: Counter[Any] = Counter()  # equal prompt ids go to different batches: a call takes each id once
+            for pending in gathered:
+                settings = (pending.options, pending.num_samples)
+                times[*settings, pending.prompt.id] += 1
+                batches.setdefault((*settings, times[*settings, pending.prompt.id]), []).append(pending)
             for batch in batches.values():
                 self._sample_batch(batch)
 
-    def _sample_batch(self, batch: Sequence[_Asked]) -> None:
-        prompts, num_samples = [asked.prompt for asked in batch], batch[0].num_samples
+    def _sample_batch(self, batch: Sequence[_Pending]) -> None:
+        prompts, num_samples = [pending.prompt for pending in batch], batch[0].num_samples
         try:
             with self._engine_lock:
                 sampled = self._engine.sample(prompts, num_samples, batch[0].options, seed=self.seed)
             groups = checked(sampled, prompts, num_samples)
         except Exception as error:
             if len(batch) > 1 and isinstance(error, InputError | ConfigurationError):
-                # one of them cannot be sampled, as where it outgrows the model: the others do not know it
+                # One request is at fault, such as a prompt that is too long: bisect, so that the others are answered.
                 self._sample_batch(batch[: len(batch) // 2])
                 self._sample_batch(batch[len(batch) // 2 :])
                 return
-            for asked in batch:
-                asked.answer.set_exception(error)
+            for pending in batch:
+                pending.completions.set_exception(error)
             return
-        for asked, group in zip(batch, groups, strict=True):
-            asked.answer.set_result(group)
+        for pending, group in zip(batch, groups, strict=True):
+            pending.completions.set_result(group)
+
+
+def _split(path: str) -> tuple[str | None, str]:
+    """The session id (None outside a session) and the endpoint of a request's path."""
+    parts = path.partition("?")[0].strip("/").split("/")
+    if parts[0] == "session" and len(parts) > 2:
+        return parts[1], "/".join(parts[2:])
+    return None, "/".join(parts)
 
 
 def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether a message is the one that was said; space around its text does not count, nor do calls read out of it."""
+    """Whether a client's copy of a message is the message; space around the text and parsed tool calls may differ."""
     same_text = (theirs.get("content") or "").strip() == (ours.get("content") or "").strip()
     return theirs.get("role") == ours.get("role") and (same_text or bool(theirs.get("tool_calls")))
