@@ -1,17 +1,17 @@
-"""Sampling on a GPU with the trained model itself, with the bits of its training.
+"""Sampling on a GPU with the trained model itself; log-probs are bitwise identical to training's.
 
-The decoding step reads the live parameters through the layers that training runs (``models/row_invariant/``), so
-nothing is copied or merged after a step of training, and what is sampled is what is trained in every bit. One step is
-one CUDA graph for its number of rows (``steps.py``): tokens are sampled on the device, and rows that end stop writing
-there. The host looks every few steps, while the device takes the next ones: it takes out rows that have ended, lets
-others begin (``schedule.py``) and reads prompts on.
+Decoding runs the layers of training (``models/row_invariant/``) on the parameters being trained, so that nothing is
+copied or merged after a training step. One step is one CUDA graph for its number of rows (``steps.py``); tokens are
+sampled on the device, and finished rows stop writing. A round is ``STEPS`` steps. While the device runs a round, the
+host handles the results of the one before: it removes finished rows, starts others (``schedule.py``) and prefills
+further prompts.
 
-Log-probs come from the head, on the hidden states that were sampled from, once a look for all its steps: the same call
-that training makes. With filters, a penalty or temperature 0, tokens are sampled from something else than the model's
-softmax; ``logp_sampler`` is of that distribution then, and ``logp_policy`` has the bits of training beside it.
+Log-probs come from the head, called as in training on the hidden states of a whole round. With filters, penalties or
+temperature 0, tokens are not sampled from the model's softmax: ``logp_sampler`` is then of the distribution sampled
+from, and ``logp_policy`` is bitwise identical to training's.
 
-It gives up: models whose layers are not covered, an adapter on the LM head, and autocast. On the CPU, under Triton's
-interpreter, the same code runs without graphs; that is for tests.
+Not supported: layers that the row-invariant forward pass does not cover, an adapter on the LM head, and autocast. In
+tests the same code runs on the CPU, under Triton's interpreter and without graphs.
 """
 
 import logging
@@ -54,22 +54,22 @@ logger = logging.getLogger("logitless")
 
 
 class GpuEngine:
-    """An ``Engine`` whose log-probs are those of training, bit for bit.
+    """An ``Engine`` whose log-probs are bitwise identical to training's.
 
     Args:
-        model: a causal LM whose layers the row-invariant forward pass covers, PEFT-wrapped or not. Where the layers are
-            not installed yet, they are here, and ``close`` takes them back.
+        model: a causal LM whose layers the row-invariant forward pass covers, PEFT-wrapped or not. If its row-invariant
+            layers are not installed, this installs them, and ``close`` removes them.
         tokenizer: decodes completions; its EOS token ends them.
         max_rows: completions decoded at once, at most 2048.
-        prefill_tokens: tokens of prompts read between two looks.
-        memory: bytes for keys and values while sampling; None takes half of what is free then.
+        prefill_tokens: prompt tokens to prefill in a round.
+        memory: bytes for keys and values while sampling; None takes half of the free memory.
 
     Raises:
-        UnavailableError: there is no Triton, the model has layers that are not covered (it names them), or an adapter
-            on its LM head.
+        UnavailableError: Triton is absent, or the model has layers that are not covered (named), or an adapter on its
+            LM head.
         InputError: ``max_rows`` or ``prefill_tokens`` out of range.
 
-    Equals: ``TransformersEngine`` in distribution, not in its tokens: the noise is another.
+    Equals: ``TransformersEngine`` in distribution; the tokens differ, because the random numbers do.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class GpuEngine:
             self._steps = None
 
     def close(self) -> None:
-        """Give the model its own layers back where they were exchanged here."""
+        """Restore the model's own layers if this engine replaced them."""
         for installation in self._installations:
             installation.remove()
         self._installations, self._steps = [], None
 
     @property
     def exact(self) -> bool:
-        """Whether log-probs sampled without filters have the bits that training gives them here."""
+        """Whether log-probs are bitwise identical to training's on this machine."""
         head = lm_head(self._model)
         like = torch.empty(0, head.weight.shape[1], dtype=self._weight.dtype, device=self._weight.device)
         return self._kept_bits and why_not("fused", like, head) is None
@@ -133,18 +133,18 @@ class GpuEngine:
     ) -> list[list[Completion]]:
         """Exactly ``num_samples`` completions of each prompt.
 
-        A completion is a function of the weights, its prompt, ``options``, ``seed``, its prompt's id and its number
-        among the samples: what else is sampled, in what order and in how much memory, changes no bit of it.
+        A completion depends on the weights, its prompt, ``options``, ``seed``, the prompt's id and the sample's number
+        alone. It is bitwise identical whatever else is sampled, in any order and with any amount of memory.
 
         Args:
             prompts: P, with distinct ids.
             num_samples: G.
             options: the same for all.
-            seed: with the same weights, the same completions.
+            seed: the same seed and weights give the same completions.
 
         Raises:
             InputError: an empty prompt, one whose completion would not fit into the model, or two with one id.
-            ConfigurationError: the memory does not hold one completion; it names what would fit.
+            ConfigurationError: one completion does not fit into the memory; names what would.
             TrainingError: the model's logits for some prompt are not finite.
         """
         inner: Any = causal_lm(self._model)
@@ -162,7 +162,7 @@ class GpuEngine:
                     if rows == 1:
                         raise
                     reason = str(error)
-                # behind the except: an error holds the frames that it came through, and so the session and its graphs
+                # Outside of `except`: the error refers to its frames, which keep the session and its graphs alive.
                 rows, tokens, part = rows // 2, max(1, tokens // 2), 2 * part
                 logger.warning("sampling ran out of memory (%s): going on with at most %d rows", reason, rows)
                 self._steps = None
@@ -171,25 +171,25 @@ class GpuEngine:
         return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
-        """The state and the graphs kept from the call before, or new ones where it asks for more or the model moved."""
+        """The state and graphs of the call before; new ones if they are too small or the model was moved."""
         wanted = {"max_rows": max_rows, "max_pages": max_pages, "group_size": group_size}
         kept = self._steps
         if kept is None or not kept.serves(**wanted):
-            if kept is not None and kept.facts == facts_of(self._model):  # room for both calls
+            if kept is not None and kept.facts == facts_of(self._model):  # large enough for both calls
                 had = {"max_rows": kept.max_rows, "max_pages": kept.max_pages, "group_size": kept.group_size}
                 wanted = {name: max(value, had[name]) for name, value in wanted.items()}
-            self._steps = kept = None
+            self._steps = kept = None  # frees the old state before the new one is allocated
             self._steps = kept = Steps(self._model, **wanted)
         return kept
 
     def _limit(self, prompt: Prompt, sample: int, options: SamplingOptions) -> int:  # noqa: ARG002
-        """New tokens that a completion may have; benchmarks set an end to each."""
+        """The most new tokens of a completion; benchmarks override it to set each one's length."""
         return options.max_new_tokens
 
     def _check_model(self, wanted: "_Wanted", max_rows: int) -> None:
-        """Look at this machine's kernels once for a model, and again when it was moved, resized or cast.
+        """Check this machine's kernels, once for a model and again after it was moved, resized or cast.
 
-        What the check and what the steps launch is compiled at once.
+        The kernels of the check and of the steps are compiled together.
         """
         if lm_head(self._model).lora_a is not None:
             raise UnavailableError(
@@ -216,13 +216,10 @@ class GpuEngine:
 
 @dataclass
 class _Wanted:
-    """What a call asks for, and what there is of it.
+    """The arguments of a call of ``sample``, and the completions that are finished.
 
     Args:
-        prompts: of the call.
-        num_samples: of each.
-        options: of all.
-        seed: of the call.
+        prompts, num_samples, options, seed: of the call.
         ends: tokens that end a completion.
         done: finished completions by (prompt, sample).
     """
@@ -241,43 +238,43 @@ class _Wanted:
 
     @property
     def max_pages(self) -> int:
-        """Pages of the longest completion, its prompt included."""
+        """Number of pages of the longest completion, its prompt included."""
         return pages_for(max(len(prompt.token_ids) for prompt in self.prompts) + self.options.max_new_tokens - 1)
 
     @property
     def reaches(self) -> tuple[int, int]:
-        """The least and the most positions that a step has to reach."""
+        """The smallest and largest number of positions that a step attends to."""
         lengths = [len(prompt.token_ids) for prompt in self.prompts]
         return min(lengths) + 1, max(lengths) + self.options.max_new_tokens
 
     @property
     def unfinished(self) -> list[list[int]]:
-        """Samples of each prompt that are missing; an empty list where none is."""
+        """The missing samples of each prompt; an empty list if none is missing."""
         left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
         return left if any(left) else []
 
 
 @dataclass
 class _Round:
-    """Steps that are under way: their rows, and what waits for them."""
+    """Steps that the device is running: their rows, and a call that waits for them."""
 
     rows: list[Row]
     wait: Callable[[], Log]
 
 
 class _Session:
-    """One pass over what is missing, in a pool of its own, which is given back at its end.
+    """Samples all missing completions, with a pool of pages that is freed at the end.
 
-    The host is a round behind: while the device takes the steps of one, it reads what the round before has sampled. A
-    row that has ended is therefore empty for up to a round before another takes its place.
+    The host is a round behind: while the device runs a round, the host handles the results of the one before. A
+    finished row is therefore empty for up to a round before another takes its place.
 
     Args:
-        engine: that is asked.
-        wanted: what it is asked for.
+        engine: that samples.
+        wanted: the call.
         max_rows: completions decoded at once.
-        read_at_once: tokens of prompts read between two looks.
-        part: it takes the pages of so many times ``max_rows``, divided by as much, but never fewer than one completion
-            needs: a pass with half the rows has half the pages, not a quarter.
+        read_at_once: prompt tokens to prefill in a round.
+        part: after running out of memory, allocate the pages of ``part * max_rows`` rows divided by ``part``, but no
+            fewer than one completion needs. So half the rows get half the pages, not a quarter.
     """
 
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
@@ -309,13 +306,13 @@ class _Session:
         self.count = 0
         self.ended: set[Row] = set()
         shape = (max_rows, new)
-        self.tokens = np.zeros(shape, np.int32)  # by slot, as all below
+        self.tokens = np.zeros(shape, np.int32)  # this and all below are indexed by slot
         self.scores = [np.zeros(shape, np.float32) for _ in range(3)]  # logp, logp_policy, entropy
         self.sampled, self.launched = np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
 
     def run(self) -> None:
-        """Rounds until nothing is missing; what is finished by then is kept where it stops early."""
+        """Run rounds until nothing is missing; completions finished before an exception are kept."""
         before: _Round | None = None
         try:
             self.steps.open(self.num_pages)
@@ -323,17 +320,17 @@ class _Session:
             while self.schedule.unfinished or before is not None:
                 after = self._launch()
                 if before is not None:
-                    self._look(before)
+                    self._take_results(before)
                 before = after
         finally:
             self.steps.close()
 
     def _launch(self) -> _Round | None:
-        """Reads prompts on, lets samples begin, and sends the device on its next steps."""
+        """Prefill further chunks, start samples, and launch the next round."""
         self._read(self.schedule.read())
         if new := self.schedule.begin():
             self._begin(new)
-            self.placed = None  # a slot has other pages
+            self.placed = None  # a slot may have other pages now
         rows = [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
         if not rows:
             return None
@@ -345,7 +342,7 @@ class _Session:
         return _Round(rows, self.steps.run(place, self.count, self.sampling))
 
     def _read(self, readings: Sequence[Reading]) -> None:
-        """Chunks of prompts into their pages."""
+        """Prefill chunks of prompts into their pages."""
         if not readings:
             return
         ids = [self.wanted.prompts[r.prompt].token_ids[r.start : r.start + r.length] for r in readings]
@@ -376,7 +373,7 @@ class _Session:
         )
 
     def _place(self, rows: Sequence[Row]) -> Place:
-        """The rows' slots, those of a prompt next to each other, and what they share."""
+        """The rows' slots, with those of a prompt adjacent, and the pages that they share."""
         slots = tuple(row.slot for row in rows)
         starts = np.array([self.lengths[row.prompt] for row in rows])
         reach = int((starts + np.minimum(self.launched[list(slots)], self.options.max_new_tokens)).max())
@@ -387,8 +384,8 @@ class _Session:
         groups = tuple((tuple(of), rows[of[0]].shared) for of in members.values() if len(of) > 1)
         return Place(slots, self.steps.reach(reach), groups)
 
-    def _look(self, of: _Round) -> None:
-        """What a round sampled; rows that have ended make room."""
+    def _take_results(self, of: _Round) -> None:
+        """Take over a round's results, and finish rows that have ended."""
         log = of.wait()
         rows = [(i, row) for i, row in enumerate(of.rows) if row not in self.ended]
         if not rows:
@@ -418,14 +415,14 @@ class _Session:
         self._finish(ended)
 
     def _finish(self, rows: Sequence[Row]) -> None:
-        """Completions of rows that have ended, made while the device goes on."""
+        """Make the completions of rows that have ended; the device is running the next round meanwhile."""
         if not rows:
             return
         wanted, values = self.wanted, (self.tokens, *self.scores)
         counts = [int(self.sampled[row.slot]) for row in rows]
         sampled = [[of[row.slot, :count] for row, count in zip(rows, counts, strict=True)] for of in values]
         tokens, logp, logp_policy, entropy = sampled
-        greedy = self.options.temperature == 0  # it has no softmax then
+        greedy = self.options.temperature == 0  # there is no softmax at temperature 0
         made = made_completions(
             self.engine.tokenizer,
             [wanted.prompts[row.prompt].id for row in rows],
@@ -443,14 +440,14 @@ class _Session:
             self.schedule.end(row)
 
     def _cut(self, rows: Sequence[Row], before: Sequence[int]) -> list[int]:
-        """Tokens up to the one with which a stop string came, that one included; 0 where none came."""
+        """The number of tokens up to the one that completes a stop string, that one included; 0 without any."""
         cut = [0] * len(rows)
         if not self.options.stop:
             return cut
         window, tokenizer = stop_window(self.options.stop), self.engine.tokenizer
 
         def text_with_stop(ends: Sequence[tuple[int, int, int]]) -> list[bool]:
-            """Whether a stop string lies before the token ``stop`` of a slot and came from the token ``start`` on."""
+            """For (slot, start, stop): whether tokens ``start`` to ``stop`` of a slot complete a stop string."""
             ids = [self.tokens[slot, max(0, start - window) : stop].tolist() for slot, start, stop in ends]
             return with_stop_string(tokenizer, ids, self.options.stop)
 
@@ -484,7 +481,7 @@ class _Session:
 
 
 def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:
-    """The first layer that gives numbers that are not finite for a sequence, in words."""
+    """A message naming the first layer whose output for a sequence is not finite."""
     decoder: Any = backbone(model)
     found: list[int] = []
 
@@ -507,7 +504,7 @@ def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:
 
 
 def _budget(device: torch.device) -> int:
-    """Bytes for keys and values where none are named: half of what is free; without CUDA a GiB."""
+    """Default bytes for keys and values: half of the free memory; 1 GiB without CUDA."""
     if device.type != "cuda":
         return 2**30
     free, _ = torch.cuda.mem_get_info(device)
@@ -516,7 +513,7 @@ def _budget(device: torch.device) -> int:
 
 @contextmanager
 def _on(device: torch.device) -> Iterator[None]:
-    """Kernels and graphs of this device."""
+    """Make this the current CUDA device."""
     if device.type != "cuda":
         yield
         return

@@ -1,8 +1,8 @@
-"""Memory for pages at addresses that stay, so that CUDA graphs outlive it: training has it between two blocks.
+"""Memory for pages at fixed addresses, so that CUDA graphs stay valid although training uses the memory in between.
 
-A graph holds the addresses that it was captured with. Here a range of addresses is reserved once, as large as the
-device; memory is put behind its first bytes when sampling begins and taken away when it ends. Nothing of this is in
-torch, so the driver is called. On a CPU it is ordinary memory.
+A graph contains the addresses that it was captured with. Here a range of addresses as large as the device is reserved
+once; memory is mapped to it when sampling begins and unmapped when it ends. torch has no call for that, so the CUDA
+driver is called directly. On a CPU it is ordinary memory.
 """
 
 import ctypes
@@ -35,17 +35,17 @@ class _Access(ctypes.Structure):
 
 
 class _Bytes:
-    """What torch makes a tensor of without copying."""
+    """Device memory in the interface from which torch makes a tensor without copying."""
 
     def __init__(self, address: int, count: int) -> None:
         self.__cuda_array_interface__ = {"shape": (count,), "typestr": "|u1", "data": (address, False), "version": 2}
 
 
 class PageMemory:
-    """Equal parts of memory whose addresses stay, however much of each is in use.
+    """Equal parts of memory with fixed addresses, whatever the size of the parts.
 
     Args:
-        parts: how many.
+        parts: their number.
         device: of the memory.
 
     Example:
@@ -64,10 +64,10 @@ class PageMemory:
             self._reserve()
 
     def open(self, part_bytes: int) -> Tensor:
-        """[parts, part_bytes] uint8, uninitialised, its rows as far apart as ever.
+        """[parts, part_bytes] uint8, uninitialised; the distance between rows never changes.
 
         Raises:
-            torch.OutOfMemoryError: there is not so much.
+            torch.OutOfMemoryError: there is not enough memory.
         """
         if self.device.type != "cuda":
             return torch.empty(self.parts, part_bytes, dtype=torch.uint8)
@@ -77,7 +77,7 @@ class PageMemory:
             self._map(size)
         except torch.OutOfMemoryError:
             self.close()
-            torch.cuda.empty_cache()  # what torch keeps for later
+            torch.cuda.empty_cache()
             try:
                 self._map(size)
             except torch.OutOfMemoryError:
@@ -87,7 +87,7 @@ class PageMemory:
         return whole.as_strided((self.parts, part_bytes), (self._span, 1))
 
     def close(self) -> None:
-        """Gives the memory back, when the device has done what uses it."""
+        """Free the memory, after the device has finished all work."""
         if not self._mapped:
             return
         torch.cuda.synchronize(self.device)
@@ -97,7 +97,7 @@ class PageMemory:
 
     def __del__(self) -> None:
         if self._span:
-            with suppress(Exception):  # a process that ends may have no driver any more
+            with suppress(Exception):  # at the end of the process the driver may be gone
                 self.close()
                 _driver("cuMemAddressFree", ctypes.c_uint64(self._first), ctypes.c_size_t(self._span * self.parts))
 
@@ -105,7 +105,7 @@ class PageMemory:
         return _Properties(type=_PINNED, location=_Location(_DEVICE, self.device.index or 0))
 
     def _reserve(self) -> None:
-        torch.cuda.synchronize(self.device)  # makes the device's context this thread's
+        torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
         unit, properties = ctypes.c_size_t(), self._properties()
         _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
         self._unit = unit.value
@@ -145,7 +145,7 @@ class PageMemory:
                     ctypes.c_ulonglong(0),
                 )
             finally:
-                _driver("cuMemRelease", handle)  # the mapping holds it
+                _driver("cuMemRelease", handle)  # the mapping keeps the memory
             self._mapped.append(address)
             _driver(
                 "cuMemSetAccess",

@@ -1,4 +1,4 @@
-"""Pages of keys and values: how many a budget holds, who has which, and what fits."""
+"""Pages of keys and values: how many fit into a budget, and which are free."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from logitless.models.row_invariant.paged_attention import PAGE
 
 
 def pages_for(positions: int) -> int:
-    """Pages that hold so many positions.
+    """The number of pages for so many positions.
 
     Example:
         >>> pages_for(0), pages_for(64), pages_for(65)
@@ -19,15 +19,15 @@ def pages_for(positions: int) -> int:
 
 @dataclass(frozen=True)
 class PromptPages:
-    """The pages of a prompt and of each of its samples.
+    """Numbers of pages of a prompt and of each of its samples.
 
-    A prompt is stored without its last token, which is the first that every sample decodes. The pages that it fills
-    are shared; the page in which it ends is copied to each sample, which goes on writing there.
+    A prompt is stored without its last token, which is the first input of every sample's decoding. The pages that it
+    fills are shared; the page in which it ends is copied for each sample, which appends to it.
 
     Args:
-        shared: pages that hold nothing but the prompt, read by all samples.
-        ends_within: 1 where the prompt ends inside a page, else 0.
-        own: pages of a sample, up to its last position.
+        shared: full pages of the prompt, read by all samples.
+        ends_within: 1 if the prompt ends inside a page, else 0.
+        own: pages of a sample alone, up to its last position.
 
     Example:
         >>> PromptPages.of(prompt=131, max_new_tokens=64)
@@ -40,22 +40,23 @@ class PromptPages:
 
     @classmethod
     def of(cls, prompt: int, max_new_tokens: int) -> "PromptPages":
-        """Of a prompt of so many tokens; the last new token is never read."""
+        """The numbers for a prompt of so many tokens."""
         stored = prompt - 1
         shared = stored // PAGE
-        return cls(shared, int(stored % PAGE > 0), pages_for(prompt + max_new_tokens - 1) - shared)
+        positions = prompt + max_new_tokens - 1  # the last new token is not an input
+        return cls(shared, int(stored % PAGE > 0), pages_for(positions) - shared)
 
     @property
     def to_begin(self) -> int:
-        """Pages with which a first sample can run to its end."""
+        """Pages with which the first sample can finish."""
         return self.shared + self.ends_within + self.own
 
 
 class Pool:
-    """Which pages are free; the lowest are given out first.
+    """The free pages; the lowest are taken first.
 
     Args:
-        num_pages: in all.
+        num_pages: in total.
 
     Example:
         >>> pool = Pool(4)
@@ -74,11 +75,11 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Pages that nobody has."""
+        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> tuple[int, ...] | None:
-        """So many pages, or None where there are fewer."""
+        """Take so many pages; None if fewer are free."""
         if count > len(self._free):
             return None
         pages = tuple(self._free.pop() for _ in range(count))
@@ -86,7 +87,11 @@ class Pool:
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """These are free again; one that nobody had is a fault of the caller's."""
+        """Free these pages.
+
+        Raises:
+            ValueError: one is free already.
+        """
         if not self._taken.issuperset(pages) or len(set(pages)) < len(pages):
             raise ValueError(f"pages {pages} are not taken")
         self._taken.difference_update(pages)
@@ -97,19 +102,21 @@ def pages_within(
     budget: int, page_bytes: int, prompts: Sequence[PromptPages], lengths: Sequence[int], max_new_tokens: int,
     num_samples: int, max_rows: int,
 ) -> int:  # fmt: skip
-    """Pages to allocate: for all prompts, each with a first sample, and ``max_rows`` more; or what the budget holds.
+    """Pages to allocate: enough for all prompts, each with a first sample, and ``max_rows`` more samples; at most the
+    budget.
 
     Args:
         budget: bytes.
         page_bytes: of a page, all layers together.
         prompts: pages of each prompt.
         lengths: of the prompts in tokens, for the error.
-        max_new_tokens: a sample may have.
+        max_new_tokens: of a sample.
         num_samples: of each prompt.
-        max_rows: samples at once.
+        max_rows: samples decoded at once.
 
     Raises:
-        ConfigurationError: not even one sample of the longest prompt fits; it names the most new tokens that do.
+        ConfigurationError: one sample of the longest prompt does not fit; names the largest ``max_new_tokens`` that
+            does.
 
     Example:
         >>> prompts = [PromptPages.of(65, 64)]

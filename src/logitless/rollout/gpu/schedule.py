@@ -1,12 +1,12 @@
-"""Continuous batching: which prompts are read next, which samples begin, whose pages they get. Lists and numbers only.
+"""Continuous batching: which prompts to prefill next, which samples to start, and their pages. No tensors.
 
-A round is ``read`` (a chunk of prompts), ``begin`` (samples whose prompt is read and for which there is room), some
-steps of decoding, and ``end`` for each sample that is finished. Prompts wait in the order of their cost, the longest
-first, so that none of the longest is left to run alone at the end.
+A round is ``read`` (prefill chunks), ``begin`` (samples that start: their prompt is prefilled and there is room), some
+decoding steps, and ``end`` for each finished sample. The longest prompts start first, so that no long one runs alone at
+the end.
 
-Nobody waits for ever. A prompt is begun only with the pages of a whole first sample, and only where every prompt begun
-before it could still have those of another: so each has a sample that can run to its end. Samples begin in order, each
-as soon as there is room. What one may need at most is reserved for it when it begins: it never has to be stopped.
+There is no deadlock. A prompt starts only with the pages of a whole first sample, and only if each prompt started
+before it could still get the pages of another sample: so each has a sample that can finish. Samples start in order, as
+soon as there is room. All pages that a sample may need are reserved when it starts: it is never preempted.
 """
 
 from collections import deque
@@ -18,7 +18,7 @@ from logitless.rollout.gpu.page_pool import Pool, PromptPages
 
 
 class Reading(NamedTuple):
-    """Some tokens of a prompt, to be read into its pages."""
+    """A chunk of a prompt, to prefill into its pages."""
 
     prompt: int
     start: int
@@ -31,11 +31,11 @@ class Row:
     """A sample that is being decoded.
 
     Args:
-        prompt, sample: which.
+        prompt, sample: their indices.
         slot: a number below ``max_rows`` that no other row has.
         pages: from position 0 on; the first ``shared`` are the prompt's.
-        shared: how many are.
-        copy: the page in which the prompt ends and the row's own that takes its place; None where it ends with a page.
+        shared: number of pages shared with the prompt's other samples.
+        copy: (page in which the prompt ends, this row's copy of it); None if the prompt ends with a page.
     """
 
     prompt: int
@@ -51,12 +51,12 @@ class _Begun:
     """A prompt that has pages.
 
     Args:
-        prompt: which.
-        need: pages.
-        pages: the prompt's, the one that it ends in last.
-        first: pages of the first sample, until it has them.
-        waiting: samples that have not begun.
-        read: tokens read.
+        prompt: its index.
+        need: numbers of pages.
+        pages: the prompt's, with the one that it ends in last.
+        first: pages reserved for the first sample, until it starts.
+        waiting: samples that have not started.
+        read: prefilled tokens.
         running: samples being decoded.
     """
 
@@ -70,15 +70,15 @@ class _Begun:
 
 
 class Schedule:
-    """Of the samples of one call.
+    """Schedules the samples of one call.
 
     Args:
         lengths: of the prompts, in tokens.
-        samples: those of each prompt that are wanted; a prompt may have none.
+        samples: numbers of the samples to make of each prompt; may be empty.
         max_new_tokens: of a sample.
         pool: with room for any one sample and its prompt.
-        max_rows: samples at once.
-        read_at_once: tokens of prompts a round.
+        max_rows: samples decoded at once.
+        read_at_once: prompt tokens to prefill in a round.
 
     Example:
         >>> schedule = Schedule([3], [[0, 1]], max_new_tokens=4, pool=Pool(8), max_rows=1, read_at_once=16)
@@ -105,11 +105,11 @@ class Schedule:
 
     @property
     def unfinished(self) -> bool:
-        """Whether there is a sample that has not ended."""
+        """Whether a sample has not finished."""
         return bool(self._waiting or self._begun)
 
     def read(self) -> list[Reading]:
-        """The next chunks, at most ``read_at_once`` tokens of as many prompts as there will be room for."""
+        """The next prefill chunks: at most ``read_at_once`` tokens, of prompts whose samples will have room."""
         room = self._read_at_once
         found: list[Reading] = []
         for begun in self._begun:
@@ -137,11 +137,11 @@ class Schedule:
         return max(0, length)
 
     def _wanted(self) -> bool:
-        """Whether samples that wait leave rows for more."""
+        """Whether there are more free rows than waiting samples of started prompts."""
         return sum(len(begun.waiting) for begun in self._begun) < len(self._slots)
 
     def begin(self) -> list[Row]:
-        """Samples that begin now; what their prompts' last chunks hold must be in the pages by then."""
+        """The samples that start now; all chunks of their prompts must be prefilled before they run."""
         found: list[Row] = []
         for begun in self._begun:
             if begun.read < self._lengths[begun.prompt] - 1:
@@ -169,7 +169,7 @@ class Schedule:
         return row
 
     def end(self, row: Row) -> None:
-        """A sample is finished: its pages and its slot are free, and its prompt's once no sample needs them."""
+        """Free a finished sample's slot and pages, and its prompt's pages after the last sample."""
         self.rows.remove(row)
         self._slots.append(row.slot)
         self._pool.give_back(row.pages[row.shared :])

@@ -1,9 +1,9 @@
-"""Steps of decoding on the device: what they read and write, and the CUDA graphs that replay them.
+"""Decoding steps on the device: their state, and the CUDA graphs that replay them.
 
-A completion has a slot as long as it is decoded, and its state lies there. A step's rows are the slots that the host
-last named, so that rows leave and join by one small upload. There is a graph for each number of rows, reach and way of
-sampling that has occurred; it is captured at its first use while every row is empty, and is kept from call to call as
-long as what it refers to stays where it is (``PageMemory`` sees to the pages).
+The state of a completion is in a slot while it is decoded. The rows of a step are the slots that the host named last,
+so that a small upload is enough when rows leave and join. There is one graph for each combination of number of rows,
+reach and sampling options in use. It is captured at its first use, with every row empty, and kept from call to call
+while the memory that it refers to stays in place (for pages ``PageMemory`` ensures that).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -40,35 +40,35 @@ from logitless.transfer import sent
 from logitless.types import LMHead
 
 STEPS = 8
-"""Steps of decoding between two looks of the host."""
+"""Decoding steps in a round, between two results for the host."""
 
 BUCKETS: tuple[int, ...] = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
 BUCKETS += (640, 768, 896, 1024, 1280, 1536, 1792, 2048)
-"""Numbers of rows for which there are graphs; rows in between are empty."""
+"""Numbers of rows with a graph of their own; other numbers are rounded up with empty rows."""
 
 MOST_ROWS = BUCKETS[-1]
 
 _UNLIKE = (1, 16, 32, 64, 128, 256, 512, 1024, 2048)
-"""Numbers of rows between which other kernels take over."""
+"""Numbers of rows that together use every variant of the kernels."""
 
 LOGIT_ROWS = 512
-"""Rows whose logits exist at once."""
+"""Rows whose logits are in memory at once."""
 
 ALONE_BELOW = 1056
-"""Programs of attention under which each row reads shared pages for itself: they run at once and wait for nobody."""
+"""With fewer programs of attention each row reads shared pages by itself: all programs run at once then."""
 
 
 class Begin(NamedTuple):
-    """A completion that begins.
+    """A completion that starts.
 
     Args:
-        slot: its state's.
+        slot: of its state.
         token: the last of its prompt.
         position: of that token.
-        last: the position at which its last token is sampled.
-        key: of its randomness.
+        last: position at which its last token is sampled.
+        key: of its random numbers.
         pages: from position 0 on.
-        copy: the page in which its prompt ends and its own that takes its place; None where it ends with a page.
+        copy: (page in which its prompt ends, its own copy of it); None if the prompt ends with a page.
         prompt: [L] its prompt's tokens.
     """
 
@@ -83,12 +83,12 @@ class Begin(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Which slots are rows of the next steps, and which rows read pages together.
+    """The slots that are rows of the next steps, and the rows that share pages.
 
     Args:
         slots: of the rows.
-        reach: more than any row's position in these steps.
-        groups: rows of each group and the leading pages that they share.
+        reach: larger than any row's position in these steps.
+        groups: (rows, number of leading pages that they share) of each group.
     """
 
     slots: tuple[int, ...]
@@ -98,11 +98,11 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """How tokens are sampled and what ends a completion.
+    """Sampling options and stop tokens.
 
     Args:
         options: of sampling.
-        stop_tokens: that end a completion.
+        stop_tokens: tokens that end a completion.
     """
 
     options: SamplingOptions
@@ -110,13 +110,13 @@ class TokenSampling:
 
 
 class Log(NamedTuple):
-    """What some steps did, on the host. [steps, rows] each.
+    """The results of a round on the host, [steps, rows] each.
 
     Args:
         token: sampled.
-        flags: as of ``kernels/step.py``.
-        logp: of the tokens in the distribution that they were sampled from.
-        logp_policy, entropy: of the model's softmax at the temperature; NaN at temperature 0, where it has none.
+        flags: see ``kernels.step.end_kernel``.
+        logp: in the distribution sampled from.
+        logp_policy, entropy: of the model's softmax at the temperature; NaN at temperature 0.
     """
 
     token: Tensor
@@ -133,10 +133,10 @@ class Steps:
         model: with row-invariant layers.
         max_rows: completions at once.
         max_pages: of a completion.
-        group_size: completions that share pages, at most.
+        group_size: the most completions that share pages.
 
     Raises:
-        UnavailableError: layers whose heads have several shapes.
+        UnavailableError: layers with heads of different shapes.
     """
 
     def __init__(self, model: nn.Module, *, max_rows: int, max_pages: int, group_size: int) -> None:
@@ -155,12 +155,12 @@ class Steps:
         self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
         forms = [layer.row_invariant_form for layer in decoder.layers]
         self.forms = list(dict.fromkeys(forms))
-        self._num_unlike = 1 + max(map(forms.index, self.forms))  # layers that have all kinds among them
+        self._num_unlike = 1 + max(map(forms.index, self.forms))  # the first so many layers include every kind
         self.memory = PageMemory(2 * len(heads), self.device)
         self.cache, self.caches = torch.empty(0), list[PagedCache]()
         self._graphs: dict[Any, Callable[[], None]] = {}
-        self._graph_memory: Any = None  # one for all: they run in turn, and leave nothing in it
-        self._held: list[Any] = []  # what graphs refer to
+        self._graph_memory: Any = None  # shared by all graphs: they never run at the same time
+        self._held: list[Any] = []  # tensors that graphs refer to
         self._histories: dict[str, Tensor] = {}
         self._ends_of: dict[tuple[int, ...], Tensor] = {}
         self._compiled: set[tuple[Any, ...]] = set()
@@ -169,7 +169,7 @@ class Steps:
         def ints(*shape: int, fill: int = 0, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, fill, dtype=dtype, device=self.device)
 
-        # by slot; the last is that of empty rows
+        # by slot; the last slot is for empty rows
         self.slot_token, self.slot_key = ints(rows + 1, dtype=torch.long), ints(rows + 1, dtype=torch.long)
         self.slot_position, self.slot_last = ints(rows + 1, fill=-1), ints(rows + 1)
         self.slot_pages = ints(rows + 1, max_pages)
@@ -179,7 +179,7 @@ class Steps:
         self.position, self.place_of = ints(rows, fill=-1), ints(rows)
         self.cache_row = ints(rows, dtype=torch.long)
         self.members, self.group_pages = ints(max(1, rows // 2), group_size, fill=-1), ints(max(1, rows // 2))
-        # of the steps between two looks
+        # by step of a round
         self.step = ints(1, fill=-1, dtype=torch.long)
         self.log = ints(STEPS, 2, rows)
         self.log_hidden = torch.zeros(STEPS, rows, width, dtype=like.dtype, device=self.device)
@@ -191,27 +191,27 @@ class Steps:
 
     @property
     def num_steps(self) -> int:
-        """Between two looks."""
+        """Steps in a round."""
         return STEPS
 
     def reach(self, positions: int) -> int:
-        """Positions for which there is a graph that holds so many."""
+        """So many positions, rounded up to a number that graphs are made for."""
         return _splits(positions) * SPLIT
 
     @property
     def page_bytes(self) -> int:
-        """Of a page, all layers together."""
+        """Bytes of a page, all layers together."""
         return 2 * self.layers * PAGE * self.heads.key * self.heads.width * self.dtype.itemsize
 
     def serves(self, *, max_rows: int, max_pages: int, group_size: int) -> bool:
-        """Whether this state has room for so much, and the model is where it was."""
+        """Whether this state is large enough, and the model was not moved since."""
         room = max_rows <= self.max_rows and max_pages <= self.max_pages and group_size <= self.group_size
         return room and facts_of(self.model) == self.facts
 
     # --- pages
 
     def open(self, num_pages: int) -> None:
-        """Memory for so many pages; every slot is empty."""
+        """Allocate so many pages, and empty every slot."""
         shape = (num_pages * PAGE, self.heads.key, self.heads.width)
         part = shape[0] * shape[1] * shape[2] * self.dtype.itemsize
         parts = self.memory.open(part).view(self.dtype)
@@ -224,18 +224,18 @@ class Steps:
         self.step.fill_(-1)
 
     def close(self) -> None:
-        """Gives the pages' memory back; graphs stay."""
+        """Free the pages; graphs stay valid."""
         self.cache, self.caches = torch.empty(0), []
         self.memory.close()
 
     def compile(self, rows: int, reaches: tuple[int, int], sampling: TokenSampling) -> None:
-        """Compiles the kernels of steps of at most so many rows, and of prefill, side by side, once a ``sampling``.
+        """Compile the kernels of steps and of prefill in parallel, once for these arguments; nothing is executed.
 
-        Nothing is executed. A kernel that is missed here is compiled where it is first launched.
+        A kernel that is missed here is compiled at its first launch.
 
         Args:
-            rows: at once.
-            reaches: the least and the most positions that a step has to reach.
+            rows: the most rows of a step.
+            reaches: the smallest and largest number of positions that a step attends to.
             sampling: of the steps.
         """
         key = bucket(rows), *{_splits(reach) for reach in reaches}, sampling
@@ -251,13 +251,13 @@ class Steps:
     def launches(
         self, counts: Collection[int], reaches: tuple[int, int], sampling: TokenSampling
     ) -> Callable[[], None]:
-        """A call that launches every kernel of steps with so many rows and of prefill, for ``compiled_together``.
+        """A function that launches every kernel of steps and of prefill, for ``compiled_together``.
 
-        What is copied from the host, or kept for later steps, is made here, before that call.
+        Tensors that are copied from the host or kept for later steps are made here, before it is called.
 
         Args:
-            counts: of rows, from ``BUCKETS``.
-            reaches, sampling: as of ``compile``.
+            counts: numbers of rows, from ``BUCKETS``.
+            reaches, sampling: see ``compile``.
         """
         from logitless.models.kernels.rotary import MANY  # needs Triton
 
@@ -292,7 +292,7 @@ class Steps:
     # --- rows
 
     def begin(self, new: Sequence[Begin], sampling: TokenSampling) -> None:
-        """State of completions that begin, in the order of the device's work: their slots have no row before it."""
+        """Write the state of completions that start, on the device's stream. No step under way uses their slots."""
         table = torch.tensor([(b.slot, b.token, b.position, b.last, b.key) for b in new])
         pages = torch.zeros(len(new), self.max_pages, dtype=torch.int32)
         for i, b in enumerate(new):
@@ -318,7 +318,7 @@ class Steps:
         copy_pages(self.cache, source, target, page=PAGE)
 
     def place(self, place: Place) -> int:
-        """Slots into rows; returns how many rows the steps have."""
+        """Assign slots to rows; returns the number of rows of the steps."""
         count, slots, groups = bucket(len(place.slots)), place.slots, place.groups
         empty = count - len(slots)
         row_pages, members = [0] * count, [-1] * (len(groups) * self.group_size)
@@ -347,12 +347,12 @@ class Steps:
     # --- steps
 
     def run(self, place: Place, rows: int, sampling: TokenSampling) -> Callable[[], Log]:
-        """``STEPS`` steps of the rows placed last and their scores, launched; calling the result waits for them.
+        """Launch a round on the rows placed last, and its scores; the returned function waits for the results.
 
         Args:
             place: of the rows.
-            rows: what ``place`` returned.
-            sampling: how tokens are sampled.
+            rows: the result of ``place``.
+            sampling: of the steps.
         """
         step = self._step_for(rows, place, sampling)
         for _ in range(STEPS):
@@ -360,7 +360,7 @@ class Steps:
         return self._read(len(place.slots), sampling.options)
 
     def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
-        """Scores of what was sampled, and everything to the host, behind the steps."""
+        """Launch the scores and the copies to the host, behind the steps."""
         log = self.log[:, :, :rows].contiguous()
         scores = self._scores_of(log[:, 0], rows, options)
         self._turn = 1 - self._turn
@@ -381,7 +381,7 @@ class Steps:
         return wait
 
     def _scores_of(self, token: Int[Tensor, "S R"], rows: int, options: SamplingOptions) -> Float[Tensor, "3 S*R"]:
-        """Log-probs in the distribution that was sampled from and in the policy's, and the policy's entropies."""
+        """Log-probs in the distribution sampled from, log-probs of the policy, entropies of the policy."""
         sampled_from = self.log_logp[:, :rows].flatten()
         policy = torch.full((2, len(sampled_from)), torch.nan, device=self.device)
         if options.temperature > 0:
@@ -391,7 +391,7 @@ class Steps:
         return torch.cat([sampled_from[None] if options.filters_distribution else policy[:1], policy])
 
     def _step_for(self, rows: int, place: Place, sampling: TokenSampling) -> Callable[[], None]:
-        """A step of so many rows: a graph, captured at its first use; without CUDA a call."""
+        """A step of so many rows: a graph, captured at its first use; without CUDA a function."""
         splits = place.reach // SPLIT
         groups = 0
         if place.groups and self._together(rows, splits):
@@ -408,12 +408,12 @@ class Steps:
         return self._graphs[key]
 
     def _together(self, rows: int, splits: int) -> bool:
-        """Whether rows of a group read the pages that they share for all of them at once, where there are any."""
+        """Whether a group's rows read their shared pages together, each page once."""
         return self.group_size > 1 and rows * self.heads.key * splits > ALONE_BELOW
 
     def _captured(self, step: Callable[[], None]) -> Callable[[], None]:
         position = self.slot_position.clone()
-        self.slot_position.fill_(-1)  # a step of empty rows writes nothing
+        self.slot_position.fill_(-1)  # with all rows empty a step writes nothing
         main, side, graph = torch.cuda.current_stream(), side_stream(self.device), torch.cuda.CUDAGraph()
         side.wait_stream(main)
         with torch.cuda.stream(side):
@@ -429,14 +429,14 @@ class Steps:
         return graph.replay
 
     def _hold_tables(self) -> None:
-        """Tables of positions, which the model replaces by longer ones when training asks for them."""
+        """Keep the position tables alive: the model replaces them when training needs longer ones."""
         decoder: Any = backbone(self.model)
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
         names = {layer.row_invariant_form.rope for layer in decoder.layers}
         self._held.append([tables.of(name) for name in names])
 
     def _step(self, rows: int, reach: int, groups: int, sampling: TokenSampling, num_layers: int | None = None) -> None:
-        """One token for each row: hidden states, logits, a sample, and what follows from it, all on the device."""
+        """Sample one token for each row, and update its state, all on the device."""
         from logitless.rollout.gpu.kernels import step as kernels
 
         decoder: Any = backbone(self.model)
@@ -461,10 +461,10 @@ class Steps:
             history = None
             if histories:
                 own = {name: values[slot[part]] for name, values in histories.items() if name != "first"}
-                drawn_before = None
+                length = None
                 if "first" in histories:
-                    drawn_before = self.position[part] - histories["first"][slot[part]]
-                history = History(own.get("seen"), own.get("counts"), drawn_before, ends)
+                    length = self.position[part] - histories["first"][slot[part]]
+                history = History(own.get("seen"), own.get("counts"), length, ends)
             sampled = sample_tokens(logits, self.key[part], self.position[part], options, history)
             if sampled.logp is not None:
                 self.log_logp[:, part].index_copy_(0, self.step, sampled.logp[None])
@@ -476,7 +476,7 @@ class Steps:
             )  # fmt: skip
 
     def _remember(self, histories: dict[str, Tensor], slot: Tensor, position: Tensor, token: Tensor) -> None:
-        """What rows have sampled; empty rows write to the slot that is nobody's."""
+        """Add the sampled tokens to the histories; empty rows write to the slot for them."""
         at = torch.where(position >= 0, slot, self.max_rows).long()
         if "seen" in histories:
             seen = histories["seen"]
@@ -486,7 +486,7 @@ class Steps:
             counts.view(-1).index_add_(0, at * counts.shape[1] + token, torch.ones_like(token, dtype=counts.dtype))
 
     def _histories_of(self, options: SamplingOptions) -> dict[str, Tensor]:
-        """What penalties ask about, by slot; made at their first use."""
+        """The histories that penalties need, by slot; allocated at their first use."""
         columns, rows = self.head.weight.shape[0], self.max_rows + 1
         wanted = {
             "seen": (options.repetition_penalty != 1, (rows, columns), torch.bool),
@@ -507,7 +507,7 @@ class Steps:
 
 
 def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"]:
-    """float32 logits; each row's bits are its own.
+    """float32 logits, row-invariant.
 
     Example:
         >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
@@ -522,12 +522,12 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
 
 
 def facts_of(model: nn.Module) -> tuple[Any, ...]:
-    """Where a model's parameters are and what they are like: what graphs and findings about kernels hold for."""
+    """Address, shape, dtype and device of every parameter; graphs and kernel checks are valid while these stay."""
     return tuple((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters())
 
 
 def bucket(rows: int) -> int:
-    """The least number of rows with a graph that holds so many.
+    """The smallest of ``BUCKETS`` that holds so many rows.
 
     Example:
         >>> bucket(3), bucket(513)
@@ -537,7 +537,7 @@ def bucket(rows: int) -> int:
 
 
 def _splits(reach: int) -> int:
-    """Splits of attention that hold so many positions, at most a third too many."""
+    """Splits of attention for so many positions, rounded up by at most a third to few different numbers."""
     splits = -(-reach // SPLIT)
     size = 1
     while size < splits:

@@ -1,7 +1,7 @@
-"""Samples tokens on the device: no step waits for the host, and a token depends on its own row alone.
+"""Token sampling on the device, without waiting for the host.
 
-A token follows from its row of logits and from (seed, prompt id, sample, position): see ``kernels/sample.py`` for how.
-What is in the other rows, and how many there are, changes no bit of it.
+A token depends on its row of logits and on (seed, prompt id, sample, position) alone, not on the other rows: see
+``kernels/sample.py``.
 """
 
 import hashlib
@@ -19,10 +19,10 @@ class Sampled(NamedTuple):
     """One token a row.
 
     Args:
-        token: a valid index, whatever the row holds.
-        logp: of the distribution that was sampled from, where it is not the model's softmax at this temperature; None
-            where it is, for then the head gives it from the hidden states.
-        finite: whether there was a distribution to sample from.
+        token: a valid index, even for a row of NaN.
+        logp: in the distribution that was sampled from; None if that is the model's softmax at this temperature: the
+            head then computes it from the hidden states.
+        finite: whether the row's logits were finite.
     """
 
     token: Int[Tensor, "R"]
@@ -31,7 +31,7 @@ class Sampled(NamedTuple):
 
 
 def key_of(seed: int, prompt_id: str, sample: int) -> int:
-    """What a completion's randomness comes from, together with the position of each token; 64 bits.
+    """The 64-bit key of a completion's random numbers; the position of a token is the counter.
 
     Example:
         >>> key_of(0, "7", 0) == key_of(0, "7", 0), key_of(0, "7", 0) == key_of(0, "7", 1)
@@ -48,17 +48,17 @@ def sample_tokens(
     options: SamplingOptions,
     history: History | None = None,
 ) -> Sampled:
-    """A token a row from ``sampling_logp(logits, options, history)``, at temperature 0 the most likely one.
+    """A token a row from ``sampling_logp(logits, options, history)``; at temperature 0 the most likely one.
 
-    At temperature 0 the lowest of equally likely tokens is taken. Tokens as likely as the last one that top-p keeps are
-    all kept, as with top-k. Nothing waits for the device, so that it can be captured in a graph.
+    Ties: at temperature 0 the lowest token is taken; top-k and top-p keep all tokens as likely as the last one kept.
+    Nothing waits for the device, so that the call can be captured in a CUDA graph.
 
     Args:
         logits: float32, on CUDA (on the CPU under Triton's interpreter alone).
         key: int64, of each row's completion.
-        position: int32; with the key it settles the noise. A row at position -1 is empty: anything comes of it.
+        position: int32, of each row's token; -1 for an empty row, whose result is undefined.
         options: the same for all rows.
-        history: of the rows, where the options need it.
+        history: if ``options.needs_history``.
 
     Raises:
         UnavailableError: there is no Triton.

@@ -1,11 +1,11 @@
-"""Tokens sampled from rows of logits, where nothing that decides is a sum whose order could change.
+"""Token sampling from rows of logits, without floating-point sums, whose order could change the result.
 
-A token is sampled by its Gumbel: ``argmax_v z_v / T + g_v`` has the distribution ``softmax(z / T)``, and a maximum does
-not depend on the order in which it is looked for. ``g_v = -log(-log(1 - u_v))`` with u of 32 bits by Philox, whose key
-is the row's and whose counter is (column, position): the noise of a token is a function of these alone.
+A token is sampled with Gumbel noise: ``argmax_v z_v / T + g_v`` has the distribution ``softmax(z / T)``, and a maximum
+does not depend on the order of comparison. ``g_v = -log(-log(1 - u_v))`` with u of 32 bits by Philox, whose key is the
+row's and whose counter is (column, position).
 
-Filters are one threshold a row. It is found by bisection over the bits of the logits, with counts, or with
-probabilities in fixed point, as what is added up: sums of integers have no order either.
+Filters are one threshold a row. It is found by bisection over the bits of the logits. What is summed is integers
+(counts, or probabilities in fixed point), so that the order does not matter either.
 """
 
 import torch
@@ -32,20 +32,20 @@ _FIXED = tl.constexpr(1 << 40)  # the largest probability in fixed point: 2^18 c
 
 @triton.jit
 def ordered(x):
-    """int32 that are ordered as the float32 are; its own inverse, but for the type."""
+    """int32 in the same order as the float32; its own inverse, except for the type."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _log(x, FAST: tl.constexpr):
-    """FAST: the processor's own logarithm, whose error is below 2^-22 of 1 near 1, else of the result."""
+    """The logarithm. FAST: the hardware's, with an error below 2^-22: absolute near 1, relative elsewhere."""
     return (libdevice.fast_log2f(x) if FAST else tl.log2(x)) * LN2
 
 
 @triton.jit
 def gumbel(bits, FAST: tl.constexpr):
-    """-log(-log(1 - u)), u = (bits + 1/2) / 2^32; small u, which win, keep all their digits."""
+    """-log(-log(1 - u)), u = (bits + 1/2) / 2^32; by a series for small u, where 1 - u would lose digits."""
     u = (bits.to(tl.float32) + 0.5) * (1.0 / 4294967296.0)
     series = u * (1.0 + u * (0.5 + u * (1.0 / 3.0 + u * (0.25 + u * 0.2))))
     whole = -_log(tl.maximum(1.0 - u, 2.9802322e-08), FAST)
@@ -57,7 +57,7 @@ def _better(
     best, at, row, column, columns, temperature, lowest, bits,
     SCALED: tl.constexpr, NOISE: tl.constexpr, FILTER: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The higher score of two and its column, lane by lane; a NaN is higher than anything and stays."""
+    """The higher of two scores and its column, elementwise; NaN counts as highest."""
     inside = column < columns
     z = tl.load(row + column, mask=inside, other=float("-inf")).to(tl.float32)
     if SCALED:
@@ -88,7 +88,7 @@ def sample_kernel(
     FAST: tl.constexpr,
     QUARTER: tl.constexpr,
 ):
-    """So many tiles of one row."""
+    """The best column of some tiles of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     where = tl.load(position + row)
     lane = tl.arange(0, QUARTER)
@@ -132,7 +132,7 @@ def finish_kernel(
     temperature,
     BLOCK: tl.constexpr,
 ):
-    """One row: its token, whether there was a distribution, and the token's log-prob in it."""
+    """One row: its token, whether the logits were finite, and the token's log-prob."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x = tl.max(tl.load(best + row * parts + i, mask=i < parts, other=_NOTHING), 0)
@@ -158,7 +158,7 @@ def _scaled(row, start, columns, temperature, BLOCK: tl.constexpr):
 
 @triton.jit
 def _weight(row, columns, temperature, top, least, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Of the columns at or above ``least``: how many, or their probabilities in fixed point, the largest being 1."""
+    """Number of columns at or above ``least``, or their sum of probabilities in fixed point, the largest being 1."""
     total = tl.zeros([BLOCK], tl.int64)
     for start in range(0, columns, BLOCK):
         z = _scaled(row, start, columns, temperature, BLOCK)
@@ -172,7 +172,7 @@ def _weight(row, columns, temperature, top, least, COUNT: tl.constexpr, BLOCK: t
 
 @triton.jit
 def _highest(row, columns, temperature, top, low, needed, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The highest threshold whose columns weigh at least ``needed``, as ``ordered`` counts; ``low`` where none does."""
+    """The highest threshold, in ``ordered`` form, whose columns weigh at least ``needed``; ``low`` if none does."""
     high = tl.maximum(ordered(top).to(tl.int64), low)
     for _ in range(33):
         middle = low + (high - low + 1) // 2
@@ -198,7 +198,7 @@ def filter_kernel(
     MIN_P: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: the lowest logit over temperature that is kept, and the log of the sum of exponentials of what is."""
+    """One row: the lowest logit over temperature that is kept, and the log-sum-exp of those kept."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * stride
     highest = tl.full([BLOCK], float("-inf"), tl.float32)
@@ -232,7 +232,7 @@ def sample_rows(
     """
     rows, columns = logits.shape
     tiles = triton.cdiv(columns, TILE)
-    each = 1  # tiles of a program: as many as leave programs enough for any GPU
+    each = 1  # tiles of a program; more only while there are enough programs to fill any GPU
     while each < 16 and rows * tiles >= 2 * each * PROGRAMS:
         each *= 2
     parts = triton.cdiv(tiles, each)

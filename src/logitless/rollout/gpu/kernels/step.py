@@ -1,7 +1,7 @@
-"""What a step of decoding does around the model: where its rows stand, what follows from the tokens sampled, and pages.
+"""Kernels of a decoding step around the model: positions before it, updates after sampling, and copies of pages.
 
-State lies by slot, a number that a completion keeps while it is decoded; a step's rows are slots in any order. The last
-slot is that of empty rows: its position is -1, as is that of a completion that has ended.
+State is indexed by slot, a number that a completion keeps while it is decoded; a step's rows are slots in any order.
+The last slot is for empty rows. Its position is -1, as is that of a finished completion.
 """
 
 import triton
@@ -59,7 +59,7 @@ def end_kernel(
     ENDS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """One row: its token into the log, and whether it goes on. 1: sampled, 2: from finite logits, 4: and finished."""
+    """One row: log its token and flags, and update its slot. Flags: 1 sampled, 2 from finite logits, 4 finished."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(slot + row)
     where = tl.load(position + row)
@@ -104,7 +104,7 @@ def begin(
     slot: Tensor, slot_token: Tensor, slot_position: Tensor, page_table: Tensor, token: Tensor, position: Tensor,
     place: Tensor, cache_row: Tensor, step: Tensor, *, num_steps: int, page: int,
 ) -> None:  # fmt: skip
-    """Tokens, positions and rows of the cache of a step; see ``begin_kernel``."""
+    """Set tokens, positions and cache rows of a step; see ``begin_kernel``."""
     begin_kernel[(len(slot),)](
         slot, slot_token, slot_position, page_table, token, position, place, cache_row, step, page_table.shape[1],
         num_steps, PAGE=page, num_warps=1,
@@ -115,7 +115,7 @@ def end(
     slot: Tensor, slot_token: Tensor, slot_position: Tensor, slot_last: Tensor, position: Tensor, token: Tensor,
     finite: Tensor, ends: Tensor, step: Tensor, log: Tensor, hidden: Tensor, log_hidden: Tensor,
 ) -> None:  # fmt: skip
-    """What follows from the tokens sampled; see ``end_kernel``. ``log`` and ``log_hidden`` may begin at a later row."""
+    """Log sampled tokens and update slots; see ``end_kernel``. ``log`` and ``log_hidden`` may start at a later row."""
     width = hidden.shape[1]
     end_kernel[(len(slot),)](
         slot, slot_token, slot_position, slot_last, position, token, finite, ends, step, log, hidden, log_hidden,
@@ -125,7 +125,7 @@ def end(
 
 
 def copy_pages(cache: Tensor, source: Tensor, target: Tensor, *, page: int) -> None:
-    """Pages ``source`` of every layer to ``target``; ``cache`` is [layers, 2, pages * page, K, E], rows contiguous."""
+    """Copy pages of every layer; ``cache`` is [layers, 2, pages * page, K, E], rows contiguous."""
     size = page * cache.shape[3] * cache.shape[4]
     copy_pages_kernel[(len(source), cache.shape[0] * 2)](
         cache, source, target, cache.stride(1), SIZE=size, BLOCK=min(4096, triton.next_power_of_2(size)), num_warps=4
