@@ -62,7 +62,7 @@ def test_a_server_that_is_killed_and_not_restarted_ends_the_run_with_a_checkpoin
     tmp_path, process, monkeypatch
 ):
     recipe = _recipe(tmp_path, process, engine={"give_up_seconds": 2.0})
-    plain, rounds = VllmServerEngine._round, []
+    plain, rounds = VllmServerEngine._sample_all, []
 
     def killing(self, asked, *arguments):
         rounds.append(len(asked))
@@ -71,7 +71,7 @@ def test_a_server_that_is_killed_and_not_restarted_ends_the_run_with_a_checkpoin
         return plain(self, asked, *arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(VllmServerEngine, "_round", killing)
+        patched.setattr(VllmServerEngine, "_sample_all", killing)
         with pytest.raises(EngineError, match=r"ConnectionRefusedError.*--resume"):
             start(recipe)
     folder = Path(recipe.output) / recipe.name

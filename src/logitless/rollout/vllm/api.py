@@ -1,7 +1,7 @@
-"""What vLLM's HTTP server is asked and what it answers, checked: samples by token ids, weights, versions.
+"""Requests to vLLM's HTTP server, with its replies checked: samples by token ids, weights, versions.
 
-Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. Every path of the server that
-logitless uses is named here, but for those of the transfer over NCCL.
+Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. All paths of the server are used
+here, except those for transfer over NCCL.
 """
 
 import math
@@ -18,19 +18,19 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.types import FinishReason
 
 FRESH = "default"
-"""What vLLM calls the weights that a server was started with."""
+"""vLLM's name for the weights that a server was started with."""
 
 
 @dataclass(frozen=True, eq=False)
 class Sampled:
-    """One sample as the server gave it.
+    """One sample from vLLM.
 
     Args:
         token_ids: [L] the stop token included.
-        logp: [L] nats of each, of the distribution that it was sampled from.
-        finish_reason: as the server says.
-        weights: the name of the weights that sampled each token; empty where nobody says (vLLM in this process).
-        versions: of the same weights, as whoever pushed them counts; None until it has said so.
+        logp: [L] nats, in the distribution that the token was sampled from.
+        finish_reason: of vLLM.
+        weights: name of the weights that sampled each token; empty for vLLM in this process.
+        versions: of these weights; None until ``WeightSync.versions`` has found them.
     """
 
     token_ids: Int64[np.ndarray, "L"]
@@ -53,7 +53,7 @@ class VllmServer:
     # --- samples
 
     def context(self, model: str) -> int:
-        """Tokens that prompt and completion may have together.
+        """The most tokens of prompt and completion together.
 
         Raises:
             EngineError: it does not serve the model.
@@ -71,7 +71,7 @@ class VllmServer:
         return limits[0]
 
     def models(self) -> dict[str, int | None]:
-        """What it serves, adapters included, with the context of each where it says so."""
+        """The names of the models that it serves, adapters included, with the context of each, if known."""
         answer = self.client.get("/v1/models")
         try:
             return {each["id"]: each.get("max_model_len") for each in answer["data"]}
@@ -84,14 +84,14 @@ class VllmServer:
         """Samples of one prompt, in order.
 
         Args:
-            model: served, or an adapter's name.
+            model: of the model or an adapter.
             prompt: token ids.
             num_samples: G.
-            settings: of ``request_settings``.
+            settings: from ``request_settings``.
             seed: of the first sample; the server adds 1 for each further one.
 
         Raises:
-            UnusableAnswer: fewer samples, or one without token ids, log-probs, a reason or its weights' names.
+            UnusableAnswer: fewer samples, or one without token ids, log-probs, a finish reason or names of weights.
         """
         body = {
             "model": model,
@@ -103,7 +103,7 @@ class VllmServer:
     # --- weights
 
     def weights_name(self) -> str:
-        """The name of the weights that the server holds; ``FRESH`` after a start."""
+        """The name of the server's weights; ``FRESH`` after a start."""
         answer = self.client.get("/weight_info")
         name = answer.get("weight_version") if isinstance(answer, dict) else None
         if not isinstance(name, str):
@@ -111,38 +111,38 @@ class VllmServer:
         return name
 
     def call_workers(self, method: str, arguments: Mapping[str, Any], *, seconds: float) -> None:
-        """Have every worker run a method."""
+        """Call a method on every worker."""
         self.client.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)}, seconds=seconds)
 
     def pause(self, mode: Literal["wait", "keep"] = "wait") -> None:
-        """Take no new requests up.
+        """Start no new requests.
 
         Args:
-            mode: ``wait``: finish those under way; ``keep``: hold them, without their keys and values, so that they go
-                on with whatever weights there are after ``resume``.
+            mode: ``wait``: finish those under way; ``keep``: hold them, without their keys and values, so that they
+                continue with the new weights after ``resume``.
         """
         self.client.post(f"/pause?mode={mode}")
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue after ``pause``."""
         self.client.post("/resume")
 
     def forget_prefixes(self) -> None:
-        """Drop keys and values of earlier weights.
+        """Reset the prefix cache, which has keys and values of earlier weights.
 
         Raises:
-            PassingFault: the server holds some back.
+            PassingFault: the server did not.
         """
         answer = self.client.post("/reset_prefix_cache")
         if not isinstance(answer, dict) or answer.get("success") is not True:
             raise PassingFault(f"a prefix cache that was not reset: {answer!r:.200}")
 
     def name_weights(self, name: str) -> None:
-        """What ``weights_name`` says from now on."""
+        """Set the name of the server's weights."""
         self.client.post("/update_weight_version", {"new_version": name})
 
     def load_adapter(self, name: str, folder: str) -> None:
-        """Serve an adapter beside the model, under a name of its own; one already served is left as it is."""
+        """Serve an adapter under a name of its own; nothing if it is served already."""
         try:
             self.client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": folder})
         except Refusal as refusal:
@@ -150,7 +150,7 @@ class VllmServer:
                 raise
 
     def unload_adapter(self, name: str) -> None:
-        """Serve it no longer; one that is not served is no fault."""
+        """Stop serving an adapter; nothing if it is not served."""
         try:
             self.client.post("/v1/unload_lora_adapter", {"lora_name": name})
         except Refusal as refusal:
@@ -159,14 +159,14 @@ class VllmServer:
 
 
 def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str, Any]:
-    """vLLM's parameters of sampling; each is given, for servers have defaults of their own.
+    """vLLM's sampling parameters; all of them, because servers have defaults of their own.
 
     Args:
         options: of the recipe.
         ends: token ids that end a completion.
 
     Raises:
-        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order than said.
+        InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order.
 
     Example:
         >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]
@@ -182,7 +182,7 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
 
 
 def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
-    """Those that server and ``SamplingParams`` call the same.
+    """The sampling parameters with the same names in the server's API and in ``SamplingParams``.
 
     Raises:
         InputError: see ``request_settings``.
@@ -217,15 +217,15 @@ def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
 
 
 def parsed_samples(answer: Any, num_samples: int, most: int) -> list[Sampled]:
-    """The samples in an answer, in the order of their index.
+    """The samples in a reply, in the order of their index.
 
     Args:
-        answer: JSON.
-        num_samples: that were asked for.
-        most: tokens that each may have.
+        answer: parsed JSON.
+        num_samples: of the request.
+        most: tokens of each.
 
     Raises:
-        UnusableAnswer: what is missing or wrong.
+        UnusableAnswer: something is missing or wrong.
 
     Example:
         >>> one = {"index": 0, "token_ids": [4, 2], "finish_reason": "stop"}
@@ -269,5 +269,5 @@ def _parsed(choice: Mapping[str, Any], most: int) -> Sampled:
 
 
 def _of(entry: Any, name: str) -> Any:
-    """A field of an object in JSON; None where either is missing."""
+    """A field of a JSON object; None if it is no object or lacks the field."""
     return entry.get(name) if isinstance(entry, dict) else None

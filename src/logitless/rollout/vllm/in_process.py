@@ -1,8 +1,8 @@
 """Sampling with vLLM in this process, on the GPU that trains or on the CPU.
 
-vLLM is started with the first weights, which reach it, as all later ones do, through a private folder. With ``sleep``
-its memory is given away while nothing samples; that exists on GPUs alone, and has **not been run yet**. Gives up: bits,
-as every engine with kernels of its own, and a second copy of the weights.
+All weights reach vLLM through a private folder; it is started with the first ones. With ``sleep`` it frees its memory
+while nothing is sampled, which exists on GPUs alone and has **not been run yet**. Log-probs are not bitwise identical
+to training's, as of every engine with its own kernels, and the weights are in memory a second time.
 """
 
 import copy
@@ -38,11 +38,11 @@ class VllmEngine:
         tokenizer: decodes completions.
         dtype: of vLLM's weights and products.
         context: tokens of prompt and completion.
-        memory_fraction: of the GPU's memory.
-        sleep: give it away between rounds.
+        memory_fraction: share of the GPU's memory.
+        sleep: free the memory between calls of ``sample``.
         eager: run without CUDA graphs.
         max_rows: completions decoded at once.
-        probe: made after every load.
+        probe: checks log-probs after every load.
     """
 
     def __init__(
@@ -75,12 +75,12 @@ class VllmEngine:
             "enable_sleep_mode": sleep,
             "disable_log_stats": True,
         }
-        if not torch.cuda.is_available():  # vLLM 0.32 fails on CPUs where it reads a prompt with a seed in two pieces
+        if not torch.cuda.is_available():  # on CPUs vLLM 0.32 fails at chunked prefill of a prompt with a seed
             self._options["enable_chunked_prefill"] = False
         self.transfer_numbers: dict[str, float | int] = {}
 
     def load(self, weights: Weights, version: int) -> None:
-        """Start vLLM with the weights, or have it read them anew; then probe.
+        """Start vLLM with the weights, or have it load them; then probe.
 
         Raises:
             EngineError: the probe's log-probs differ.
@@ -91,7 +91,7 @@ class VllmEngine:
 
         def configure(folder: Path) -> None:
             config = copy.deepcopy(inner.config)
-            config.architectures = [type(inner).__name__]  # a config made by hand does not say so
+            config.architectures = [type(inner).__name__]  # missing in a config made by hand
             config.save_pretrained(folder)
             self._tokenizer.save_pretrained(str(folder))
 
@@ -134,7 +134,7 @@ class VllmEngine:
 
     @contextmanager
     def _awake(self) -> Iterator[None]:
-        """vLLM with its memory, which it gives away again afterwards."""
+        """Wake vLLM up, and put it to sleep again afterwards."""
         if not self._sleep:
             yield
             return
@@ -147,10 +147,10 @@ class VllmEngine:
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """Exactly ``num_samples`` completions of each prompt; ``logp_sampler`` as of ``VllmServerEngine``.
+        """Exactly ``num_samples`` completions of each prompt; for ``logp_sampler`` see ``VllmServerEngine.sample``.
 
         Raises:
-            InputError: as of ``check_prompts``, and settings that vLLM reads otherwise.
+            InputError: see ``check_prompts``; or options that vLLM interprets differently.
             EngineError: no weights were loaded, or a completion lacks log-probs.
         """
         if self._weights is None:

@@ -1,8 +1,8 @@
-"""Weights from this process's GPU to those of vLLM servers, over NCCL, by vLLM's own transfer.
+"""Weight transfer from this process's GPU to those of vLLM servers over NCCL, with vLLM's own implementation.
 
-pause, start, update, finish with a version, resume: written against the documentation of vLLM 0.32, whose trainer side
-(``vllm.distributed.weight_transfer``) this needs here too. **Not run yet**: it needs two GPUs. All that knows this
-interface is in this file, because it moves from one release to the next.
+The steps are pause, start, update, finish with a version, resume. Written for vLLM 0.32 from its documentation; vLLM's
+trainer side (``vllm.distributed.weight_transfer``) must be installed here too. **Not run yet**: it needs two GPUs. The
+interface changes between releases; nothing outside of this file knows it.
 
 Servers are started with ``--weight-transfer-config '{"backend": "nccl"}'``.
 """
@@ -21,7 +21,7 @@ from logitless.rollout.vllm.weight_sync import Held, Names, Push, refuse_others
 
 
 class _Control:
-    """The five calls that vLLM's trainer side makes of a server."""
+    """The five calls of vLLM's trainer side to a server."""
 
     def __init__(self, server: VllmServer) -> None:
         self._client = server.client
@@ -43,16 +43,16 @@ class _Control:
 
 
 class NcclSync:
-    """A communicator a server, opened at the first push and again for a server that was restarted.
+    """One communicator for each server, opened at the first push and again after a restart of the server.
 
     Args:
         served: the server's name of the model.
-        patience: with a server that does not answer.
-        address: of this machine, as the servers reach it.
-        port: of the first server's rendezvous; each further one has the next.
-        in_flight: push while completions are under way, which go on with the new weights.
-        trains_meanwhile: whether the policy is trained while servers sample. It is then no longer what was pushed last,
-            of which there is no copy, and a server that was restarted ends the run.
+        patience: with a server that does not respond.
+        address: of this machine, for the servers.
+        port: of the first server's rendezvous; each further server uses the next.
+        in_flight: push while completions are under way, which continue with the new weights.
+        trains_meanwhile: whether the policy is trained while servers sample. There is then no copy of the weights
+            pushed last, so that a restarted server ends the run.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class NcclSync:
             if self._names.current is not None:
                 held = self.held(server)
                 refuse_others(held, server)
-                if held == "fresh":  # restarted since, and the communicator went with it
+                if held == "fresh":  # restarted since, so that the communicator is closed
                     self._trainers.pop(server.url, None)
         self._weights, self._names.current = weights, self._names.of(version)
         for server in servers:
@@ -99,10 +99,10 @@ class NcclSync:
         return Push(num_bytes, None, time.perf_counter() - start)
 
     def again(self, server: VllmServer) -> None:
-        """The last weights once more; the communicator went with the server.
+        """Send the last weights again, to a server that was restarted.
 
         Raises:
-            EngineError: the policy has been trained since, or may be while the weights are on their way.
+            EngineError: the policy may have been trained since.
         """
         self._trainers.pop(server.url, None)
         if self._trains_meanwhile:
@@ -124,9 +124,9 @@ class NcclSync:
             server.forget_prefixes()
             server.name_weights(name)
             server.resume()
-        except Exception as error:  # a broadcast cut off leaves the communicator in no known state
+        except Exception as error:  # after an incomplete broadcast the communicator cannot be used again
             self._trainers.pop(server.url, None)
-            if isinstance(error, LostRankError):  # which made a tensor whole with this one; the server is not to blame
+            if isinstance(error, LostRankError):  # another rank of the trainer failed, not the server
                 raise
             raise EngineError(
                 needed=f"weights sent to {server.url} over NCCL",
@@ -148,7 +148,7 @@ class NcclSync:
         sync = self
 
         class Source(WeightSource):  # type: ignore[misc]
-            """The policy's tensors as they are when a push reads them."""
+            """The policy's current tensors."""
 
             def metadata(self) -> list[Any]:
                 return [ParamMeta(name, t.dtype, tuple(t.shape)) for name, t in self]
@@ -167,13 +167,13 @@ class NcclSync:
         return WeightTransferTrainerFactory.trainer_init(info, client=_Control(server), source=Source())
 
     def held(self, server: VllmServer) -> Held:
-        """By the name that the server gives its weights."""
+        """What the server holds, by the name of its weights."""
         return self._patience.until_done(
             lambda: self._names.held(server.weights_name()), what="the name of its weights", where=server.url
         )
 
     def keep_apart(self, client: int) -> None:
-        """Refused: the address that servers are told is one process's.
+        """Refuse: servers connect to the address of one process.
 
         Raises:
             UnavailableError: always.
@@ -185,7 +185,7 @@ class NcclSync:
         )
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
-        """By the names that the server gives them."""
+        """The versions in the names of weights."""
         return tuple(self._names.version_of(name, server) for name in names)
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
-"""After every push: do trainer and sampler give the same tokens the same log-probs?
+"""A check after every weight transfer: trainer and sampler must give the same tokens the same log-probs.
 
-The server samples a few tokens after a fixed prompt, long enough to be cached, and the trainer's own model scores them.
-Stale weights, stale caches of them, log-probs of another distribution and another model all show. What it cannot see:
-weights that differ by less than the two implementations do, which in bfloat16 is what an optimizer step changes.
+The server samples a few tokens after a fixed prompt, long enough to be cached, and the trainer's model scores them.
+This detects stale weights, stale caches, log-probs of another distribution, and another model. It cannot detect weights
+that differ by less than the two implementations do, which in bfloat16 is as much as an optimizer step changes.
 """
 
 import math
@@ -24,7 +24,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.vllm.api import Sampled
 
 TEMPERATURE = 0.8
-"""Not 1: so that log-probs of raw logits, which a server gives by default, are noticed."""
+"""Not 1, so that log-probs of raw logits, a server's default, differ."""
 
 Ask = Callable[[Sequence[int], int, SamplingOptions, int], list[Sampled]]
 """(prompt, number of samples, options, seed) -> samples."""
@@ -32,12 +32,12 @@ Ask = Callable[[Sequence[int], int, SamplingOptions, int], list[Sampled]]
 
 @dataclass(frozen=True)
 class Probe:
-    """A fixed prompt and how far two log-probs of a token after it may be apart.
+    """A fixed prompt, and the largest allowed difference of log-probs after it.
 
     Args:
         prompt: token ids.
         max_difference: nats.
-        num_samples, new_tokens: that are sampled.
+        num_samples, new_tokens: number of samples, and tokens of each.
         autocast: dtype of the trainer's products, or None for that of the weights.
     """
 
@@ -48,7 +48,7 @@ class Probe:
     autocast: torch.dtype | None = None
 
     def within(self, context: int) -> "Probe":
-        """The same with a prompt that leaves room for the tokens that are sampled.
+        """The same probe with the prompt cut to leave room for the new tokens.
 
         Example:
             >>> Probe((4, 5, 6), 0.1, new_tokens=2).within(4).prompt
@@ -69,14 +69,14 @@ class Probe:
         """The largest difference in nats.
 
         Args:
-            ask: the sampler.
+            ask: samples.
             model: the trainer's, with the weights that were pushed.
-            where: for the error.
+            where: the sampler's name in the error.
             version: of the weights, for the error.
-            known: the trainer's log-probs of tokens that the same weights were probed with before; empty at first, and
-                filled. Where there are some, the model, which may have been trained since, is not asked: the tokens are
-                compared as far as they are the same.
-            score: the trainer's log-probs, where the model cannot say them: its weights are sharded.
+            known: log-probs of the trainer by tokens, from earlier probes of the same weights; this call fills it if it
+                is empty. If it is not, the model is not used, because it may have been trained since: only the tokens
+                that samples have in common with earlier ones are compared.
+            score: computes the trainer's log-probs if ``model`` is sharded.
 
         Raises:
             EngineError: it is above ``max_difference``.
@@ -92,7 +92,7 @@ class Probe:
             else:
                 scored = found[ids] = score(self.prompt, ids, TEMPERATURE)
             for a, b in zip(sampled.logp.tolist(), scored, strict=not before):
-                if not abs(a - b) <= worst:  # NaN is worse than anything
+                if not abs(a - b) <= worst:  # written so that NaN is the worst
                     worst, sampler, trainer = abs(a - b), a, b
         if not worst <= self.max_difference:
             raise EngineError(
@@ -108,15 +108,15 @@ class Probe:
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that two sequences begin with alike."""
+    """The length of the common beginning of two sequences."""
     return next((n for n, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def probe_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[int, ...]:
-    """Ordinary tokens, the same every time.
+    """A fixed prompt of ordinary tokens.
 
     Args:
-        tokenizer: no special token of it is taken.
+        tokenizer: its special tokens are not used.
         length: tokens.
 
     Example:
@@ -135,7 +135,7 @@ def scored_tokens(
     temperature: float,
     autocast: torch.dtype | None = None,
 ) -> list[float]:
-    """The model's log-probs of a completion's tokens, from full logits of one row.
+    """The model's log-probs of a completion's tokens, from full logits.
 
     Args:
         model: a causal LM, PEFT-wrapped or not.

@@ -1,10 +1,10 @@
-"""Sampling on vLLM servers over HTTP: token ids in, token ids and their log-probs out, with weights that were proved.
+"""Sampling on vLLM servers over HTTP: token ids in, token ids and log-probs out, with verified weights.
 
-A prompt is one request for all its samples, so that a group has one settings object. Prompts take turns on the servers.
-Every sample names the weights that sampled each of its tokens. What fails is asked for again until a deadline; a server
-that was restarted gets the weights once more, and what it sampled without them is thrown away. Several threads may ask
-at once, and with ``in_flight`` ways of weights another may push meanwhile. Gives up: bits. A completion depends, as far
-as rounding does, on what else the server had to do.
+All samples of a prompt are one request; prompts go to the servers in turn. Every sample names the weights that sampled
+each of its tokens. Failed requests are repeated until a deadline. A server that was restarted gets the weights again,
+and what it sampled without them is discarded. Several threads may sample at once, and with ``in_flight`` weight
+transfer another may push meanwhile. Log-probs are not bitwise identical to training's: a completion depends, through
+rounding, on the server's other requests.
 """
 
 import logging
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Watched:
-    """A server, how often its weights were found lost and pushed again, and a lock for whoever pushes."""
+    """A server, how often its weights were lost and pushed again, and a lock for pushing."""
 
     server: VllmServer
     restarts: int = 0
@@ -49,11 +49,11 @@ class VllmServerEngine:
 
     Args:
         servers: all of the same model.
-        sync: brings weights to them.
+        sync: transfers weights to them.
         tokenizer: decodes completions; the server's is not used.
-        probe: made after every push.
+        probe: checks log-probs after every push.
         patience: with servers that fail.
-        requests_at_once: prompts that a server has at a time.
+        requests_at_once: prompts that a server samples at a time.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class VllmServerEngine:
 
     @property
     def num_servers(self) -> int:
-        """How many there are."""
+        """Number of servers."""
         return len(self._watched)
 
     def take_share(self, place: int, of: int) -> None:
-        """From now on use every ``of``-th server only, from ``place`` on; other clients have the others.
+        """Use every ``of``-th server only, starting with number ``place``; other clients use the others.
 
         Raises:
-            UnavailableError: weights on a way that one process alone can take.
+            UnavailableError: a weight transfer that only one process can use.
         """
         self._watched = self._watched[place::of]
         if of > 1:
@@ -92,7 +92,7 @@ class VllmServerEngine:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that threads may ask for at the same time."""
+        """Prompts that are sampled at the same time."""
         return self._at_once * len(self._watched)
 
     # --- weights
@@ -101,8 +101,8 @@ class VllmServerEngine:
         """Push the weights to every server and probe each.
 
         Raises:
-            EngineError: a server that cannot be reached or cannot load them, one that somebody else gave weights to,
-                or a probe whose log-probs differ.
+            EngineError: a server that cannot be reached, fails to load them or has another client's weights, or a probe
+                whose log-probs differ.
         """
         with ExitStack() as pushing:
             for watched in self._watched:
@@ -110,7 +110,7 @@ class VllmServerEngine:
             push = self._sync.push([watched.server for watched in self._watched], weights, version)
             self._weights, self._version, self._probed_before = weights, version, {}
             self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
-            # the trainer's log-probs are noted here, before the policy is trained further; then others may probe
+            # saves the trainer's log-probs before the policy is trained further, for later probes
             difference = max(self._probed(watched) for watched in self._watched)
         self.transfer_numbers = {
             "weights/pushed_bytes": push.num_bytes,
@@ -152,11 +152,11 @@ class VllmServerEngine:
         return self._patience.until_done(lambda: ask(server), what=what, where=server.url)
 
     def _make_current(self, watched: _Watched) -> None:
-        """Push the weights again to a server that came back without them.
+        """Push the weights again to a server that lost them in a restart.
 
         Raises:
-            EngineError: somebody else gave it weights.
-            PassingFault: it is not there.
+            EngineError: it holds another client's weights.
+            PassingFault: it does not respond.
         """
         with watched.lock:
             held = self._sync.held(watched.server)
@@ -168,8 +168,8 @@ class VllmServerEngine:
                 self._probed(watched)
 
     def _has_missed_a_push(self, watched: _Watched, restarts: int) -> bool:
-        """Whether a request that began at so many restarts may have met a server without its weights."""
-        with watched.lock:  # a push that another thread is at is over by then, and counted
+        """Whether a request that began at so many restarts may have reached a server without the weights."""
+        with watched.lock:  # waits for another thread's push, which is counted then
             return watched.restarts != restarts or self._sync.held(watched.server) == "fresh"
 
     # --- samples
@@ -182,30 +182,30 @@ class VllmServerEngine:
         ``logp_sampler`` is of the distribution sampled from; at temperature 0, where that is one token, it is 0.
 
         Raises:
-            InputError: as of ``check_prompts``, and settings that vLLM reads otherwise.
-            EngineError: servers that fail for longer than the recipe waits, that refuse, that keep giving unusable
-                answers, or that somebody else gave weights to.
+            InputError: see ``check_prompts``; or options that vLLM interprets differently.
+            EngineError: servers that fail for longer than the recipe waits, refuse a request, repeatedly give unusable
+                replies, or hold another client's weights.
         """
         module = self._loaded.module
         check_prompts(prompts, num_samples, options, self._context)
         ends = stop_ids(self._tokenizer, module, options)
         settings = request_settings(options, ends)
         asked = [(p.token_ids.tolist(), derived_seed(seed, p.id)) for p in prompts]
-        groups = self._round(asked, num_samples, settings)
+        groups = self._sample_all(asked, num_samples, settings)
         return [self._completions(prompt, group, options, ends) for prompt, group in zip(prompts, groups, strict=True)]
 
     def _next_servers(self, count: int) -> list[_Watched]:
-        """Those that so many prompts are completed on, in turn."""
+        """The servers for so many prompts, in turn."""
         with self._turn_lock:
             first, self._turn = self._turn, self._turn + count
         return [self._watched[n % len(self._watched)] for n in range(first, first + count)]
 
-    def _round(
+    def _sample_all(
         self, asked: Sequence[tuple[list[int], int]], num_samples: int, settings: dict[str, object]
     ) -> list[list[Sampled]]:
-        """The samples of each prompt; the first error ends all requests."""
+        """The samples of each prompt, requested in parallel; the first error ends all requests."""
         stopped = threading.Event()
-        # Not futures: Ctrl-C while one waits for them can leave their locks taken, and the requests then never end.
+        # Not futures: Ctrl-C while waiting for one can leave its lock taken, and the requests then never end.
         ended: SimpleQueue[tuple[int, list[Sampled] | BaseException]] = SimpleQueue()
         found: dict[int, list[Sampled]] = {}
 
@@ -222,13 +222,13 @@ class VllmServerEngine:
             while len(found) < len(asked):
                 try:
                     number, answer = ended.get(timeout=1.0)
-                except Empty:  # a signal that came just before the wait is heard after it
+                except Empty:  # the timeout lets Ctrl-C be handled
                     continue
                 if isinstance(answer, BaseException):
                     raise answer
                 found[number] = answer
             return [found[number] for number in range(len(asked))]
-        except BaseException:  # Ctrl-C too: nothing is left running
+        except BaseException:  # also Ctrl-C: leave no request running
             stopped.set()
             for watched in self._watched:
                 watched.server.client.give_up()
@@ -245,7 +245,7 @@ class VllmServerEngine:
         seed: int,
         stopped: threading.Event,
     ) -> list[Sampled]:
-        """One prompt's samples, asked for until they come."""
+        """One prompt's samples, requested until they come."""
 
         def attempt() -> list[Sampled]:
             model, restarts = self._sync.model(), watched.restarts
@@ -254,7 +254,7 @@ class VllmServerEngine:
                 return [
                     replace(each, versions=self._sync.versions(watched.server, model, each.weights)) for each in samples
                 ]
-            except Refusal as refusal:  # an adapter that a restarted server did not know, or has been given since
+            except Refusal as refusal:  # 404: the server was restarted and did not know the adapter
                 if refusal.status == 404 and self._has_missed_a_push(watched, restarts):
                     raise PassingFault(str(refusal)) from refusal
                 raise
@@ -266,7 +266,7 @@ class VllmServerEngine:
             try:
                 self._make_current(watched)
             except Fault:
-                return  # not back yet, or it refuses: the next attempt will say so
+                return  # the next attempt raises if it still fails
 
         return self._patience.until_done(
             attempt,
@@ -300,11 +300,11 @@ class VllmServerEngine:
         return [_with_versions(completion, each.versions or ()) for completion, each in zip(made, sampled, strict=True)]
 
     def close(self) -> None:
-        """Remove the folder of weights, if it is a private one; the servers go on running."""
+        """Close the weight transfer, and remove its private folder; the servers keep running."""
         self._sync.close()
 
 
 def _with_versions(completion: Completion, versions: tuple[int, ...]) -> Completion:
-    """The completion with the oldest version, and with that of each token where there are several."""
+    """The completion with the oldest of its versions, and with the version of each token if they differ."""
     several = len(set(versions)) > 1
     return replace(completion, weights_version=min(versions), token_versions=np.array(versions) if several else None)

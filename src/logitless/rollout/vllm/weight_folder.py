@@ -1,9 +1,9 @@
-"""Weights in a folder, for an engine in another process: whole, or the difference to those before.
+"""Weights in a folder, for an engine in another process: whole, or as a difference to the version before.
 
-A folder is complete when it holds its marker, ``weights.json``, which is written last. A whole folder is one that
-transformers and vLLM load as they are. A difference has, of each tensor that changed, its new values and where they
-stand, or the whole tensor where that is shorter; it names the folder that it goes on from. What is read back is the
-same in every bit. Gives up: a difference costs a second copy of the weights in the memory of whoever writes it.
+A folder is complete when it contains its marker, ``weights.json``, which is written last. transformers and vLLM can
+load a whole folder. A difference contains the changed values of each tensor and their indices, or the whole tensor if
+that is shorter; it names the folder that it is based on. Reading gives bitwise identical weights. Writing differences
+needs a second copy of the weights in memory.
 """
 
 import json
@@ -29,14 +29,14 @@ _SAME_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True)
 class Written:
-    """What was written for one version.
+    """The folder of one version.
 
     Args:
         folder: with the marker.
         kind: ``whole`` or ``difference``.
         num_bytes: of its tensors.
         num_weights: of the model.
-        num_changed: weights whose bits are others than in the version before; None where there was none.
+        num_changed: weights that differ in any bit from the version before; None if unknown.
     """
 
     folder: Path
@@ -47,7 +47,7 @@ class Written:
 
 
 def private_folder(owner: object) -> tuple[Path, Callable[[], object]]:
-    """A new folder for weights, and what removes it; it goes with its owner at the latest, for weights fill a disk.
+    """A new folder for weights, and a function that removes it; it is removed with its owner at the latest.
 
     Example:
         >>> folder, remove = private_folder(owner := Written(Path(), "whole", 0, 0, None))
@@ -60,14 +60,14 @@ def private_folder(owner: object) -> tuple[Path, Callable[[], object]]:
 
 
 class WeightFolders:
-    """Writes one folder a version, and removes those that nobody needs any more.
+    """Writes one folder a version, and removes those that are not needed any more.
 
     Args:
-        root: that the folders are made in.
-        dtype: that weights are rounded to before they are compared and written; None: each in its own.
-        differences_in_a_row: most differences before weights are written whole again; 0 writes them whole always, and
-            keeps no second copy in memory.
-        shard_bytes: most bytes of a file.
+        root: parent of the folders.
+        dtype: that weights are rounded to before they are compared and written; None keeps each tensor's own.
+        differences_in_a_row: the most differences before weights are written whole again; 0 always writes them whole,
+            without a second copy in memory.
+        shard_bytes: the most bytes of a file.
 
     Example:
         >>> import tempfile
@@ -100,12 +100,12 @@ class WeightFolders:
         version: int,
         config: Callable[[Path], Any] | None = None,
     ) -> Written:
-        """The folder of a version; one of the same version that was left half written is replaced.
+        """Write the folder of a version; an incomplete one of the same version is replaced.
 
         Args:
             tensors: every weight by its Hugging Face name; read once.
             version: of the weights.
-            config: writes a whole folder's configuration into it.
+            config: called with a whole folder, to write the model's configuration.
         """
         folder = self.root / f"{version:09d}"
         shutil.rmtree(folder, ignore_errors=True)
@@ -125,7 +125,7 @@ class WeightFolders:
         return written
 
     def _write_shorter(self, folder: Path, now: dict[str, Tensor]) -> Written:
-        """Whole, or as a difference where there is something to go on from and it is shorter."""
+        """Write a difference if there is a version before and it is shorter; else write all weights."""
         before, self._last = self._last, {name: tensor.clone() for name, tensor in now.items()}
         num_weights, whole = sum(t.numel() for t in now.values()), sum(t.nbytes for t in now.values())
         num_changed = None
@@ -146,7 +146,7 @@ class WeightFolders:
         return Written(folder, "whole", whole, num_weights, num_changed)
 
     def _write_whole(self, folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> tuple[int, int]:
-        """Files of at most ``shard_bytes`` and the index over them; (bytes, weights)."""
+        """Write files of at most ``shard_bytes`` each and their index; returns (bytes, weights)."""
         shard: dict[str, Tensor] = {}
         files: dict[str, str] = {}
         num_bytes = num_weights = held = 0
@@ -170,7 +170,7 @@ class WeightFolders:
         return num_bytes, num_weights
 
     def _forget(self, written: Written) -> None:
-        """Remove what the new folder does not go on from."""
+        """Remove the folders that the new one is not based on."""
         if written.kind == "whole":
             for folder in self._needed:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -182,7 +182,7 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """Every weight by name, a tensor at a time.
 
     Raises:
-        EngineError: the folder, or one that it goes on from, is not complete.
+        EngineError: the folder, or one that it is based on, is not complete.
     """
     folder = Path(folder)
     marker = read_marker(folder)
@@ -206,10 +206,10 @@ def read_weights(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def read_marker(folder: Path) -> dict[str, Any]:
-    """What is said of a complete folder.
+    """The marker of a complete folder.
 
     Raises:
-        EngineError: there is no marker, or not one of ours.
+        EngineError: it is absent or invalid.
     """
     try:
         marker = json.loads((folder / MARKER).read_text())
@@ -236,7 +236,7 @@ def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _changed(before: Tensor, now: Tensor) -> Tensor:
-    """Flat indices where the bits differ; -0.0 and NaN count as they are stored."""
+    """Flat indices where the bits differ; so -0.0 differs from 0.0, and equal NaN do not differ."""
     if before.dtype != now.dtype or before.shape != now.shape:
         return torch.arange(now.numel())
     kind = _SAME_SIZE[now.element_size()]
@@ -244,7 +244,7 @@ def _changed(before: Tensor, now: Tensor) -> Tensor:
 
 
 def _shorter(name: str, tensor: Tensor, places: Tensor) -> dict[str, Tensor]:
-    """What is written of a tensor: nothing, its changed values with their places, or all of it."""
+    """The entry of a tensor in a difference: nothing, its changed values with their indices, or the whole tensor."""
     if not len(places):
         return {}
     kind = torch.int32 if tensor.numel() < 2**31 else torch.int64

@@ -1,10 +1,10 @@
-"""The ways that weights take to servers, and what a server is found to hold.
+"""Weight transfer to servers through files, and detection of the weights that a server holds.
 
-    folder     every weight, or what changed of it, in a folder that the server reads: any server on this file system
+    folder     all weights, or what changed of them, in a folder that the server reads: any server on this file system
     adapter    a LoRA adapter alone, in PEFT's format; each version is served under a name of its own
 
-A third, over NCCL, is in ``nccl_transfer.py``. Each names the weights, so that a server that was restarted, or that
-somebody else gave weights to, is recognised.
+Transfer over NCCL is in ``nccl_transfer.py``. All weights have names, so that a server is recognised that was restarted
+or got weights from another client.
 """
 
 import shutil
@@ -29,17 +29,17 @@ from logitless.rollout.vllm.api import FRESH, VllmServer
 from logitless.rollout.vllm.weight_folder import WeightFolders, private_folder
 
 Held = Literal["current", "fresh", "other"]
-"""What a server holds: the weights that it was last given, those that it was started with, or somebody else's."""
+"""What a server holds: the weights of the last push, those that it was started with, or another client's."""
 
 
 @dataclass(frozen=True)
 class Push:
-    """What a push took.
+    """Numbers of a push.
 
     Args:
-        num_bytes: made ready for each server.
-        changed_fraction: weights whose bits are others than in the push before; None where nobody counted.
-        seconds: until the last server had them.
+        num_bytes: sent to each server.
+        changed_fraction: share of weights that differ in any bit from the push before; None if not counted.
+        seconds: until the last server had loaded them.
     """
 
     num_bytes: int
@@ -49,18 +49,18 @@ class Push:
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Brings the policy's weights to servers."""
+    """Transfers the policy's weights to servers."""
 
     def model(self) -> str:
-        """What requests ask for."""
+        """The model's name in requests."""
         ...
 
     def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
-        """All servers hold these weights when it returns."""
+        """Transfer weights; all servers hold them when it returns."""
         ...
 
     def again(self, server: VllmServer) -> None:
-        """The last weights once more, to a server that was restarted."""
+        """Transfer the last weights again, to a server that was restarted."""
         ...
 
     def held(self, server: VllmServer) -> Held:
@@ -68,7 +68,7 @@ class WeightSync(Protocol):
         ...
 
     def keep_apart(self, client: int) -> None:
-        """Share no folder and no port with other clients of the run, each of which has a number."""
+        """Share no folder and no port with the run's other clients; ``client`` is this one's number."""
         ...
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
@@ -76,17 +76,17 @@ class WeightSync(Protocol):
 
         Args:
             server: that sampled it.
-            model: that was asked for.
-            names: that the server gives the weights of each token.
+            model: of the request.
+            names: the server's name of the weights of each token.
 
         Raises:
-            PassingFault: weights that a server was started with.
-            EngineError: somebody else's.
+            PassingFault: weights that the server was started with.
+            EngineError: another client's weights.
         """
         ...
 
     def close(self) -> None:
-        """Give back what it made."""
+        """Remove folders and close connections."""
         ...
 
 
@@ -94,7 +94,7 @@ _LOADING = "-loading"
 
 
 class Names:
-    """Names of weights that nobody else gives: a part of this process's own and the version."""
+    """Names of weights, made of a unique part of this process and the version."""
 
     def __init__(self) -> None:
         self._mine = f"logitless-{uuid.uuid4().hex[:12]}"
@@ -105,7 +105,7 @@ class Names:
 
     @staticmethod
     def while_loading(name: str) -> str:
-        """What weights are called until they are all there."""
+        """The name of weights that are being loaded."""
         return f"{name}{_LOADING}"
 
     def held(self, name: str) -> Held:
@@ -117,7 +117,7 @@ class Names:
         """The version in a name.
 
         Raises:
-            PassingFault, EngineError: as of ``WeightSync.versions``.
+            PassingFault, EngineError: see ``WeightSync.versions``.
         """
         if name == FRESH:
             raise PassingFault("a sample of weights that the server was started with")
@@ -130,7 +130,7 @@ class Names:
 
 
 class _InAFolder:
-    """A way that writes folders, below one that the run names or below a private one, which goes with it."""
+    """Base of transfers through folders, in a given folder or in a private one, which is removed at the end."""
 
     def __init__(self, root: Path | None) -> None:
         self._remove: Callable[[], object] | None = None
@@ -140,7 +140,7 @@ class _InAFolder:
         self._root = root
 
     def keep_apart(self, client: int) -> None:
-        """Write into a folder of this client's own, which a private one is."""
+        """Write into a folder for this client alone, as a private folder is already."""
         if self._remove is None:
             self._root = self._root / f"client-{client}"
             self._root.mkdir(parents=True, exist_ok=True)
@@ -156,14 +156,14 @@ class FolderSync(_InAFolder):
 
     Args:
         served: the server's name of the model.
-        patience: with a server that does not answer.
-        root: of the folders; None: a private one, removed on ``close``.
-        dtype: that weights are rounded to, the server's; None: each in its own.
+        patience: with a server that does not respond.
+        root: parent of the folders; None for a private one, removed on ``close``.
+        dtype: of the server, that weights are rounded to; None keeps each tensor's own.
         differences_in_a_row: see ``WeightFolders``.
-        loader: ``worker``: by ``FolderWeights``, which the server was started with; ``reload``: by vLLM's own
+        loader: ``worker``: ``FolderWeights``, which the server must be started with; ``reload``: vLLM's own
             ``reload_weights``, which reads whole folders only, and on CPUs leaves a tied LM head stale.
-        seconds: that a server may take to load.
-        in_flight: push while completions are under way, which go on with the new weights.
+        seconds: time limit of a server for loading.
+        in_flight: push while completions are under way, which continue with the new weights.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class FolderSync(_InAFolder):
         """Write the folder once, then have each server load it.
 
         Raises:
-            EngineError: a full disk, a server that cannot, or one that others gave weights to since the last push.
+            EngineError: a full disk, a server that fails to load, or one that got another client's weights since.
         """
         start = time.perf_counter()
         if self._names.current is not None:
@@ -208,7 +208,7 @@ class FolderSync(_InAFolder):
         return Push(written.num_bytes, fraction, time.perf_counter() - start)
 
     def again(self, server: VllmServer) -> None:
-        """Have a server load the folder of the last push; until it has, its weights are called by no version."""
+        """Have a server load the folder of the last push; until it has, the name of its weights is no version."""
         name = self._names.current
         assert name is not None, "no weights were pushed yet"
 
@@ -226,31 +226,31 @@ class FolderSync(_InAFolder):
         self._patience.until_done(load, what="the policy's weights loaded", where=server.url)
 
     def held(self, server: VllmServer) -> Held:
-        """By the name that the server gives its weights."""
+        """What the server holds, by the name of its weights."""
         return self._names.held(server.weights_name())
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
-        """By the names that the server gives them."""
+        """The versions in the names of weights."""
         return tuple(self._names.version_of(name, server) for name in names)
 
     def held_patiently(self, server: VllmServer) -> Held:
-        """The same of a server that may be away for a while."""
+        """``held`` of a server that may not respond for a while."""
         return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
 
     def keep_apart(self, client: int) -> None:
-        """Write into a folder of this client's own, which a private one is."""
+        """Write into a folder for this client alone, as a private folder is already."""
         super().keep_apart(client)
         self._folders.root = self._root
 
 
 class AdapterSync(_InAFolder):
-    """A LoRA adapter alone, each version under a name of its own: what was cached for one is never read for another.
+    """A LoRA adapter alone, each version under a name of its own, so that a cache of one is never used for another.
 
-    The server must hold the base model that the adapter is trained on, which the probe finds out.
+    The server must hold the base model that the adapter is trained on; the probe checks that.
 
     Args:
-        patience: with a server that does not answer.
-        root: of the folders; None: a private one, removed on ``close``.
+        patience: with a server that does not respond.
+        root: parent of the folders; None for a private one, removed on ``close``.
     """
 
     def __init__(self, patience: Patience, *, root: Path | None = None) -> None:
@@ -260,16 +260,16 @@ class AdapterSync(_InAFolder):
         self._before: str | None = None
 
     def model(self) -> str:
-        """The adapter's name, by which requests ask for the version that they want."""
+        """The adapter's name, which includes its version."""
         assert self._names.current is not None, "no adapter was pushed yet"
         return self._names.current
 
     def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
-        """Write the adapter once, have each server load it and drop the one before.
+        """Write the adapter once, have each server load it and unload the one before.
 
         Raises:
-            EngineError: weights without an adapter, a server that cannot load it, one whose base model somebody else
-                gave other weights since the first push, or a full disk.
+            EngineError: weights without an adapter, a server that fails to load it, one whose base model got another
+                client's weights since the first push, or a full disk.
         """
         start = time.perf_counter()
         if weights.adapter is None:
@@ -306,13 +306,13 @@ class AdapterSync(_InAFolder):
         self._patience.until_done(load, what="the policy's adapter loaded", where=server.url)
 
     def held(self, server: VllmServer) -> Held:
-        """By the adapters that the server lists, and the name of the weights below them."""
+        """What the server holds, by its list of adapters and the name of the base model's weights."""
         if server.weights_name() != self._bases[server.url]:
             return "other"
         return "current" if self.model() in server.models() else "fresh"
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
-        """By the adapter's name; the weights below it must be those that it was loaded on."""
+        """The version in the adapter's name; the base model's weights must not have changed."""
         for name in names:
             if name != self._bases[server.url]:
                 raise others_weights(name, server)
@@ -320,17 +320,17 @@ class AdapterSync(_InAFolder):
 
 
 def refuse_others(held: Held, server: VllmServer) -> None:
-    """Stop where somebody else gave the server weights.
+    """Raise if the server holds another client's weights.
 
     Raises:
-        EngineError: somebody did.
+        EngineError: it does.
     """
     if held == "other":
         raise others_weights(server.weights_name(), server)
 
 
 def others_weights(name: str, server: VllmServer) -> EngineError:
-    """What is raised where somebody else gave a server weights."""
+    """The error for a server that holds another client's weights."""
     return EngineError(
         needed=f"the policy's weights on {server.url}, which this run pushed",
         given=f"weights that somebody else pushed, called {name!r}",
@@ -340,7 +340,7 @@ def others_weights(name: str, server: VllmServer) -> EngineError:
 
 @contextmanager
 def _written_to(root: Path) -> Iterator[None]:
-    """What the disk refuses inside is an engine's error, so that the run saves what was done.
+    """Turn a failure to write files into an engine's error, at which the run saves its state.
 
     Raises:
         EngineError: a file could not be written.

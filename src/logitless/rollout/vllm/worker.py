@@ -1,10 +1,10 @@
-"""What runs inside vLLM's workers: weights from a folder, in place, with everything rebuilt that is made of them.
+"""An extension of vLLM's workers that loads weights from a folder, in place.
 
 Start the server with ``--worker-extension-cls logitless.rollout.vllm.worker.FolderWeights``; logitless has to be
 installed beside vLLM (``pip install --no-deps logitless`` is enough: nothing here imports more than torch and
-safetensors). It does what vLLM's own ``reload_weights`` does, reads differences too, and mends what that leaves stale:
-on CPUs a linear layer multiplies with a packed copy of its weight, and that of an LM head tied to the embedding is not
-made anew.
+safetensors). In addition to vLLM's own ``reload_weights`` it reads differences, and fixes a stale copy: on CPUs a
+linear layer multiplies with a packed copy of its weight, which ``reload_weights`` does not rebuild for an LM head tied
+to the embedding.
 """
 
 from typing import Any
@@ -21,13 +21,13 @@ class FolderWeights:
     """Methods that vLLM adds to its workers; called through ``/collective_rpc``."""
 
     def load_weight_folder(self, folder: str) -> dict[str, Any]:
-        """Take the weights of a complete folder; the caller has paused sampling and resets the prefix cache.
+        """Load the weights of a complete folder. The caller pauses sampling before and resets the prefix cache after.
 
         Args:
             folder: of ``WeightFolders``.
 
         Returns:
-            The marker's version, and how many packed copies were made anew.
+            The marker's version, and how many packed copies were rebuilt.
         """
         from pathlib import Path
 
@@ -40,10 +40,7 @@ class FolderWeights:
 
 
 def repack_tied_heads(model: torch.nn.Module) -> int:
-    """Make the packed weights of LM heads anew that share their weight with an embedding; returns how many.
-
-    Equals a no-op on GPUs, where products read the weight itself.
-    """
+    """Rebuild the packed weights of LM heads; returns how many. On GPUs there are none."""
     heads: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParallelLMHead" and hasattr(m, "cpu_linear")]
     for head in heads:
         head.quant_method.process_weights_after_loading(head)
