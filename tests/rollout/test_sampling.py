@@ -54,7 +54,7 @@ def test_presence_and_frequency_are_taken_off_what_the_completion_has_and_bias_i
 
 def test_no_end_can_be_drawn_before_the_minimum_is_reached():
     options = SamplingOptions(max_new_tokens=4, min_new_tokens=2)
-    history = History(num_drawn=torch.tensor([0, 1, 2]), ends=torch.tensor([2, 0]))
+    history = History(length=torch.tensor([0, 1, 2]), ends=torch.tensor([2, 0]))
     found = penalized(torch.zeros(3, 4), options, history).isfinite()
     assert found.tolist() == [[False, True, False, True]] * 2 + [[True] * 4]
 

@@ -1,12 +1,11 @@
-"""What an environment says, as the tokens that stand between two turns of the policy.
+"""The tokens between two turns of the policy: an environment's messages under the chat template.
 
     ... <sampled tokens of a turn> <end of turn> <messages> <header of an assistant's message> <next turn> ...
-                                   `----------- between: made here, once -----------------'
+                                   `----------------- made here -------------------------'
 
-The text of a sampled turn is never tokenized: its tokens stay as they were drawn, whatever a tokenizer would make of
-their text. What follows them is cut out of the chat template's own rendering of a stand-in conversation, so that there
-is no second copy of any model's format. Gives up templates that rewrite a conversation as it grows (Qwen 3 drops the
-thoughts of earlier turns): here what was said stays.
+Sampled tokens stay as they are; their text is never tokenized again. The tokens between are cut out of the chat
+template's rendering of a placeholder conversation, so that no model's format is written down a second time. Templates
+that rewrite earlier turns (Qwen 3 removes their thoughts) are not followed in that: earlier turns stay.
 """
 
 import inspect
@@ -22,15 +21,15 @@ from logitless.errors import ConfigurationError
 from logitless.rollout.environment import Environment, Reply, replies_of
 from logitless.types import Completion, Prompt
 
-_STAND_IN = "(what the policy says)"
+_PLACEHOLDER = "(what the policy says)"
 
 
 def check_chat_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
-    """Variables that the tokenizer's chat template reads; Jinja ignores any other in silence.
+    """Check that the tokenizer's chat template reads these variables: Jinja ignores unknown ones silently.
 
     Raises:
-        ConfigurationError: there is no chat template, it does not mention a name, or the name is the conversation's or
-            an argument of ``apply_chat_template``.
+        ConfigurationError: there is no chat template, it does not mention a name, or a name is ``messages`` or an
+            argument of ``apply_chat_template``.
     """
     taken = {"messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
     template = str(tokenizer.chat_template or "")
@@ -44,7 +43,7 @@ def check_chat_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mappin
 
 
 class ChatTurns:
-    """Renders what stands between two turns of the policy.
+    """Renders the tokens between two turns of the policy.
 
     Args:
         tokenizer: of the policy.
@@ -52,7 +51,7 @@ class ChatTurns:
         chat_template_kwargs: further variables of the chat template.
 
     Raises:
-        ConfigurationError: neither a template nor a chat template, or a template without ``{reply}``.
+        ConfigurationError: no ``template`` and no chat template, or a ``template`` without ``{reply}``.
 
     Example:
         >>> from logitless.models.char_tokenizer import character_tokenizer
@@ -82,7 +81,7 @@ class ChatTurns:
         self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content]
 
     def check(self, role: str) -> None:
-        """The chat template takes messages of this role after an assistant's.
+        """Check that the chat template accepts a message of this role after an assistant's.
 
         Raises:
             ConfigurationError: it does not.
@@ -90,20 +89,21 @@ class ChatTurns:
         self._text([{"role": role, "content": "4", "name": "tool", "tool_call_id": "000000000"}])
 
     def between(self, turn: Completion, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The tokens from the end of a turn to where the next one begins.
+        """The tokens from the end of a turn to the start of the next.
 
-        The end of the turn is left out where the policy said it itself.
+        They begin with the end-of-turn token, unless the policy sampled it.
 
         Args:
             turn: the policy's.
-            messages: what is said then. Special tokens in their texts are removed: nobody speaks for another role.
+            messages: the environment's. Special tokens in their texts are removed, so that they cannot imitate a role.
 
         Raises:
             ConfigurationError: the chat template refuses the messages.
         """
         ids: list[int] = self.tokenizer(self._text(messages), add_special_tokens=False)["input_ids"]
-        said_it = turn.token_ids[-1:].tolist() == ids[:1] and ids[:1] and ids[0] in self.tokenizer.added_tokens_decoder
-        return tuple(ids[1:] if said_it else ids)
+        if ids and turn.token_ids[-1:].tolist() == ids[:1] and ids[0] in self.tokenizer.added_tokens_decoder:
+            del ids[0]
+        return tuple(ids)
 
     def _text(self, messages: Sequence[Mapping[str, Any]]) -> str:
         from jinja2 import TemplateError
@@ -111,7 +111,7 @@ class ChatTurns:
         plain = [{**message, "content": self._without_special(message.get("content", ""))} for message in messages]
         if self.template is not None:
             return self.template.replace("{reply}", "\n".join(message["content"] for message in plain))
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
+        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PLACEHOLDER}]
         try:
             text: str = self.tokenizer.apply_chat_template(
                 [*before, *plain], tokenize=False, add_generation_prompt=True, **self.chat_template_kwargs
@@ -122,7 +122,7 @@ class ChatTurns:
                 given=f"roles {[message['role'] for message in messages]} ({error})",
                 remedy="Let tools answer as the user (rollout.environment.role: user), or set its template.",
             ) from error
-        _, found, after = text.partition(_STAND_IN)
+        _, found, after = text.partition(_PLACEHOLDER)
         if not found:
             raise ConfigurationError(
                 needed="a chat template that shows what an assistant said",
@@ -139,10 +139,10 @@ class ChatTurns:
 
 
 class ChatEnvironment:
-    """An environment whose messages have their tokens.
+    """Adds the tokens to the messages of another environment.
 
     Args:
-        inner: speaks in messages.
+        inner: replies in messages.
         turns: renders them.
     """
 
@@ -151,7 +151,7 @@ class ChatEnvironment:
 
     @property
     def schemas(self) -> list[dict[str, Any]] | None:
-        """Of the inner environment's tools, where it has any."""
+        """Schemas of the inner environment's tools; None if it has none."""
         return getattr(self.inner, "schemas", None)
 
     def start(self, prompt: Prompt, *, seed: int) -> Any:
@@ -163,9 +163,9 @@ class ChatEnvironment:
         return self.replies([state], [turn])[0]
 
     def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
-        """The inner environment's replies, with tokens; what the tokenizer cannot say is the environment's failure."""
-        said = replies_of(self.inner, states, turns)
-        return [self._rendered(reply, turn) for reply, turn in zip(said, turns, strict=True)]
+        """The inner environment's replies, with tokens; text that cannot be tokenized is the environment's failure."""
+        replies = replies_of(self.inner, states, turns)
+        return [self._rendered(reply, turn) for reply, turn in zip(replies, turns, strict=True)]
 
     def _rendered(self, reply: Reply, turn: Completion) -> Reply:
         if reply.ends or len(reply.token_ids):

@@ -1,4 +1,4 @@
-"""What every engine does around the model: prompts checked before, stops recognised, text cut and completions made."""
+"""What all engines share: checking prompts, finding stop tokens and stop strings, and making completions of tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,16 +15,17 @@ _TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 
 
 def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, limit: int | None) -> None:
-    """Refuse what cannot be sampled.
+    """Check the arguments of ``Engine.sample``.
 
     Args:
         prompts: to complete.
         num_samples: of each.
         options: of sampling.
-        limit: positions that the model has, or None.
+        limit: the model's number of positions, or None.
 
     Raises:
-        InputError: no samples, an empty prompt, two with one id, or one whose completion would not fit into the model.
+        InputError: ``num_samples`` below 1, an empty prompt, two prompts with one id, or a prompt whose completion
+            would not fit into the model.
     """
     if num_samples < 1:
         raise InputError(needed="at least 1 sample a prompt", given=str(num_samples), remedy="Ask for 1 or more.")
@@ -51,23 +52,22 @@ def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: Sampling
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module, options: SamplingOptions) -> list[int]:
-    """Tokens that end a completion: the tokenizer's EOS, the model's, and the caller's.
-
-    The model's count where the tokenizer sets them apart too: a config made by hand names its class's default.
-    """
+    """Tokens that end a completion: EOS of tokenizer and generation config, and those of ``options``."""
     configured: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    models = {configured} if isinstance(configured, int) else set(configured or ())
-    return sorted({tokenizer.eos_token_id, *(models & tokenizer.added_tokens_decoder.keys()), *options.stop_token_ids})
+    eos = {configured} if isinstance(configured, int) else set(configured or ())
+    # A config made by hand has its class's default, which may be an ordinary token of this tokenizer.
+    special = eos & tokenizer.added_tokens_decoder.keys()
+    return sorted({tokenizer.eos_token_id, *special, *options.stop_token_ids})
 
 
 def stop_window(stop: Sequence[str]) -> int:
-    """Last tokens of a completion in which a stop string that came just now lies: every token has at least a byte.
+    """How many of a completion's last tokens to search for a stop string that the newest token completes.
 
     Example:
         >>> stop_window(["</answer>", "."])
         17
     """
-    return max(len(string.encode()) for string in stop) + 8  # 8 to spare
+    return max(len(string.encode()) for string in stop) + 8  # a token has at least a byte; 8 to spare
 
 
 def with_stop_string(
@@ -90,23 +90,24 @@ def made_completions(
     logp_policies: Sequence[np.ndarray | None] | None = None,
     entropies: Sequence[np.ndarray | None] | None = None,
 ) -> list[Completion]:
-    """Completions of tokens that end where they stop. Their arrays are copies of those given.
+    """Completions of sampled tokens, with their text up to the stop token or stop string. Arrays are copied.
 
     Args:
         tokenizer: decodes them.
-        prompt_ids: of the prompt of each.
+        prompt_ids: id of each one's prompt.
         tokens: [L] integers of each, the stop token included.
         logps: [L] ``logp_sampler`` of each.
         options: of sampling.
-        ends: as of ``stop_ids``.
+        ends: result of ``stop_ids``.
         version: of the weights.
-        logp_policies: [L] of each, where the engine has it; kept where filters or penalties make it another number.
-        entropies: [L] of each, where the engine has them.
+        logp_policies: [L] of each, if the engine computes it; kept only if filters or penalties make it differ from
+            ``logps``.
+        entropies: [L] of each, if the engine computes them.
     """
     special, nothing = set(ends), [None] * len(tokens)
     finished = [int(ids[-1]) in special for ids in tokens]
-    said = [(ids[:-1] if stopped else ids).tolist() for ids, stopped in zip(tokens, finished, strict=True)]
-    texts = tokenizer.batch_decode(said, **_TEXT)
+    shown = [(ids[:-1] if stopped else ids).tolist() for ids, stopped in zip(tokens, finished, strict=True)]
+    texts = tokenizer.batch_decode(shown, **_TEXT)
     cuts = [min((at for string in options.stop if (at := text.find(string)) >= 0), default=None) for text in texts]
     return [
         Completion(

@@ -1,4 +1,4 @@
-"""What a training loop needs of anything that samples, and what it hands over after training."""
+"""The interface of a sampling engine, and the weights that training gives it."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
 NamedTensors: TypeAlias = Callable[[], Iterator[tuple[str, Tensor]]]
-"""Tensors with their names, made one after the other while they are asked for, so that no second model is held."""
+"""Makes (name, tensor) pairs one at a time, so that no second model is held in memory."""
 
 Score: TypeAlias = Callable[[Sequence[int], Sequence[int], float], list[float]]
 """(prompt, completion, temperature) -> log-probs of the completion's tokens."""
@@ -21,16 +21,16 @@ Score: TypeAlias = Callable[[Sequence[int], Sequence[int], float], list[float]]
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a policy, in each of the forms that an engine may want; nothing is computed before it is read.
+    """The weights of a policy in every form that an engine may want, each computed when it is read.
 
-    An engine in this process may keep ``module``, which goes on being trained. Any other must be through with the
-    tensors when its ``load`` returns: the next optimizer step changes them in place.
+    An engine in this process may keep ``module``, whose training continues. Any other engine must have read the tensors
+    when its ``load`` returns: the next optimizer step changes them in place.
 
     Args:
         module: the model itself, PEFT-wrapped or not.
         tensors: every weight under its Hugging Face name, adapters merged, tied weights once.
-        adapter: the adapter's weights alone, under the names of PEFT's files; None where there is no adapter.
-        score: of a few tokens, by all ranks that hold the weights together; None where ``module`` can say it.
+        adapter: the adapter's weights alone, under PEFT's names; None without an adapter.
+        score: log-probs of a few tokens, computed by all ranks together; None if ``module`` is whole.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -46,13 +46,13 @@ class Weights:
 
     @classmethod
     def of(cls, module: nn.Module, *, dtype: torch.dtype | None = None, score: Score | None = None) -> "Weights":
-        """Of a model.
+        """The weights of a model.
 
         Args:
-            module: whole in this process, or sharded: then all ranks read the tensors, each of which is made whole in
-                turn, and ``module`` can sample only while its weights are gathered.
-            dtype: that tensors are rounded to; None: each in its own.
-            score: of a sharded module, a collective too.
+            module: whole in this process, or sharded. If sharded, all ranks must read the tensors, which are gathered
+                one by one, and ``module`` can sample only while its weights are gathered.
+            dtype: tensors are rounded to it; None keeps each tensor's own.
+            score: for a sharded module; all ranks must call it.
         """
         tensors = partial(merged_tensors, module, dtype=dtype)
         adapter = partial(adapter_tensors, module) if hasattr(module, "peft_config") else None
@@ -61,60 +61,59 @@ class Weights:
 
 @runtime_checkable
 class Engine(Protocol):
-    """Samples completions with the weights that it was last given."""
+    """Samples completions with the weights of the last ``load``."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
         """Exactly ``num_samples`` completions of each prompt, in the prompts' order.
 
-        Each carries the version of the weights that it was drawn with.
+        Each carries the version of the weights that sampled it.
         """
         ...
 
     def load(self, weights: Weights, version: int) -> None:
-        """From now on sample with these weights.
+        """Sample with these weights from now on.
 
         Args:
             weights: of the policy.
-            version: optimizer steps that they have seen.
+            version: number of optimizer steps behind them.
         """
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds (processes, memory); it is not used afterwards."""
+        """Free processes and memory; the engine is not used afterwards."""
         ...
 
 
 @runtime_checkable
 class ExactEngine(Engine, Protocol):
-    """An engine that may have the bits of training: where it has, its log-probs stand for a scoring pass."""
+    """An engine whose log-probs may be bitwise identical to training's, which makes the scoring pass unnecessary."""
 
     @property
     def exact(self) -> bool:
-        """Whether log-probs and entropies in the model's own softmax are the trainer's in every bit.
+        """Whether log-probs and entropies of the model's softmax are bitwise identical to the trainer's.
 
-        They are ``logp_policy`` where filters or penalties were used and ``logp_sampler`` elsewhere, and
-        ``entropy_sampler``.
+        They are in ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
         """
         ...
 
 
 @runtime_checkable
 class ConcurrentEngine(Engine, Protocol):
-    """An engine that several threads may ask at once, each of which gets its completions as soon as they are there."""
+    """An engine that several threads may call at once."""
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that it works on at the same time; 1: one call waits for the other."""
+        """Prompts that it samples at the same time; 1 means that calls wait for each other."""
         ...
 
 
 @runtime_checkable
 class PushingEngine(Engine, Protocol):
-    """An engine that pushes weights to another process, and says what that took."""
+    """An engine that transfers weights to another process, with metrics of the transfer."""
 
     @property
     def transfer_numbers(self) -> Mapping[str, float | int]:
-        """Numbers of the last ``load``, by metric."""
+        """Metrics of the last ``load``, by name."""
         ...

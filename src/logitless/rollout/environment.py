@@ -1,11 +1,11 @@
-"""Environments and their episodes: what the policy talks to, and how the two take turns until a limit is reached.
+"""Environments and episodes: the policy and an environment take turns until a limit is reached.
 
-An environment has two methods, ``start`` and ``reply``; it speaks in messages. ``chat.ChatTurns`` makes tokens of them.
-Sampling one completion a prompt is the environment that never answers.
+An environment has two methods, ``start`` and ``reply``, and replies in messages; ``chat.ChatTurns`` turns them into
+tokens. ``SingleTurn``, which never replies, is plain sampling of one completion.
 
-``play`` has all episodes go on side by side, a turn at a time. The tokens of a turn are those that were sampled, for
-good: the next turn reads them again and nothing tokenizes their text anew. The tokens of an answer are read and not
-trained on, and what it pays stays with the turn that earned it.
+``play`` advances all episodes together, one turn at a time. Sampled tokens are kept: the next turn continues them, and
+their text is never tokenized again. Tokens of replies are read but not trained on. A reward belongs to the turn before
+it.
 """
 
 import time
@@ -28,16 +28,15 @@ from logitless.types import Completion, Episode, FinishReason, Prompt, read_only
 
 @dataclass(frozen=True)
 class Reply:
-    """What an environment does after an assistant turn.
+    """An environment's reaction to an assistant turn.
 
     Args:
-        reward: paid for that turn.
-        messages: what it says, for example ``{"role": "tool", "content": "4"}``; empty ends the episode.
-        token_ids: the same as the policy reads it, up to where its next turn begins: the end of the turn before, the
-            messages under the chat template and the header of an assistant's message. Empty where ``ChatTurns`` is to
-            make them.
-        failure: why the environment could not answer, where that is its own failure and not the policy's: the episode
-            ends and has no reward, which is never that of a wrong answer.
+        reward: for that turn.
+        messages: for example ``{"role": "tool", "content": "4"}``; empty ends the episode.
+        token_ids: all tokens between this turn and the next: the end of the turn, the messages under the chat template
+            and the header of an assistant's message. Empty if ``ChatTurns`` is to make them.
+        failure: why the environment could not reply, if the policy is not to blame. The episode then ends without a
+            reward, unlike one with a wrong answer.
 
     Raises:
         InputError: tokens without a message, or messages beside a failure.
@@ -68,30 +67,30 @@ class Reply:
 
 @runtime_checkable
 class Environment(Protocol):
-    """What the policy talks to. An episode has a state of its own, so that one environment serves all at once."""
+    """What the policy talks to. Each episode has its own state, so that one environment serves all of them."""
 
     def start(self, prompt: Prompt, *, seed: int) -> Any:
         """The state of a new episode.
 
         Args:
-            prompt: that it begins with.
-            seed: for whatever is random in it.
+            prompt: its first message.
+            seed: of all randomness in it.
         """
         ...
 
     def reply(self, state: Any, turn: Completion) -> Reply:
-        """What follows an assistant turn; may change ``state``.
+        """Reply to an assistant turn; may change ``state``.
 
         Args:
-            state: of ``start``.
-            turn: the tokens and the text of this turn alone.
+            state: from ``start``.
+            turn: tokens and text of this turn alone.
         """
         ...
 
 
 @runtime_checkable
 class BatchedEnvironment(Environment, Protocol):
-    """An environment that answers the turns of many episodes at once: one whose tools run in worker processes."""
+    """An environment that replies to many episodes at once, for example because its tools run in worker processes."""
 
     def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
         """``reply`` of each, in order."""
@@ -100,7 +99,7 @@ class BatchedEnvironment(Environment, Protocol):
 
 @runtime_checkable
 class Driver(Protocol):
-    """Has whole episodes by itself, where a program of somebody else's drives them: see ``harness.HarnessEpisodes``."""
+    """Runs whole episodes itself, driven by another program: see ``harness.HarnessEpisodes``."""
 
     def episodes(
         self,
@@ -112,19 +111,19 @@ class Driver(Protocol):
         seed: int,
         limits: "Limits",
     ) -> tuple[list[Prompt], list[list[Episode]]]:
-        """``num_samples`` episodes of each prompt, and the prompts as the policy read them."""
+        """``num_samples`` episodes of each prompt, and the prompts that the policy read."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What bounds an episode; one that a limit cut has ``finish_reason="length"``.
+    """Limits of an episode; one that a limit cut has ``finish_reason="length"``.
 
     Args:
         max_turns: assistant turns.
-        max_tokens: tokens after the prompt, the environment's included; a turn begins only where
-            ``sampling.max_new_tokens`` fit. Null: turns alone bound it.
-        max_seconds: after so long no turn begins; the run is then not repeatable. Null: no limit.
+        max_tokens: tokens after the prompt, the environment's included. A turn begins only if
+            ``sampling.max_new_tokens`` still fit. Null: no limit.
+        max_seconds: no turn begins after so long; the run is then not repeatable. Null: no limit.
 
     Raises:
         ConfigurationError: a limit that is not positive.
@@ -149,7 +148,7 @@ class Limits:
 
 
 class SingleTurn:
-    """One completion, no answer, no reward of its own.
+    """The environment that never replies: one completion, no reward.
 
     Example:
         >>> SingleTurn().reply(None, Completion("7", (4,), "4", "stop")).ends
@@ -157,15 +156,15 @@ class SingleTurn:
     """
 
     def start(self, prompt: Prompt, *, seed: int) -> None:
-        """Nothing to remember."""
+        """No state."""
 
     def reply(self, state: None, turn: Completion) -> Reply:  # noqa: ARG002
-        """The end."""
+        """End the episode."""
         return Reply()
 
 
 def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
-    """What the environment answers to each turn, at once where it can.
+    """The environment's reply to each turn, in one call if it supports that.
 
     Example:
         >>> replies_of(SingleTurn(), [None], [Completion("7", (4,), "4", "stop")])
@@ -187,26 +186,26 @@ def play(
     limits: Limits = Limits(),
     clock: Callable[[], float] = time.monotonic,
 ) -> list[list[Episode]]:
-    """``num_samples`` episodes of each prompt, all of them a turn at a time.
+    """``num_samples`` episodes of each prompt, advanced together one turn at a time.
 
     Args:
         engine: samples every turn.
         prompts: P, with distinct ids.
-        environment: answers, in messages with their tokens (``chat.ChatEnvironment`` adds them). Where it raises, the
-            episodes that it was asked about end with that as their failure.
+        environment: replies in messages with their tokens (``chat.ChatEnvironment`` adds them). If it raises, the
+            episodes of that call end with the exception as their failure.
         num_samples: G.
         options: of each turn; ``max_new_tokens`` bounds a turn, ``limits`` the episode.
-        seed: with the same weights, the same episodes.
+        seed: the same seed and weights give the same episodes.
         limits: of an episode.
         clock: seconds, for ``limits.max_seconds``.
 
     Returns:
-        G episodes of each prompt, in order. One whose last turn was cut, or which the environment would have gone on
-        with beyond a limit, has ``finish_reason="length"``.
+        G episodes of each prompt, in order. ``finish_reason`` is ``"length"`` if the last turn was cut, or if a limit
+        ended an episode that the environment would have continued.
 
     Raises:
-        InputError: an answer without tokens.
-        EngineError: the engine raised, or did not give the completions that it was asked for.
+        InputError: a reply without tokens.
+        EngineError: the engine raised, or returned other completions than requested.
 
     Example:
         >>> class Parrot:
@@ -221,25 +220,25 @@ def play(
     """
     began = clock()
     groups = [
-        [_Playing(p, g, environment.start(p, seed=derived_seed(seed, p.id, g))) for g in range(num_samples)]
+        [_Running(p, g, environment.start(p, seed=derived_seed(seed, p.id, g))) for g in range(num_samples)]
         for p in prompts
     ]
-    playing = [each for group in groups for each in group]
+    running = [each for group in groups for each in group]
     first = sampled(engine, prompts, num_samples, options, seed=seed)
-    _answer(environment, playing, [completion for of_prompt in first for completion in of_prompt])
+    _add_turns(environment, running, [completion for of_prompt in first for completion in of_prompt])
     for number in range(1, limits.max_turns):
         late = limits.max_seconds is not None and clock() - began >= limits.max_seconds
-        going_on = [each for each in playing if not (each.over or late or each.is_full(options, limits))]
-        if not going_on:
+        running = [each for each in running if not (each.over or late or each.is_full(options, limits))]
+        if not running:
             break
-        asked = [each.next_prompt() for each in going_on]
-        turns = sampled(engine, asked, 1, options, seed=derived_seed(seed, "turn", number))
-        _answer(environment, going_on, [completion for [completion] in turns])
+        next_prompts = [each.next_prompt() for each in running]
+        turns = sampled(engine, next_prompts, 1, options, seed=derived_seed(seed, "turn", number))
+        _add_turns(environment, running, [completion for [completion] in turns])
     return [[each.episode() for each in group] for group in groups]
 
 
 @dataclass
-class _Playing:
+class _Running:
     """An episode under way."""
 
     prompt: Prompt
@@ -249,7 +248,7 @@ class _Playing:
 
     @property
     def over(self) -> bool:
-        """Whether no turn follows: the environment is done, or the last turn was cut off."""
+        """Whether no turn follows: the environment ended it, or the last turn was cut."""
         completion, reply = self.turns[-1]
         return reply.ends or completion.finish_reason == "length"
 
@@ -259,31 +258,31 @@ class _Playing:
         return limits.max_tokens is not None and so_far + options.max_new_tokens > limits.max_tokens
 
     def next_prompt(self) -> Prompt:
-        """What the engine reads for the next turn: everything so far, under an id of its own."""
+        """The prompt of the next turn: all tokens so far, under an id of its own."""
         name = f"{self.prompt.id}/{self.sample}/{len(self.turns)}"
         return Prompt(name, "", tokens_so_far(self.prompt, self.turns))
 
     def episode(self) -> Episode:
-        """All turns as one completion, with what was said and paid."""
+        """All turns as one completion, with messages and rewards."""
         messages = list(self.prompt.messages or ({"role": "user", "content": self.prompt.text},))
         for number, (completion, reply) in enumerate(self.turns):
             messages.append({"role": "assistant", "content": completion.text})
             messages += reply.messages if number + 1 < len(self.turns) else ()
-        paid = tuple(reply.reward for _, reply in self.turns)
+        turn_rewards = tuple(reply.reward for _, reply in self.turns)
         failure = self.turns[-1][1].failure
-        return Episode(joined(self.turns), tuple(messages), paid if any(paid) else (), failure)
+        return Episode(joined(self.turns), tuple(messages), turn_rewards if any(turn_rewards) else (), failure)
 
 
-def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequence[Completion]) -> None:
-    """Add a turn and its reply to each episode."""
+def _add_turns(environment: Environment, running: Sequence[_Running], turns: Sequence[Completion]) -> None:
+    """Add to each episode its turn and the environment's reply to it."""
     try:
-        replies = replies_of(environment, [each.state for each in playing], turns)
+        replies = replies_of(environment, [each.state for each in running], turns)
     except LogitlessError:
         raise
     except Exception as error:
         why = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
         replies = [Reply(failure=why)] * len(turns)
-    for each, turn, reply in zip(playing, turns, replies, strict=True):
+    for each, turn, reply in zip(running, turns, replies, strict=True):
         if reply.messages and not len(reply.token_ids):
             raise InputError(
                 needed="the tokens of what an environment says",
@@ -296,28 +295,27 @@ def _answer(environment: Environment, playing: Sequence[_Playing], turns: Sequen
 def sampled(
     engine: Engine, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
 ) -> list[list[Completion]]:
-    """What the engine samples, checked.
+    """Completions from the engine, checked.
 
     Raises:
-        EngineError: it raised, or its answer is not what was asked for.
+        EngineError: the engine raised, or returned other completions than requested.
     """
-    # A batch that is too large is not the engine's fault, and whoever chose its size waits for this exception.
-    passing = torch.OutOfMemoryError
+    passing = torch.OutOfMemoryError  # the caller chose the batch's size and catches this
     with blamed(f"completions from {type(engine).__name__}.sample (rollout.engine)", EngineError, passing=passing):
-        answer = engine.sample(prompts, num_samples, options, seed=seed)
-    return checked(answer, prompts, num_samples)
+        completions = engine.sample(prompts, num_samples, options, seed=seed)
+    return checked(completions, prompts, num_samples)
 
 
-def checked(answer: Any, prompts: Sequence[Prompt], num_samples: int) -> list[list[Completion]]:
-    """The answer of ``Engine.sample``, if it is what was asked for: an engine of somebody else's may answer anything.
+def checked(completions: Any, prompts: Sequence[Prompt], num_samples: int) -> list[list[Completion]]:
+    """The result of ``Engine.sample``, checked: the engine may be a user's own.
 
     Args:
-        answer: of the engine.
-        prompts: that it was asked about.
-        num_samples: completions that it was asked for, of each prompt.
+        completions: the result.
+        prompts: the call's.
+        num_samples: the call's.
 
     Raises:
-        EngineError: another number of completions than asked for, in another order, or something else.
+        EngineError: not completions, or another number or order of them than requested.
 
     Example:
         >>> checked([[Completion("7", (4,), "4", "stop")]], [Prompt("7", "2+2=", (4,))], 1)[0][0].text
@@ -326,7 +324,9 @@ def checked(answer: Any, prompts: Sequence[Prompt], num_samples: int) -> list[li
         Traceback (most recent call last):
         logitless.errors.EngineError: needed 1 completions of prompt '7' ...
     """
-    groups = [list(group) if isinstance(group, Iterable) else [group] for group in _listed(answer)]
+    if not isinstance(completions, Iterable):
+        raise _broken("a list of completions for each prompt", f"a {type(completions).__name__}")
+    groups = [list(group) if isinstance(group, Iterable) else [group] for group in completions]
     if len(groups) != len(prompts):
         raise _broken(f"a list of completions for each of {len(prompts)} prompts", f"{len(groups)} lists")
     for prompt, group in zip(prompts, groups, strict=True):
@@ -344,12 +344,6 @@ def checked(answer: Any, prompts: Sequence[Prompt], num_samples: int) -> list[li
     return groups
 
 
-def _listed(answer: Any) -> list[Any]:
-    if not isinstance(answer, Iterable):
-        raise _broken("a list of completions for each prompt", f"a {type(answer).__name__}")
-    return list(answer)
-
-
 def _broken(needed: str, given: str) -> EngineError:
     return EngineError(
         needed=f"{needed} from rollout.engine", given=given, remedy="Repair what the engine's `sample` returns."
@@ -357,20 +351,20 @@ def _broken(needed: str, given: str) -> EngineError:
 
 
 def tokens_so_far(prompt: Prompt, turns: Sequence[tuple[Completion, Reply]]) -> Int64[np.ndarray, "L"]:
-    """What the next turn goes on from: the prompt, and each turn with what was replied.
+    """The tokens that the next turn continues: the prompt, then each turn with its reply.
 
     Example:
         >>> tokens_so_far(Prompt("7", "", (4, 9)), [(Completion("7", (5,), "5", "stop"), Reply())]).tolist()
         [4, 9, 5]
     """
-    said = [np.asarray(ids, np.int64) for turn, reply in turns for ids in (turn.token_ids, reply.token_ids)]
-    return np.concatenate([prompt.token_ids, *said])
+    parts = [np.asarray(ids, np.int64) for turn, reply in turns for ids in (turn.token_ids, reply.token_ids)]
+    return np.concatenate([prompt.token_ids, *parts])
 
 
 def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
-    """The turns and what came between them, end to end; a single turn that was to be the last is itself.
+    """The turns, with the replies between them, as one completion.
 
-    Tokens that were given have log-prob 0, for they have probability 1.
+    Tokens of replies have log-prob 0 (probability 1) and are not trained on.
 
     Example:
         >>> first, second = Completion("7", (4,), "4", "stop"), Completion("7/0/1", (6,), "6", "stop")
@@ -382,7 +376,7 @@ def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
     (first, _), (last, last_reply) = turns[0], turns[-1]
     finish_reason = last.finish_reason if last_reply.ends else "length"
     if len(turns) == 1 and finish_reason == first.finish_reason:
-        return first
+        return first  # without the per-token fields that several turns need
     parts: list[Completion] = []
     for number, (turn, reply) in enumerate(turns):
         parts.append(replace(turn, turn=np.full(turn.length, number), finish_reason=finish_reason))
@@ -392,13 +386,13 @@ def joined(turns: Sequence[tuple[Completion, Reply]]) -> Completion:
 
 
 def given(token_ids: Sequence[int] | np.ndarray, beside: Completion, *, turn: int, version: int | None) -> Completion:
-    """Tokens that were read and not sampled, as a part of a completion: of probability 1, and not trained on.
+    """Tokens that were not sampled, as a part of a completion: log-prob 0, not trained on.
 
     Args:
-        token_ids: of them.
-        beside: a part from the engine, which says what is known of each token.
+        token_ids: the tokens.
+        beside: a sampled part of the same completion; the result has the same optional fields.
         turn: that they belong to.
-        version: of the weights that read them; None if unknown.
+        version: of the weights; None if unknown.
     """
     zeros = read_only(np.zeros(len(token_ids), np.float32))
     known = {
@@ -417,7 +411,7 @@ def given(token_ids: Sequence[int] | np.ndarray, beside: Completion, *, turn: in
 
 
 def end_to_end(parts: Sequence[Completion]) -> Completion:
-    """Parts of one completion, with the last one's text and finish reason; None for numbers that one part lacks."""
+    """Join parts of one completion. Text and finish reason are the last part's; a field that a part lacks is None."""
 
     def whole(values: Sequence[np.ndarray | None]) -> np.ndarray | None:
         known = [each for each in values if each is not None]
@@ -443,7 +437,7 @@ def end_to_end(parts: Sequence[Completion]) -> Completion:
 
 
 def _versions(part: Completion) -> np.ndarray | None:
-    """Of each token; None if unknown."""
+    """The weights version of each token; None if unknown."""
     if part.token_versions is not None or part.weights_version is None:
         return part.token_versions
     return np.full(part.length, part.weights_version)

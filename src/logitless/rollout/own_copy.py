@@ -1,4 +1,4 @@
-"""Engines that sample while the policy is trained: with a copy of their own, or taking turns with those who load."""
+"""Engines that sample while the policy is trained: on a copy of the weights, or alternating with weight transfers."""
 
 import threading
 from collections.abc import Sequence
@@ -13,11 +13,11 @@ from logitless.types import Completion, Prompt
 
 
 class OwnCopy:
-    """An ``Engine`` around another one in this process that samples with a copy of the weights it was last handed.
+    """An ``Engine`` around another one in this process that samples with a copy of the weights.
 
-    ``load`` copies what is trained and returns at once; the next ``sample`` begins with it. No completion is drawn with
-    two versions. It costs the memory of a second model and of what is trained once more. One thread loads and another
-    samples; an engine whose settings reach the whole process (kernels of attention on a GPU) is better elsewhere.
+    ``load`` copies the trained parameters and returns; the next ``sample`` uses them, so that no completion mixes two
+    versions. One thread may load while another samples. Memory: a second model, and the trained parameters once more.
+    Unsuitable for an engine that changes settings of the whole process, such as attention kernels on a GPU.
 
     Args:
         inner: samples in this process.
@@ -40,32 +40,32 @@ class OwnCopy:
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
         self._copy: nn.Module | None = None
-        self._handed_over: tuple[dict[str, Tensor], int] | None = None
+        self._loaded: tuple[dict[str, Tensor], int] | None = None  # trained parameters that `sample` has not taken yet
         self._lock = threading.Lock()
 
     def load(self, weights: Weights, version: int) -> None:
-        """Copy what is trained, for the next ``sample``."""
+        """Copy the trained parameters, for the next ``sample``."""
         if self._copy is None:
             self._copy = frozen_copy(weights.module)
         trained = {n: p.detach().clone() for n, p in weights.module.named_parameters() if p.requires_grad}
         with self._lock:
-            self._handed_over = trained, version
+            self._loaded = trained, version
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """Completions with the weights, and the version, that were handed over last."""
-        self._take_over()
+        """Completions with the weights and the version of the last ``load``."""
+        self._use_loaded()
         return self._inner.sample(prompts, num_samples, options, seed=seed)
 
-    def _take_over(self) -> None:
-        """Sample with what was handed over since, of which nothing is held any more afterwards."""
+    def _use_loaded(self) -> None:
+        """Move newly loaded parameters into the copy, and free them."""
         with self._lock:
-            synced, self._handed_over = self._handed_over, None
-        if synced is None:
+            loaded, self._loaded = self._loaded, None
+        if loaded is None:
             return
         assert self._copy is not None
-        trained, version = synced
+        trained, version = loaded
         with torch.no_grad():
             for name, parameter in self._copy.named_parameters():
                 if name in trained:
@@ -73,14 +73,15 @@ class OwnCopy:
         self._inner.load(Weights.of(self._copy), version)
 
     def close(self) -> None:
-        """The inner engine's."""
+        """Close the inner engine."""
         self._inner.close()
 
 
 class TurnTaking:
-    """An ``Engine`` elsewhere, to which weights are pushed between calls of ``sample`` and never during one.
+    """An ``Engine`` in another process, to which weights are transferred only while nothing is sampled.
 
-    Several threads may sample at once. One that loads waits for them, and calls that begin meanwhile wait for it.
+    Several threads may sample at once. ``load`` waits for them, and calls of ``sample`` that begin meanwhile wait for
+    ``load``.
 
     Args:
         inner: has weights of its own, in another process.
@@ -103,23 +104,23 @@ class TurnTaking:
 
     @property
     def prompts_at_once(self) -> int:
-        """The inner engine's; 1 where it says nothing."""
+        """The inner engine's; 1 if it has none."""
         return getattr(self._inner, "prompts_at_once", 1)
 
     @property
     def transfer_numbers(self) -> dict[str, float]:
-        """What the inner engine says of its last push, where it does."""
+        """The inner engine's metrics of its last transfer, if it has any."""
         return getattr(self._inner, "transfer_numbers", {})
 
     def load(self, weights: Weights, version: int) -> None:
-        """Wait for the calls that are sampling, then push."""
+        """Wait for calls that are sampling, then transfer."""
         try:
             with self._changed:
                 self._loading = True
                 while self._sampling:
-                    self._changed.wait(1.0)  # a second at a time: a signal that came just before is heard after it
+                    self._changed.wait(1.0)  # with a timeout, so that Ctrl-C is handled
             self._inner.load(weights, version)
-        finally:  # Ctrl-C while it waits, too: calls that wait for it go on
+        finally:  # also after Ctrl-C: `sample` must not wait for ever
             with self._changed:
                 self._loading = False
                 self._changed.notify_all()
@@ -139,5 +140,5 @@ class TurnTaking:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """The inner engine's."""
+        """Close the inner engine."""
         self._inner.close()

@@ -1,9 +1,7 @@
 """Completions in a file: written once, replayed as an engine.
 
-One JSON object a line (``.jsonl``) or one Parquet row (``.parquet``) a completion, with the fields of ``Completion``:
-``prompt_id``, ``token_ids``, ``text``, ``finish_reason`` and, where known, ``logp_sampler``, ``trained``, ``turn``,
-``weights_version``, ``token_versions``, ``entropy_sampler`` and ``logp_policy``.
-Other columns may stand beside them (verdicts, prompts); they are not read.
+One JSON object a line (``.jsonl``) or one Parquet row (``.parquet``) a completion, with the fields of ``Completion``;
+only ``prompt_id``, ``token_ids``, ``text`` and ``finish_reason`` are required. Other columns are not read.
 """
 
 import json
@@ -19,24 +17,27 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import PER_TOKEN, Completion, Prompt
 
-_Kinds = dict[str, tuple[type, ...]]
-_REQUIRED: _Kinds = {"prompt_id": (str,), "token_ids": (int,), "text": (str,), "finish_reason": (str,)}
-_OPTIONAL: _Kinds = {
-    "logp_sampler": (float, int),
-    "trained": (bool,),
-    "turn": (int,),
-    "weights_version": (int,),
-    "entropy_sampler": (float, int),
-    "token_versions": (int,),
-    "logp_policy": (float, int),
+_REQUIRED = ("prompt_id", "token_ids", "text", "finish_reason")
+_TYPES: dict[str, type] = {
+    "prompt_id": str,
+    "token_ids": int,
+    "text": str,
+    "finish_reason": str,
+    "logp_sampler": float,
+    "trained": bool,
+    "turn": int,
+    "weights_version": int,
+    "entropy_sampler": float,
+    "token_versions": int,
+    "logp_policy": float,
 }
-_SEQUENCES = PER_TOKEN.keys()
+"""Type of each field, or of its items if it is one of ``PER_TOKEN``."""
 
 
 class RecordedEngine:
-    """An ``Engine`` that gives back recorded completions; no weights change what it gives.
+    """An ``Engine`` that returns recorded completions, whatever the weights.
 
-    Where a prompt has more recorded completions than are asked for, the seed chooses which.
+    If a prompt has more recorded completions than requested, the seed chooses.
 
     Args:
         path: ``.jsonl`` or ``.parquet`` file.
@@ -60,10 +61,10 @@ class RecordedEngine:
             self._recorded.setdefault(completion.prompt_id, []).append(completion)
 
     def load(self, weights: Weights, version: int) -> None:
-        """Nothing to do: what was recorded stays, and so does the version that the file gives."""
+        """Do nothing: completions keep the version in the file."""
 
     def close(self) -> None:
-        """Nothing to give back: the file was closed when it had been read."""
+        """Do nothing: no file is open."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -71,7 +72,7 @@ class RecordedEngine:
         """``num_samples`` recorded completions of each prompt, in the file's order.
 
         Raises:
-            DataError: a prompt has fewer, or one is longer than ``options.max_new_tokens``.
+            DataError: a prompt has fewer, or a completion is longer than ``options.max_new_tokens``.
         """
         return [self._choose(prompt, num_samples, options, seed) for prompt in prompts]
 
@@ -111,19 +112,18 @@ def read_completions(path: str | Path) -> list[Completion]:
         [4, 2]
     """
     path = Path(path)
-    rows = _rows(path)
-    return [_completion(row, f"{path}, {place}") for place, row in rows]
+    return [_completion(row, f"{path}, {place}") for place, row in _rows(path)]
 
 
 def write_completions(
     path: str | Path, completions: Sequence[Completion], prompts: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Write a file that ``read_completions`` reads back equal.
+    """Write completions; ``read_completions`` reads equal ones.
 
     Args:
         path: of the file.
-        completions: a row each.
-        prompts: texts to write beside them, by the prompt's id.
+        completions: one row each.
+        prompts: texts by prompt id, for a column ``prompt``.
 
     Raises:
         InputError: a file name that ends neither in ``.jsonl`` nor in ``.parquet``.
@@ -143,21 +143,17 @@ def write_completions(
         import pyarrow as pa
         from pyarrow import parquet
 
-        lists = {"token_ids": pa.int64(), "logp_sampler": pa.float64(), "trained": pa.bool_(), "turn": pa.int64()}
-        lists |= {"entropy_sampler": pa.float64(), "token_versions": pa.int64(), "logp_policy": pa.float64()}
-        types = {name: pa.list_(of) for name, of in lists.items()} | {"weights_version": pa.int64()}
-        schema = pa.schema([(name, types.get(name, pa.string())) for name in [*_fields(), *["prompt"] * bool(prompts)]])
-        parquet.write_table(pa.Table.from_pylist(rows, schema=schema), path)
+        kinds = {str: pa.string(), int: pa.int64(), float: pa.float64(), bool: pa.bool_()}
+        types = {name: pa.list_(kinds[of]) if name in PER_TOKEN else kinds[of] for name, of in _TYPES.items()}
+        if prompts:
+            types["prompt"] = pa.string()
+        parquet.write_table(pa.Table.from_pylist(rows, schema=pa.schema(list(types.items()))), path)
     else:
         raise InputError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Choose one of the two.")
 
 
-def _fields() -> list[str]:
-    return [*_REQUIRED, *_OPTIONAL]
-
-
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where, row) for each completion."""
+    """(where it stands, row) of each completion."""
     if not path.is_file():
         raise DataError(
             needed="a file of completions", given=f"{str(path)!r}, which does not exist", remedy="Correct the path."
@@ -184,7 +180,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             raise DataError(
                 needed="a Parquet file", given=f"{str(path)!r}: {error}", remedy="Write the file again."
             ) from error
-        for number, row in enumerate(table.select([n for n in _fields() if n in table.column_names]).to_pylist()):
+        known = table.select([name for name in _TYPES if name in table.column_names])
+        for number, row in enumerate(known.to_pylist()):
             yield f"row {number}", row
     else:
         raise DataError(needed="a .jsonl or .parquet file", given=repr(str(path)), remedy="Convert it to one of them.")
@@ -193,14 +190,15 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 def _completion(row: Any, place: str) -> Completion:
     if not isinstance(row, Mapping):
         raise DataError(needed="an object a completion", given=f"{row!r} in {place}", remedy="Repair the row.")
-    for name, kinds in {**_REQUIRED, **_OPTIONAL}.items():
+    for name, kind in _TYPES.items():
         value = row.get(name)
-        if value is None and name in _OPTIONAL:
+        if value is None and name not in _REQUIRED:
             continue
-        items = value if name in _SEQUENCES else [value]
-        if not isinstance(items, list) or any(not isinstance(item, kinds) for item in items):
+        items = value if name in PER_TOKEN else [value]
+        accepted = (float, int) if kind is float else kind
+        if not isinstance(items, list) or any(not isinstance(item, accepted) for item in items):
             raise DataError(
-                needed=f"{name} as {'a list of ' if name in _SEQUENCES else ''}{kinds[0].__name__}",
+                needed=f"{name} as {'a list of ' if name in PER_TOKEN else ''}{kind.__name__}",
                 given=f"{value!r} in {place}",
                 remedy="Repair or remove the row.",
             )
@@ -210,7 +208,7 @@ def _completion(row: Any, place: str) -> Completion:
             given=f"{row['finish_reason']!r} in {place}",
             remedy="Repair or remove the row.",
         )
-    values: dict[str, Any] = {name: row[name] for name in _fields() if row.get(name) is not None}
+    values: dict[str, Any] = {name: row[name] for name in _TYPES if row.get(name) is not None}
     try:
         return Completion(**values)
     except InputError as error:

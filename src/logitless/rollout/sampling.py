@@ -1,4 +1,4 @@
-"""How completions are sampled: the options, and the distribution they make of a model's logits."""
+"""Sampling options, and the distribution that they make of a model's logits."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
@@ -121,11 +121,11 @@ class SamplingOptions:
 
     @property
     def needs_history(self) -> bool:
-        """Whether they depend on what a row has sampled."""
+        """Whether the distribution depends on the tokens so far."""
         return bool(set(self.penalties) - {"logit_bias"})
 
     def greedy(self) -> "SamplingOptions":
-        """The same, taking the most likely token.
+        """The same options at temperature 0.
 
         Example:
             >>> SamplingOptions(max_new_tokens=8, top_p=0.9).greedy().temperature
@@ -135,18 +135,18 @@ class SamplingOptions:
 
 
 class History(NamedTuple):
-    """What rows have sampled so far, as far as the options ask about it.
+    """The tokens so far of R sequences, as far as the options need them.
 
     Args:
-        seen: tokens of the prompt or the completion; for a repetition penalty.
-        counts: how often the completion has each token; for presence and frequency penalties.
-        num_drawn: tokens of the completion; for a minimum.
-        ends: tokens that end a completion; for a minimum.
+        seen: whether prompt or completion has the token; for a repetition penalty.
+        counts: how often the completion has the token; for presence and frequency penalties.
+        length: tokens of the completion; for ``min_new_tokens``.
+        ends: tokens that end a completion; for ``min_new_tokens``.
     """
 
     seen: Bool[Tensor, "R V"] | None = None
     counts: Int[Tensor, "R V"] | None = None
-    num_drawn: Int[Tensor, "R"] | None = None
+    length: Int[Tensor, "R"] | None = None
     ends: Int[Tensor, "E"] | None = None
 
 
@@ -155,12 +155,12 @@ def sampling_logp(
 ) -> Float[Tensor, "R V"]:
     """Log-probabilities of the distribution that tokens are sampled from, ``-inf`` where filtered out.
 
-    In this order: penalties, bias and minimum, temperature, top-k, top-p, min-p, each on what the one before left.
+    Applied in this order: penalties, bias, minimum length, temperature, top-k, top-p, min-p.
 
     Args:
-        logits: of the model, float32; temperature must not be 0.
-        options: the settings.
-        history: of the rows, where the options need it.
+        logits: of the model, float32.
+        options: with a temperature above 0.
+        history: if ``options.needs_history``.
 
     Example:
         >>> logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
@@ -183,11 +183,11 @@ def sampling_logp(
 
 
 def penalized(logits: Float[Tensor, "R V"], options: SamplingOptions, history: History | None) -> Float[Tensor, "R V"]:
-    """Logits after the penalties, the bias and the minimum, in this order.
+    """Logits after penalties, bias and minimum length, in this order.
 
         z > 0: z / repetition, else z * repetition, of tokens seen;   - presence [n > 0] - frequency n;   + bias
 
-    where n counts the token in the completion. Before the minimum, tokens that end a completion get -inf.
+    where n counts the token in the completion. Below the minimum length, tokens that end a completion get -inf.
 
     Source: Keskar et al. 2019 (CTRL), section 4.1, with negative logits multiplied; OpenAI's API for the other two.
 
@@ -211,19 +211,19 @@ def penalized(logits: Float[Tensor, "R V"], options: SamplingOptions, history: H
             logits[:, token] += bias
     if options.min_new_tokens > 0:
         assert history is not None
-        assert history.num_drawn is not None
+        assert history.length is not None
         assert history.ends is not None
-        early = (history.num_drawn < options.min_new_tokens)[:, None]
-        held_back = torch.zeros_like(logits[0], dtype=torch.bool).index_fill_(0, history.ends, True)
-        logits = logits.masked_fill(early & held_back, float("-inf"))
+        early = (history.length < options.min_new_tokens)[:, None]
+        ends = torch.zeros_like(logits[0], dtype=torch.bool).index_fill_(0, history.ends, True)
+        logits = logits.masked_fill(early & ends, float("-inf"))
     return logits
 
 
 def sample(logp: Float[Tensor, "R V"], uniform: Float[Tensor, "R"]) -> Int[Tensor, "R"]:
     """One token a row by inversion of the cumulative distribution: ``min {v : sum_{w <= v} p[w] > u}``.
 
-    Accumulation: float64. A token of probability 0 is never sampled. A row of NaN gives the last token, a valid index;
-    its log-probability tells.
+    Accumulation: float64. A token of probability 0 is never sampled. A row of NaN gives the last token, whose
+    log-probability is NaN.
 
     Args:
         logp: normalised, ``-inf`` allowed.

@@ -1,4 +1,4 @@
-"""How a policy writes that it wants a tool, and how that is read: from the text of a turn, never from its tokens."""
+"""Tool calls, parsed from the text of a turn."""
 
 import json
 import re
@@ -9,19 +9,19 @@ from typing import Any, Literal, TypeAlias
 from logitless.rewards.workers.tasks import unfenced
 
 Format: TypeAlias = Literal["tags", "tool_call", "json"]
-"""``tags``: ``<calculator>2+2</calculator>``, what stands inside being the tool's one argument. ``tool_call``: JSON in
-``<tool_call>...</tool_call>``, as Qwen and Hermes write it. ``json``: the whole turn is a JSON object or a list of
-them, as Llama 3 and Mistral write it (``parameters`` or ``arguments``, ``[TOOL_CALLS]`` before or not)."""
+"""``tags``: ``<calculator>2+2</calculator>``, with the tool's single argument inside. ``tool_call``: JSON in
+``<tool_call>...</tool_call>`` (Qwen, Hermes). ``json``: the whole turn is a JSON object or a list of them (Llama 3,
+Mistral), with ``parameters`` or ``arguments``, after ``[TOOL_CALLS]`` or without."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One wish for a tool.
+    """One tool call.
 
     Args:
         name: of the tool.
-        arguments: by name; text alone stands under ``""``.
-        error: why it cannot be read; then the rest is empty.
+        arguments: by name; under ``""`` if the call is text without a name for it.
+        error: why the call cannot be parsed; then the rest is empty.
 
     Example:
         >>> Call("calculator", {"expression": "2+2"}).arguments["expression"]
@@ -34,11 +34,11 @@ class Call:
 
 
 def tool_calls(text: str, names: Sequence[str], style: Format) -> list[Call]:
-    """The calls that a turn makes, in its order; none where it only speaks.
+    """The calls in a turn, in order.
 
     Args:
         text: of the turn.
-        names: of the tools that there are; under ``tags`` other tags are text.
+        names: of the available tools; with ``tags``, other tags are plain text.
         style: how calls are written.
 
     Example:
@@ -56,17 +56,17 @@ def tool_calls(text: str, names: Sequence[str], style: Format) -> list[Call]:
         return [Call(m[1], {"": m[2]}) for m in re.finditer(rf"<({either})>(.*?)</\1>", text, re.DOTALL)]
     if style == "tool_call":
         inside = re.findall(r"<tool_call>(.*?)</tool_call>", text, re.DOTALL)
-        return [call for part in inside for call in _of_json(part, part)]
+        return [call for part in inside for call in _from_json(part, may_be_answer=False)]
     whole = unfenced(text, "json").strip().removeprefix("[TOOL_CALLS]").removeprefix("<|python_tag|>").strip()
-    return _of_json(whole, None) if whole[:1] in ("{", "[") else []
+    return _from_json(whole, may_be_answer=True) if whole[:1] in ("{", "[") else []
 
 
-def _of_json(text: str, otherwise: str | None) -> list[Call]:
-    """Calls in JSON; what is no JSON is a call that cannot be read, or none where it may be an answer."""
+def _from_json(text: str, *, may_be_answer: bool) -> list[Call]:
+    """The calls in a JSON text. Anything else is a call with an error, or no call if the text may be an answer."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return [] if otherwise is None else [Call("", error=f"no JSON: {error}")]
+        return [] if may_be_answer else [Call("", error=f"no JSON: {error}")]
     calls = []
     for each in value if isinstance(value, list) else [value]:
         arguments = None
@@ -74,8 +74,8 @@ def _of_json(text: str, otherwise: str | None) -> list[Call]:
             arguments = each.get("arguments", each.get("parameters", {}))
         if isinstance(arguments, dict):
             calls.append(Call(each["name"], arguments))
-        elif otherwise is not None or (isinstance(each, dict) and "name" in each):
+        elif not may_be_answer or (isinstance(each, dict) and "name" in each):
             calls.append(Call("", error='an object with "name" and "arguments" expected'))
         else:
-            return []  # JSON that is an answer
+            return []
     return calls

@@ -1,10 +1,11 @@
 """Sampling with the trained model itself, in this process: batched decoding with a key-value cache.
 
-A prompt is read once, at most ``prefill_tokens`` tokens at a time, and its cache repeated for its samples; keys and
-values are kept in the dtype of the products. Rows that have ended leave the batch. Each completion
-samples its randomness from (seed, prompt id, sample index) alone, so that it does not depend on what else is in the
-batch, as far as the model's rounding does not. It gives up continuous batching: a row that ends makes room for nothing
-until its batch is through.
+Prefill runs once a prompt, at most ``prefill_tokens`` tokens at a time, and the cache is repeated for the prompt's
+samples. Finished sequences leave the batch. The random numbers of a completion depend on (seed, prompt id, sample
+index) alone, so that it does not depend on the rest of the batch, except through the model's rounding. There is no
+continuous batching: no new sequence joins until the whole batch is finished.
+
+In this file R is the number of sequences in the decode batch.
 """
 
 import hashlib
@@ -40,24 +41,24 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import History, SamplingOptions, penalized, sample, sampling_logp
 from logitless.types import Completion, Prompt
 
-# Not cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
+# Without cuDNN's, which spends milliseconds on a plan for every new length, that is on every step.
 _DECODING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_COMPACT_BELOW = 0.75  # share of live rows under which ended ones are removed from the batch
+_COMPACT_BELOW = 0.75  # finished sequences are removed when the unfinished ones are less than this share
 
 
 class TransformersEngine:
     """An ``Engine`` around a transformers causal LM.
 
     Args:
-        model: on its device, PEFT-wrapped or not. It is put into evaluation mode while sampling and back afterwards.
-        tokenizer: decodes completions; its EOS token ends them and stands in for padding, masked.
+        model: on its device, PEFT-wrapped or not; in evaluation mode while sampling.
+        tokenizer: decodes completions; its EOS token ends them and is the padding token.
         max_rows: completions decoded at once; bounds the cache.
-        prefill_tokens: tokens of prompts, padding included, read by one forward pass; bounds its activations. A longer
-            prompt is read alone.
+        prefill_tokens: tokens of prompts, padding included, in one forward pass; bounds its activations. A longer
+            prompt has a pass of its own.
         autocast: dtype of the products, or None for that of the weights. Log-probabilities are float32 either way.
 
     Raises:
-        UnavailableError: the model has layers whose cache cannot be repeated and compacted (recurrent ones).
+        UnavailableError: the model has recurrent layers, whose cache cannot be repeated and compacted.
         InputError: ``max_rows`` or ``prefill_tokens`` below 1.
 
     Example:
@@ -92,7 +93,7 @@ class TransformersEngine:
         self._sample_with(model, version=0)
 
     def clone(self) -> "TransformersEngine":
-        """An engine with the same settings and a state of its own, for another thread."""
+        """An engine with the same settings and separate state, for another thread."""
         return TransformersEngine(
             self._model,
             self.tokenizer,
@@ -106,7 +107,7 @@ class TransformersEngine:
         self._sample_with(weights.module, version)
 
     def close(self) -> None:
-        """Nothing to give back: the model is the caller's."""
+        """Do nothing: the model is the caller's."""
 
     def _sample_with(self, model: nn.Module, version: int) -> None:
         inner: Any = causal_lm(model)
@@ -129,19 +130,19 @@ class TransformersEngine:
     ) -> list[list[Completion]]:
         """Exactly ``num_samples`` completions of each prompt.
 
-        ``logp_sampler`` is of the distribution that was sampled from, in float32: after repetition penalty,
-        temperature and filters. At temperature 0 that distribution is one token, and ``logp_sampler`` is 0.
+        ``logp_sampler`` is float32, of the distribution that was sampled from: after penalties, temperature and
+        filters. At temperature 0 it is 0.
 
         Args:
             prompts: P, with distinct ids.
             num_samples: G.
             options: the same for all.
-            seed: with the same weights, the same completions.
+            seed: the same seed and weights give the same completions.
 
         Raises:
             InputError: an empty prompt, one whose completion would not fit into the model or would cross the length
-                where longrope changes all its angles, or two with one id.
-            TrainingError: the model's logits for some prompt are not finite, so that no token can be sampled.
+                at which longrope changes all angles, or two with one id.
+            TrainingError: the model's logits for some prompt are not finite.
         """
         self._check(prompts, num_samples, options)
         by_length = sorted(range(len(prompts)), key=lambda p: len(prompts[p].token_ids))
@@ -167,7 +168,7 @@ class TransformersEngine:
             self._check_rotary(prompt, options)
 
     def _check_rotary(self, prompt: Prompt, options: SamplingOptions) -> None:
-        """Keys in the cache are turned already: a sequence must not change its rotary factors while it grows."""
+        """Refuse a sequence whose rotary factors would change while it grows: cached keys have the old ones."""
         length = len(prompt.token_ids)
         if self._switch is None or length + options.max_new_tokens <= self._switch:
             return
@@ -189,7 +190,7 @@ class TransformersEngine:
     def _decode(
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions, seed: int
     ) -> list[Completion]:
-        """One batch: rows of (prompt, sample), those of one prompt next to each other."""
+        """Decode one batch of (prompt, sample) pairs, in which those of a prompt are adjacent."""
         device = next(self._model.parameters()).device
         num_rows, max_new = len(rows), options.max_new_tokens
         uniform = np.stack([_uniforms(seed, prompts[p].id, g, max_new) for p, g in rows])
@@ -214,13 +215,13 @@ class TransformersEngine:
             newly_ended = ended & ~batch.ended
             lengths[batch.row[newly_ended]] = step + 1
             batch.ended |= newly_ended
-            num_live = len(batch.ended) - int(batch.ended.sum())
-            if num_live == 0 or step + 1 == max_new:
+            num_unfinished = len(batch.ended) - int(batch.ended.sum())
+            if num_unfinished == 0 or step + 1 == max_new:
                 break
-            if num_live < _COMPACT_BELOW * len(batch.ended):
-                token = token[batch.keep_live()]
+            if num_unfinished < _COMPACT_BELOW * len(batch.ended):
+                token = token[batch.keep_unfinished()]
             logits = self._advance(batch, token)
-        self._check_drawn(prompts, rows, failed.tolist())
+        self._check_finite(prompts, rows, failed.tolist())
         cut = lengths.tolist()
         return made_completions(
             self.tokenizer,
@@ -232,8 +233,8 @@ class TransformersEngine:
             version=self._version,
         )
 
-    def _check_drawn(self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], failed: Sequence[int]) -> None:
-        """Looked at once a batch, so that no step waits for the device; a row without a token has ended there."""
+    def _check_finite(self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], failed: Sequence[int]) -> None:
+        """Raise for logits that were not finite; once a batch, so that no step waits for the device."""
         bad = [i for i, step in enumerate(failed) if step >= 0]
         if not bad:
             return
@@ -250,7 +251,7 @@ class TransformersEngine:
     def _read_prompts(
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
-        """The batch after its prompts, each read once, and the logits of the first new tokens."""
+        """Prefill all prompts; the batch and the logits of the first new tokens."""
         device = next(self._model.parameters()).device
         num_samples = Counter(p for p, _ in rows)
         longest = max(len(prompts[p].token_ids) for p in num_samples)
@@ -268,7 +269,7 @@ class TransformersEngine:
     def _read(
         self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
-        """One forward pass over some prompts, repeated for their samples."""
+        """Prefill some prompts in one forward pass, and repeat the results for their samples."""
         device = next(self._model.parameters()).device
         ids, attended = _left_padded(sequences, self.tokenizer.eos_token_id, device)
         num_tokens = attended.sum(1)
@@ -333,26 +334,26 @@ class TransformersEngine:
     def _stop_string_came(
         self, tokens: Int[Tensor, "A S"], step: int, batch: "_Batch", stop: Sequence[str]
     ) -> Bool[Tensor, "R"]:
-        """Live rows whose text now contains a stop string; only the text's end can have brought one."""
-        live = (~batch.ended).nonzero()[:, 0]
-        ends = tokens[batch.row[live], max(0, step + 1 - stop_window(stop)) : step + 1]
-        came = torch.tensor(with_stop_string(self.tokenizer, ends.tolist(), stop), device=tokens.device)
-        return torch.zeros_like(batch.ended).index_copy(0, live, came)
+        """Which unfinished sequences contain a stop string; only their last tokens need to be searched."""
+        unfinished = (~batch.ended).nonzero()[:, 0]
+        ends = tokens[batch.row[unfinished], max(0, step + 1 - stop_window(stop)) : step + 1]
+        found = torch.tensor(with_stop_string(self.tokenizer, ends.tolist(), stop), device=tokens.device)
+        return torch.zeros_like(batch.ended).index_copy(0, unfinished, found)
 
 
 @dataclass
 class _Batch:
-    """Rows being decoded.
+    """The decode batch.
 
     Args:
-        row: [R] place of each in the output.
-        ended: [R] rows that wait to be removed.
+        row: [R] index of each sequence in the output.
+        ended: [R] finished, and not removed yet.
         position: [R] of the next token.
         cache: keys and values so far.
         width: columns in the cache.
-        mask: [R, width + new tokens] 1 where a column is a token of the row; None without padding.
-        seen: [R, V] tokens of the row so far, where a repetition penalty asks for them.
-        counts: [R, V] of tokens sampled so far, where another penalty asks for them.
+        mask: [R, width + new tokens] 1 for tokens, 0 for padding; None without padding.
+        seen: [R, V] whether the sequence has the token; None without a repetition penalty.
+        counts: [R, V] how often the token was sampled; None without presence and frequency penalties.
     """
 
     row: Int[Tensor, "R"]
@@ -365,17 +366,17 @@ class _Batch:
     counts: Int[Tensor, "R V"] | None
 
     def history(self, step: int, ends: Int[Tensor, "E"]) -> History:
-        """What the rows have sampled before a step."""
+        """The history before a step."""
         return History(self.seen, self.counts, torch.full_like(self.row, step), ends)
 
-    def keep_live(self) -> Int[Tensor, "K"]:
-        """Remove ended rows; returns the indices that stay."""
-        live = (~self.ended).nonzero()[:, 0]
-        self.select(live)
-        return live
+    def keep_unfinished(self) -> Int[Tensor, "K"]:
+        """Remove finished sequences; the indices of those that stay."""
+        unfinished = (~self.ended).nonzero()[:, 0]
+        self.select(unfinished)
+        return unfinished
 
     def select(self, index: Int[Tensor, "K"]) -> None:
-        """Keep these rows, in this order; one may come several times."""
+        """Keep these sequences, in this order; an index may repeat."""
         self.row, self.ended, self.position = self.row[index], self.ended[index], self.position[index]
         self.cache.batch_select_indices(index)
         self.mask = None if self.mask is None else self.mask[index]
@@ -384,12 +385,12 @@ class _Batch:
 
 
 def _side_by_side(batches: Sequence[_Batch], width: int, max_new_tokens: int) -> _Batch:
-    """Batches of prompts as one, each moved to the right end of the longest; they are emptied on the way.
+    """Join batches after prefill, each padded on the left to the longest prompt. Their caches are emptied.
 
     Args:
-        batches: with their prompts read and nothing sampled.
+        batches: after prefill, with nothing sampled.
         width: tokens of the longest prompt.
-        max_new_tokens: columns of the mask to come.
+        max_new_tokens: further columns of the mask.
     """
     rows = [len(batch.row) for batch in batches]
     masks = None
@@ -419,7 +420,7 @@ class _GrowingLayer(DynamicLayer):
     """Keys and values of one layer in a buffer with room for more tokens, so that a step copies one column only.
 
     Args:
-        autocast: dtype to keep them in; None for that they come in. Rotary embeddings give float32 keys under autocast,
+        autocast: dtype of the buffer; None for that of the keys. Under autocast rotary embeddings return float32 keys,
             which attention would round to this dtype at every step.
     """
 
@@ -446,13 +447,13 @@ class _GrowingLayer(DynamicLayer):
         return self._view()
 
     def take(self) -> tuple[Tensor, ...]:
-        """Keys and values, which leave the layer."""
+        """Remove and return keys and values."""
         taken = tuple(buffer[:, :, : self._length] for buffer in self._buffers)
         self._buffers, self.keys, self.values = [], *(buffer.new_empty(0) for buffer in taken)
         return taken
 
     def replace(self, parts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], width: int) -> None:
-        """Hold these rows, each part at the right end of ``width`` columns; what is left of it is masked."""
+        """Hold these parts, each at the right end of ``width`` columns; zeros to the left of it, which are masked."""
         self._buffers = []
         for states in zip(*parts, strict=True):
             buffer = states[0].new_zeros(sum(rows), states[0].shape[1], width, states[0].shape[3])
@@ -482,10 +483,10 @@ def _next_token(
     options: SamplingOptions,
     history: History | None,
 ) -> tuple[Int[Tensor, "R"], Float[Tensor, "R"]]:
-    """A token a row and its log-probability under the distribution it was sampled from; NaN where there is none."""
+    """One token a sequence, and its log-probability in the distribution sampled from; NaN if that is not finite."""
     if options.temperature == 0:
         logits = penalized(logits, options, history)
-        token = logits.argmax(-1)  # that of a NaN, where there is one
+        token = logits.argmax(-1)  # of a NaN, if there is one
         return token, torch.where(logits.gather(1, token[:, None])[:, 0].isfinite(), 0.0, torch.nan)
     logp = sampling_logp(logits, options, history)
     token = sample(logp, uniform)
@@ -493,13 +494,13 @@ def _next_token(
 
 
 def _rotary_switch(config: Any) -> int | None:
-    """Tokens of a sequence beyond which all its rotary angles change (longrope), or None."""
+    """The sequence length beyond which longrope changes all angles; None for other models."""
     parameters = getattr(config, "rope_parameters", None) or {}
     return parameters.get("original_max_position_embeddings") if parameters.get("rope_type") == "longrope" else None
 
 
 def _parts_within(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Ascending lengths cut into runs that have at most ``budget`` tokens when padded to their longest."""
+    """Split ascending lengths into runs of at most ``budget`` tokens each, padding included."""
     parts, start = [], 0
     for i, length in enumerate(lengths):
         if i > start and (i + 1 - start) * length > budget:
@@ -509,7 +510,7 @@ def _parts_within(lengths: Sequence[int], budget: int) -> list[slice]:
 
 
 def _uniforms(seed: int, prompt_id: str, sample: int, count: int) -> np.ndarray:
-    """Numbers in [0, 1) that depend on nothing but these arguments; a longer sequence starts with the shorter."""
+    """Random numbers in [0, 1) that depend on these arguments alone; ``count`` does not change the first ones."""
     key = hashlib.blake2b(f"{seed}/{sample}/{prompt_id}".encode(), digest_size=16).digest()
     raw = np.random.Philox(key=int.from_bytes(key, "little")).random_raw(count)
     return (raw >> np.uint64(32)).astype(np.float64) * 2.0**-32
@@ -518,7 +519,7 @@ def _uniforms(seed: int, prompt_id: str, sample: int, count: int) -> np.ndarray:
 def _left_padded(
     sequences: Sequence[np.ndarray], padding: int, device: torch.device
 ) -> tuple[Int[Tensor, "P L"], Int[Tensor, "P L"]]:
-    """Ids and mask with every sequence ending in the last column."""
+    """Token ids and mask, padded on the left."""
     width = max(len(ids) for ids in sequences)
     rows, mask = np.full((len(sequences), width), padding), np.zeros((len(sequences), width), np.int64)
     for row, attended, ids in zip(rows, mask, sequences, strict=True):

@@ -1,8 +1,7 @@
-"""Episodes that somebody else's program drives: it talks to an OpenAI endpoint, and the trainer sees exact tokens.
+"""Episodes driven by another program, which talks to an OpenAI endpoint while the trainer sees exact tokens.
 
-For each episode the program gets a base url of its own. What it sends there and what comes back is one conversation,
-kept as tokens; when the program is done it says a reward, or leaves that to the recipe's rewards. It need not know that
-it is being trained with.
+For each episode the program gets its own base url; requests to it are one conversation, kept as tokens. The program
+returns a reward, or leaves that to the recipe's rewards. It need not know that it is used for training.
 """
 
 import json
@@ -29,30 +28,29 @@ from logitless.seeds import derived_seed
 from logitless.types import Completion, Episode, Prompt
 
 Drive: TypeAlias = Callable[[str, Mapping[str, Any], int], float | None]
-"""``(base_url, row, seed) -> reward``: one episode, start to end, through any OpenAI client."""
+"""``(base_url, row, seed) -> reward``: runs one episode through any OpenAI client."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
-    """A program of yours that drives the policy through an OpenAI endpoint on loopback; it has your rights.
+    """A program of yours that drives the policy through an OpenAI endpoint on loopback; it runs with your rights.
 
     Give `function` or `command`. A command reads one JSON object (`id`, `prompt`, `messages`, `seed` and the row's
     columns) from its standard input, finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment, and may print
-    `{"reward": 0.5}` as its last line. A program that fails, or goes back in its conversation, ends its episode without
-    a reward.
+    `{"reward": 0.5}` as its last line. If a program fails, or changes earlier messages, its episode has no reward.
 
     Args:
         function: `package.module:function` or `./file.py:function`, called with base url, row and seed; returns the
             reward or null. `logitless.integrations.verifiers:play_task` plays tasks of verifiers.
-        options: what the function is called with besides, by name.
+        options: further keyword arguments of the function.
         command: program and arguments.
         concurrency: episodes at a time.
-        seconds: for one episode; a command is ended then.
+        seconds: time limit of a command, which is killed then.
         format: how the policy writes tool calls, for programs that send tools.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template between turns.
 
     Raises:
-        ConfigurationError: neither of the two or both, or a limit that is not positive.
+        ConfigurationError: neither or both of function and command, or a limit that is not positive.
 
     Example:
         >>> Harness(command=("python", "solve.py")).concurrency
@@ -81,10 +79,10 @@ class Harness:
             )
 
     def drive(self) -> Drive:
-        """What drives an episode.
+        """The function that runs an episode.
 
         Raises:
-            ConfigurationError: the function cannot be imported.
+            ConfigurationError: it cannot be imported.
         """
         if self.function is None:
             return self._run_command
@@ -113,7 +111,7 @@ class Harness:
                 process.wait()
             for pipe in (process.stdin, process.stdout, process.stderr):
                 assert pipe is not None
-                pipe.close()  # without reading on: what left the group may hold the other end
+                pipe.close()  # without reading to the end: a process that left the group may keep it open
         if process.returncode != 0:
             raise RuntimeError(f"the harness ended with status {process.returncode}: {errors[-500:]}")
         last = (printed.strip().splitlines() or [""])[-1]
@@ -126,12 +124,12 @@ class Harness:
 
 @dataclass(frozen=True)
 class HarnessEpisodes:
-    """Has episodes by a harness, against a server that lives as long as a round.
+    """Runs a harness against a server that serves one batch of episodes.
 
     Args:
-        drive: one episode.
+        drive: runs one episode.
         tokenizer: of the policy.
-        concurrency, format, template: as ``Harness`` has them.
+        concurrency, format, template: see ``Harness``.
         chat_template_kwargs: further variables of the tokenizer's chat template.
     """
 
@@ -152,48 +150,56 @@ class HarnessEpisodes:
         seed: int,
         limits: Limits,
     ) -> tuple[list[Prompt], list[list[Episode]]]:
-        """``num_samples`` episodes of each prompt, and the prompts as the policy read them.
+        """``num_samples`` episodes of each prompt, and the prompts that the policy read.
 
-        A harness writes what the policy reads first, be it the row's prompt or not: a group's prompt is what its
-        episodes have in common, and the rest of it stands in the completions, where it is not trained on.
+        The harness writes the first messages, whether or not they are the row's prompt. The returned prompt is what the
+        episodes of its group have in common; the rest is at the front of the completions, where it is not trained on.
 
         Args:
-            engine: samples, while nothing else asks it.
+            engine: samples, for this call alone.
             prompts: with distinct ids.
             num_samples: of each.
-            options: of a turn, the same for all.
-            seed: of the round.
+            options: of every turn.
+            seed: of the batch.
             limits: of an episode.
 
         Raises:
-            EngineError: the engine's, whatever the harness made of the answer that said so.
+            EngineError: the engine failed, even if the harness handled the server's error.
         """
-        settings: dict[str, Any] = {"limits": limits, "format": self.format, "template": self.template}
-        settings["chat_template_kwargs"] = self.chat_template_kwargs
-        remembering = _Remembering(engine)
+        failing = _FailingOnce(engine)
         with (
-            EngineServer(remembering, self.tokenizer, options, seed=seed, own_settings=False, **settings) as server,
+            EngineServer(
+                failing,
+                self.tokenizer,
+                options,
+                seed=seed,
+                limits=limits,
+                format=self.format,
+                template=self.template,
+                chat_template_kwargs=self.chat_template_kwargs,
+                own_settings=False,
+            ) as server,
             ThreadPoolExecutor(max_workers=self.concurrency) as threads,
         ):
-            asked = [(prompt, g) for prompt in prompts for g in range(num_samples)]
+            samples = [(prompt, g) for prompt in prompts for g in range(num_samples)]
             try:
-                had = list(threads.map(lambda each: self._one(server, *each, seed=seed, limits=limits), asked))
-            except BaseException:  # Ctrl-C too: no episode begins any more, and those under way are refused
-                remembering.failure = EngineError(
+                runs = list(threads.map(lambda each: self._run(server, *each, seed=seed, limits=limits), samples))
+            except BaseException:  # Ctrl-C too: begin no further episode, and refuse requests of those under way
+                failing.failure = EngineError(
                     needed="a round that goes on", given="one that was given up", remedy="Look for why it was."
                 )
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
-        if remembering.failure is not None:
-            raise remembering.failure
-        groups = [had[p * num_samples : (p + 1) * num_samples] for p in range(len(prompts))]
-        told = [_with_common_prompt(p, group) for p, group in zip(prompts, groups, strict=True)]
-        return [prompt for prompt, _ in told], [group for _, group in told]
+        if failing.failure is not None:
+            raise failing.failure
+        groups = [runs[p * num_samples : (p + 1) * num_samples] for p in range(len(prompts))]
+        pairs = [_with_common_prompt(p, group) for p, group in zip(prompts, groups, strict=True)]
+        return [prompt for prompt, _ in pairs], [episodes for _, episodes in pairs]
 
-    def _one(
+    def _run(
         self, server: EngineServer, prompt: Prompt, sample: int, *, seed: int, limits: Limits
     ) -> tuple[np.ndarray, Episode]:
-        """The tokens that the policy read first, and the episode."""
+        """The prompt tokens of the first request, and the episode."""
         session = f"{derived_seed('session', prompt.id, sample):x}"
         most = None if limits.max_tokens is None else len(prompt.token_ids) + limits.max_tokens
         base_url = server.open_session(session, most_tokens=most)
@@ -204,15 +210,15 @@ class HarnessEpisodes:
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
         found = server.close_session(session)
-        if not found.cut:  # a harness that stumbles over its limit has played to it
+        if not found.cut:  # a harness may fail because a limit refused its request; the episode is complete then
             found.failure = found.failure or failure
         episode = found.episode(reward)
         read = np.zeros(0, np.int64) if found.prompt is None else found.prompt.token_ids
         return read, replace(episode, completion=replace(episode.completion, prompt_id=prompt.id))
 
 
-class _Remembering:
-    """An ``Engine`` that, once it has failed, is not asked again: every further call raises what the first one did."""
+class _FailingOnce:
+    """An ``Engine`` that is not called again once it has failed: further calls raise the first error."""
 
     def __init__(self, inner: Engine) -> None:
         self._inner = inner
@@ -236,11 +242,11 @@ class _Remembering:
         self._inner.close()
 
 
-def _with_common_prompt(prompt: Prompt, had: Sequence[tuple[np.ndarray, Episode]]) -> tuple[Prompt, list[Episode]]:
-    """The prompt that all episodes of a group begin with, and the rest of each one's at the front of its completion."""
-    read = [ids for ids, _ in had if len(ids)]
+def _with_common_prompt(prompt: Prompt, runs: Sequence[tuple[np.ndarray, Episode]]) -> tuple[Prompt, list[Episode]]:
+    """The longest common beginning as the group's prompt; what each episode has beyond it moves to its completion."""
+    read = [ids for ids, _ in runs if len(ids)]
     if not read:
-        return prompt, [episode for _, episode in had]
+        return prompt, [episode for _, episode in runs]
     shortest = min(map(len, read))
     differ = np.any([ids[:shortest] != read[0][:shortest] for ids in read], axis=0)
     common = read[0][: int(differ.argmax()) if differ.any() else shortest]
@@ -252,13 +258,13 @@ def _with_common_prompt(prompt: Prompt, had: Sequence[tuple[np.ndarray, Episode]
         )
     episodes = [
         replace(episode, completion=_with_read(episode.completion, ids[len(common) :])) if len(ids) else episode
-        for ids, episode in had
+        for ids, episode in runs
     ]
     return replace(prompt, token_ids=common), episodes
 
 
 def _with_read(completion: Completion, read: np.ndarray) -> Completion:
-    """The completion with tokens before it that were read and not sampled."""
+    """The completion with prompt tokens in front, which are not trained on."""
     if not len(read):
         return completion
     first = 0 if completion.turn is None or not completion.length else int(completion.turn[0])

@@ -1,4 +1,4 @@
-"""The environments a recipe can name, told apart by ``name``, and how one is made ready for a policy."""
+"""The environments that a recipe can name, and how one is made for a policy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +18,12 @@ from logitless.rollout.environments.tool_environment import ToolEnvironment
 
 @dataclass(frozen=True, kw_only=True)
 class OwnEnvironment:
-    """An environment of yours, by the import path of what makes it; it runs in this process, with your rights.
+    """An environment of yours, by import path; it runs in this process, with your rights.
 
     Args:
-        factory: `package.module:name`, or `./file.py:name` from the recipe's folder, of what returns an object with
-            `start` and `reply`.
-        options: what the function is called with.
+        factory: `package.module:name`, or `./file.py:name` from the recipe's folder; returns an object with `start` and
+            `reply`.
+        options: keyword arguments of the factory.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
 
     Example:
@@ -42,7 +42,7 @@ class OwnEnvironment:
         """The environment.
 
         Raises:
-            ConfigurationError: the path cannot be imported, or gives something else.
+            ConfigurationError: the path cannot be imported, or returns something else.
         """
         environment = made(self.factory, self.options, what="an environment", key="rollout.environment.factory")
         if not isinstance(environment, Environment):
@@ -55,11 +55,11 @@ class OwnEnvironment:
 
 
 EnvironmentOptions: TypeAlias = ToolEnvironment | GuessingGame | OwnEnvironment | Harness
-"""Of ``rollout.environment``; tools and the game are themselves the environment, the others say how one is made."""
+"""The section ``rollout.environment``."""
 
 
 def pays(options: EnvironmentOptions | None) -> bool:
-    """Whether an environment may pay at its turns, so that a recipe needs no reward beside it.
+    """Whether the environment may give rewards, so that a recipe needs none beside it.
 
     Example:
         >>> pays(GuessingGame()), pays(None)
@@ -73,7 +73,7 @@ def environment_of(
     tokenizer: PreTrainedTokenizerBase,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Environment | Driver:
-    """The environment of a recipe, checked, its messages rendered as the policy reads them.
+    """The environment of a recipe, checked, with its messages rendered to tokens.
 
     Args:
         options: of the recipe; None for single turns.
@@ -81,15 +81,14 @@ def environment_of(
         chat_template_kwargs: further variables of its chat template.
 
     Raises:
-        ConfigurationError: it cannot be made, or the chat template does not take what it says.
+        ConfigurationError: it cannot be made, or the chat template refuses its messages.
         UnavailableError: this machine lacks what its tools need.
     """
     if options is None:
         return SingleTurn()
     if isinstance(options, Harness):
-        settings: dict[str, Any] = {"format": options.format, "template": options.template}
         return HarnessEpisodes(
-            options.drive(), tokenizer, options.concurrency, **settings, chat_template_kwargs=chat_template_kwargs
+            options.drive(), tokenizer, options.concurrency, options.format, options.template, chat_template_kwargs
         )
     inner = options.made() if isinstance(options, OwnEnvironment) else options
     turns = ChatTurns(tokenizer, template=options.template, chat_template_kwargs=chat_template_kwargs)

@@ -1,4 +1,4 @@
-"""A text game: the policy asks, the game says where it stands, and pays when it is won."""
+"""A text game: the policy guesses a number and gets a reward when it finds it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,14 +19,14 @@ class _Game:
 
 @dataclass(frozen=True, kw_only=True)
 class GuessingGame:
-    """Find a number: each guess is answered with `higher` or `lower`, until it is found or the turns are over.
+    """Find a number: the reply to each guess is `higher` or `lower`, until it is found or the turns are over.
 
-    The last whole number of a turn is the guess; a turn without one is answered with `no` and counts. The game pays 1
-    for the number, `per_guess` less for each guess before it. Rows of `{name: guessing}` data have it in `secret`.
+    The last whole number of a turn is the guess; a turn without one gets the reply `no` and counts. The reward is 1 for
+    the number, less `per_guess` for each guess before it. `{name: guessing}` data has the number in column `secret`.
 
     Args:
         column: column with the number.
-        per_guess: taken off for each further guess, so that halving the range pays best.
+        per_guess: taken off for each further guess, so that halving the range is best.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
 
     Raises:
@@ -63,13 +63,13 @@ class GuessingGame:
         return _Game(_secret(prompt.columns, self.column, prompt.id))
 
     def reply(self, state: _Game, turn: Completion) -> Reply:
-        """Where the guess stands, or the end."""
+        """A hint, or the end with a reward."""
         guess = last_number(turn.text)
         if guess == state.secret:
             return Reply(max(0.0, 1 - self.per_guess * len(state.guesses)))
         state.guesses.append(-1 if guess is None else guess)
-        said = "no" if guess is None else "higher" if guess < state.secret else "lower"
-        return Reply(messages=({"role": "user", "content": said},))
+        hint = "no" if guess is None else "higher" if guess < state.secret else "lower"
+        return Reply(messages=({"role": "user", "content": hint},))
 
 
 def last_number(text: str) -> int | None:

@@ -1,4 +1,4 @@
-"""The environment that runs tools: it answers a turn with a call in it, and ends the episode at one without."""
+"""An environment that runs the tool calls in a turn, and ends the episode at a turn without calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,16 +13,16 @@ from logitless.types import Completion, Prompt
 
 @dataclass(frozen=True, kw_only=True)
 class ToolEnvironment:
-    """Runs the tools that a turn calls, and says what came of each in a message of its own.
+    """Runs the tools that a turn calls, and replies with the result of each call in a message of its own.
 
     Args:
-        tools: that there are, each once.
+        tools: each once.
         format: how the policy writes a call. tags: `<calculator>2+2</calculator>`; tool_call: JSON in `<tool_call>`
             (Qwen, Hermes); json: the whole turn (Llama 3, Mistral).
-        role: who speaks the results, where the chat template has no tools.
+        role: of the results; `user` for chat templates without tools.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
-        max_calls: of one turn; further ones are not run, and the policy is told.
-        call_reward: paid for a turn whose calls could all be read and run, even with errors of the tool.
+        max_calls: of one turn; further calls are refused with an error message.
+        call_reward: for a turn whose calls could all be parsed and run, even if a tool reported an error.
 
     Raises:
         ConfigurationError: no tool, or one twice.
@@ -61,19 +61,19 @@ class ToolEnvironment:
         return [tool.schema for tool in self.tools]
 
     def check(self) -> None:
-        """What the tools need is there."""
+        """Check that this machine has what the tools need."""
         for tool in self.tools:
             tool.check()
 
     def start(self, prompt: Prompt, *, seed: int) -> None:
-        """Nothing to remember: a call has a process of its own."""
+        """No state: each call has a process of its own."""
 
     def reply(self, state: None, turn: Completion) -> Reply:
-        """The results of a turn's calls; the end where it makes none."""
+        """The results of a turn's calls; the end if it has none."""
         return self.replies([state], [turn])[0]
 
     def replies(self, states: Sequence[None], turns: Sequence[Completion]) -> list[Reply]:  # noqa: ARG002
-        """``reply`` of each; all calls of a tool run side by side."""
+        """``reply`` of each; all calls of a tool run in parallel."""
         names = [tool.name for tool in self.tools]
         calls = [tool_calls(turn.text, names, self.format) for turn in turns]
         results: dict[tuple[int, int], Result] = {}
@@ -87,23 +87,24 @@ class ToolEnvironment:
             if places:
                 found = tool.run([calls[i][j].arguments for i, j in places])
                 results |= dict(zip(places, found, strict=True))
-        return [self._answer(i, of_turn, results) for i, of_turn in enumerate(calls)]
+        return [self._reply(i, of_turn, results) for i, of_turn in enumerate(calls)]
 
-    def _answer(self, turn: int, calls: Sequence[Call], results: dict[tuple[int, int], Result]) -> Reply:
+    def _reply(self, turn: int, calls: Sequence[Call], results: dict[tuple[int, int], Result]) -> Reply:
         if not calls:
             return Reply()
-        said = [results.get((turn, j)) or Result(self._refusal(j, call)) for j, call in enumerate(calls)]
-        if failures := [result.failure for result in said if result.failure]:
+        of_calls = [results.get((turn, j)) or Result(self._refusal(j, call)) for j, call in enumerate(calls)]
+        if failures := [result.failure for result in of_calls if result.failure]:
             return Reply(failure=failures[0])
+        messages: list[dict[str, Any]]
         if self.role == "user":
-            messages: list[dict[str, Any]] = [{"role": "user", "content": "\n".join(result.text for result in said)}]
+            messages = [{"role": "user", "content": "\n".join(result.text for result in of_calls)}]
         else:
             messages = [
                 {"role": "tool", "content": result.text, "name": call.name or "tool", "tool_call_id": f"{j:09d}"}
-                for j, (call, result) in enumerate(zip(calls, said, strict=True))
+                for j, (call, result) in enumerate(zip(calls, of_calls, strict=True))
             ]
-        ran = all((turn, j) in results for j in range(len(calls)))
-        return Reply(self.call_reward if ran else 0.0, tuple(messages))
+        all_ran = all((turn, j) in results for j in range(len(calls)))
+        return Reply(self.call_reward if all_ran else 0.0, tuple(messages))
 
     def _refusal(self, number: int, call: Call) -> str:
         if number >= self.max_calls:
@@ -112,7 +113,7 @@ class ToolEnvironment:
 
 
 def tools_of(environment: Any) -> list[dict[str, Any]] | None:
-    """The schemas of the tools that the policy is told of: the environment's ``schemas``, where it has any.
+    """The tool schemas for the policy's chat template: the environment's ``schemas``, if it has any.
 
     Example:
         >>> from logitless.rollout.environment import SingleTurn

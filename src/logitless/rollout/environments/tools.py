@@ -1,7 +1,7 @@
-"""Tools that a policy can use: each runs in the rewards' worker processes, behind their deadlines and in their sandbox.
+"""Tools that a policy can call; they run in the rewards' worker processes, with their deadlines and sandbox.
 
-A tool is given the arguments of many calls at once and says of each what the policy is to read. What a call brings upon
-itself (an error, too long a run) is read as text; what is the machine's own failure ends the episode without a reward.
+An error that the call causes (also too long a run) is a result that the policy reads; a failure of the machine ends the
+episode without a reward.
 """
 
 import math
@@ -23,11 +23,11 @@ _START_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a call.
+    """The result of a call.
 
     Args:
         text: for the policy to read.
-        failure: why there is none, where the machine failed.
+        failure: why there is no text, if the machine failed.
 
     Example:
         >>> Result("4").failure
@@ -43,16 +43,16 @@ class Tool(ABC):
     """A tool with one argument, a text.
 
     Args:
-        deadline_seconds: for one call: of the processor's time while it computes, else of the clock.
-        max_characters: of what it says; the rest is cut, and said to be.
+        deadline_seconds: for one call: processor time while it computes, wall-clock time while it waits.
+        max_characters: of its text; the rest is cut, with a note.
 
     Raises:
         ConfigurationError: a limit that is not positive.
 
     Attributes:
-        name: how the policy calls it.
-        description: what the chat template tells the policy of it.
-        argument: the name of its argument.
+        name: that the policy calls it by.
+        description: for the chat template.
+        argument: name of its argument.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -72,25 +72,25 @@ class Tool(ABC):
             )
 
     def check(self) -> None:  # noqa: B027 - most need nothing
-        """What it needs is there."""
+        """Check that this machine has what the tool needs."""
 
     @property
     def schema(self) -> dict[str, Any]:
-        """As chat templates and OpenAI's API take it."""
+        """Its schema for chat templates and OpenAI's API."""
         parameters = {"type": "object", "properties": {self.argument: {"type": "string"}}, "required": [self.argument]}
         about = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": about}
 
     def run(self, arguments: Sequence[Mapping[str, Any]]) -> list[Result]:
-        """What came of each call, in order."""
+        """The result of each call, in order."""
         given = [each.get(self.argument, each.get("")) for each in arguments]
-        said = iter(self.run_texts([text for text in given if isinstance(text, str)]))
+        results = iter(self.run_texts([text for text in given if isinstance(text, str)]))
         missing = Result(f"error: {self.argument} must be a text")
-        return [self._cut(next(said)) if isinstance(text, str) else missing for text in given]
+        return [self._cut(next(results)) if isinstance(text, str) else missing for text in given]
 
     @abstractmethod
     def run_texts(self, texts: Sequence[str]) -> list[Result]:
-        """What came of each text."""
+        """The result of each argument."""
 
     def _cut(self, result: Result) -> Result:
         if len(result.text) <= self.max_characters:
@@ -100,7 +100,7 @@ class Tool(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Calculator(Tool):
-    """The value of an expression: numbers, ``+ - * / // % **`` and brackets, exact where it is whole.
+    """The value of an expression of numbers, ``+ - * / // % **`` and brackets; exact if it is whole.
 
     Example:
         >>> Calculator().run([{"expression": "37*48"}, {"expression": "1/0"}, {"expression": 3}])
@@ -114,16 +114,16 @@ Result(text='error: expression must be a text', failure='')]
     name: Literal["calculator"] = "calculator"
 
     def run_texts(self, texts: Sequence[str]) -> list[Result]:
-        """In worker processes, which evaluate numbers and nothing else."""
+        """Evaluate each in a worker process, which computes with numbers and nothing else."""
         outcomes = shared_pool("calculator").run(
             "logitless.rewards.workers.arithmetic:evaluated",
             [(text,) for text in texts],
             deadline_seconds=self.deadline_seconds,
             memory_bytes=256 * MEBIBYTE,
         )
-        return [self._said(outcome) for outcome in outcomes]
+        return [self._result(outcome) for outcome in outcomes]
 
-    def _said(self, outcome: Outcome) -> Result:
+    def _result(self, outcome: Outcome) -> Result:
         if outcome.status == "done":
             value = outcome.value
             return Result(value["value"] if "value" in value else f"error: {value['error']}")
@@ -132,7 +132,7 @@ Result(text='error: expression must be a text', failure='')]
 
 @dataclass(frozen=True, kw_only=True)
 class Python(Tool):
-    """What a program prints, in a fresh interpreter in the sandbox of the ``code`` reward.
+    """The output of a program, run by a fresh interpreter in the sandbox of the ``code`` reward.
 
     Args:
         memory_mib: memory for one call.
@@ -151,7 +151,7 @@ class Python(Tool):
     sandbox: SandboxOption = "required"
 
     def check(self) -> None:
-        """There is a sandbox, or the recipe does without.
+        """Check that there is a sandbox, unless the recipe does without.
 
         Raises:
             UnavailableError: there is none.
@@ -159,7 +159,7 @@ class Python(Tool):
         require_sandbox("program", self.sandbox)
 
     def run_texts(self, texts: Sequence[str]) -> list[Result]:
-        """Each program in a process of its own."""
+        """Run each program in a process of its own."""
         self.check()
         limits = (self.deadline_seconds, self.memory_mib * MEBIBYTE, self.sandbox == "required")
         outcomes = program_pool().run(
@@ -167,9 +167,9 @@ class Python(Tool):
             [(text, *limits) for text in texts],
             deadline_seconds=MAX_DEADLINES * self.deadline_seconds + _START_SECONDS,
         )
-        return [self._said(outcome) for outcome in outcomes]
+        return [self._result(outcome) for outcome in outcomes]
 
-    def _said(self, outcome: Outcome) -> Result:
+    def _result(self, outcome: Outcome) -> Result:
         if outcome.status != "done":
             return _without_value(outcome)
         value = outcome.value
@@ -187,7 +187,7 @@ ToolOptions: TypeAlias = Annotated[Calculator | Python, Field(discriminator="nam
 
 
 def _without_value(outcome: Outcome) -> Result:
-    """What the policy reads of a call that ended badly, unless that was not its doing."""
+    """The result of a call that ended badly: an error for the policy, or a failure that it did not cause."""
     if outcome.status in ("idle", "raised"):
         return Result(failure=f"{outcome.status}: {outcome.message}")
     return Result(f"error: {outcome.status}")
