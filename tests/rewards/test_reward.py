@@ -236,12 +236,6 @@ def test_gates_alone_are_refused():
         weighted([MinimumLength()])
 
 
-def test_a_reward_that_gives_another_number_of_verdicts_is_refused(monkeypatch):
-    monkeypatch.setattr(Length, "verdicts", lambda *_: [MISSING])
-    with pytest.raises(InputError, match="1 from reward 'length'"):
-        scored(weighted([Length()]), ["a", "b"], {})
-
-
 def _episodes(prompts, num_samples=2, **fields) -> list[list[Episode]]:
     """Completions ``<prompt id><number>``."""
     return [
@@ -303,15 +297,11 @@ def test_a_reward_that_judges_episodes_is_given_them_and_the_others_their_text()
     assert group.rewards == (0.0, 2.0)
 
 
-def test_a_reward_of_episodes_that_says_too_little_is_refused_by_name(monkeypatch):
-    monkeypatch.setattr(Turns, "episode_verdicts", lambda *_: [])
-    with pytest.raises(InputError, match="a verdict for each of 1 completions; given 0 from reward 'turns'"):
-        judge(
-            [Prompt("7", "?", (4,))],
-            [[Episode(Completion("7", (4,), "4", "stop"), ())]],
-            [WeightedReward(Turns(), name="turns")],
-            unscored="drop",
-        )
+@pytest.mark.parametrize(("reward", "method"), [(Length, "verdicts"), (Turns, "episode_verdicts")])
+def test_a_reward_that_gives_another_number_of_verdicts_is_refused_by_name(reward, method, monkeypatch):
+    monkeypatch.setattr(reward, method, lambda *_: [MISSING])
+    with pytest.raises(InputError, match="a verdict for each of 2 completions; given 1 from reward 'named'"):
+        scored([WeightedReward(reward(), name="named")], ["a", "b"], {})
 
 
 def test_without_rewards_what_the_environment_paid_is_the_reward_and_its_failure_is_no_zero():

@@ -53,7 +53,6 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        filters = self.top_p < 1 or self.top_k is not None or self.min_p > 0
         for wrong, needed, given, remedy in (
             (self.max_new_tokens < 1, "max_new_tokens of at least 1", self.max_new_tokens, "Use for example 256."),
             (not 0 <= self.temperature < float("inf"), "a temperature >= 0", self.temperature, "Use for example 1."),
@@ -87,7 +86,7 @@ class SamplingOptions:
             ),
             ("" in self.stop, "stop strings with characters", "an empty one", "Leave it out."),
             (
-                self.temperature == 0 and filters,
+                self.temperature == 0 and self._has_filter,
                 "no filter at temperature 0, which takes the most likely token",
                 f"top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p}",
                 "Leave top_p, top_k and min_p out, or use the options' greedy().",
@@ -98,9 +97,12 @@ class SamplingOptions:
 
     @property
     def filters_distribution(self) -> bool:
-        """Whether tokens are sampled from something else than the model's softmax at this temperature."""
-        filters = self.top_p < 1 or self.top_k is not None or self.min_p > 0
-        return self.temperature == 0 or filters or bool(self.penalties)
+        """Whether tokens are not sampled from the model's softmax at this temperature."""
+        return self.temperature == 0 or self._has_filter or bool(self.penalties)
+
+    @property
+    def _has_filter(self) -> bool:
+        return self.top_p < 1 or self.top_k is not None or self.min_p > 0
 
     @property
     def penalties(self) -> tuple[str, ...]:

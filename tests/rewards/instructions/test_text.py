@@ -89,7 +89,8 @@ def test_without_the_tagger_the_data_is_named(monkeypatch):
     ],
 )
 def test_without_a_package_the_extra_is_named(monkeypatch, package, instruction_id):
-    monkeypatch.setitem(sys.modules, package, None)
+    for name in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     case = CASES[instruction_id].passes
     with pytest.raises(UnavailableError, match=r"logitless\[rewards\]"):
         INSTRUCTIONS[instruction_id].check(case.text, **case.arguments)

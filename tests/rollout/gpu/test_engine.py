@@ -149,12 +149,6 @@ def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_th
         assert (sampled > scores.logp.cpu() + 1e-2).any()
 
 
-def test_at_temperature_0_nothing_is_said_of_a_softmax():
-    [completion] = engine_of().sample(PROMPTS[:1], 1, SamplingOptions(max_new_tokens=2, temperature=0.0), seed=1)[0]
-    assert completion.logp_policy is None
-    assert completion.entropy_sampler is None
-
-
 def test_the_steps_are_kept_from_call_to_call_and_made_anew_where_the_model_has_moved():
     model = model_of(end_bias=0.0)
     engine, options = engine_of(model), SamplingOptions(max_new_tokens=2)
@@ -170,10 +164,11 @@ def test_the_steps_are_kept_from_call_to_call_and_made_anew_where_the_model_has_
     assert engine._steps is not kept
 
 
-def test_greedy_completions_are_the_same_and_certain():
+def test_greedy_completions_are_the_same_and_certain_and_nothing_is_said_of_a_softmax():
     one, other = engine_of().sample(PROMPTS[:1], 2, SamplingOptions(max_new_tokens=3, temperature=0.0), seed=1)[0]
     assert one.token_ids.tolist() == other.token_ids.tolist()
     assert one.logp_sampler.tolist() == [0.0] * one.length
+    assert (one.logp_policy, one.entropy_sampler) == (None, None)
 
 
 @pytest.mark.slow

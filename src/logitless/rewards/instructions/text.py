@@ -74,7 +74,7 @@ def sentences(text: str) -> list[str]:
     if not any(mark in text for mark in ".?!"):
         whole = text.rstrip()
         return [whole] if whole else []
-    splitter = _punkt().PunktSentenceTokenizer(_punkt_parameters(), lang_vars=_punkt_language())
+    splitter = _module("nltk.tokenize.punkt").PunktSentenceTokenizer(_punkt_parameters(), lang_vars=_punkt_language())
     # Without a cache a text that repeats one phrase takes seconds.
     splitter.text_contains_sentbreak = functools.cache(splitter.text_contains_sentbreak)
     return list(splitter.tokenize(text))
@@ -166,7 +166,7 @@ def language(text: str) -> str | None:
         >>> language("Das ist ein schöner Tag."), language("12345")
         ('de', None)
     """
-    langdetect = _package("langdetect")
+    langdetect = _module("langdetect")
     with _LANGUAGE_LOCK:
         factory = _language_factory()
     detector = factory.create()
@@ -184,7 +184,7 @@ def syllables(word: str) -> int:
         >>> syllables("banana")
         3
     """
-    return int(_package("syllapy").count(word))
+    return int(_module("syllapy").count(word))
 
 
 def is_emoji(character: str) -> bool:
@@ -194,7 +194,7 @@ def is_emoji(character: str) -> bool:
         >>> is_emoji("🙂"), is_emoji("🇫")
         (True, False)
     """
-    return bool(_package("emoji").is_emoji(character))
+    return bool(_module("emoji").is_emoji(character))
 
 
 def ends_with_emoji(text: str) -> bool:
@@ -205,7 +205,7 @@ def ends_with_emoji(text: str) -> bool:
         (True, False)
     """
     tail = text[-40:]
-    found = _package("emoji").emoji_list(tail)
+    found = _module("emoji").emoji_list(tail)
     return bool(found) and found[-1]["match_end"] == len(tail)
 
 
@@ -216,7 +216,7 @@ def starts_with_emoji(text: str) -> bool:
         >>> starts_with_emoji("🇫🇷 Allez"), starts_with_emoji("Allez 🇫🇷")
         (True, False)
     """
-    found = _package("emoji").emoji_list(text[:40])
+    found = _module("emoji").emoji_list(text[:40])
     return bool(found) and found[0]["match_start"] == 0
 
 
@@ -240,7 +240,7 @@ def require(needs: Iterable[str]) -> None:
     """
     for need in needs:
         if need in PACKAGES:
-            _package(PACKAGES[need])
+            _module(PACKAGES[need])
 
 
 class _NoCounts(dict[str, int]):
@@ -250,12 +250,13 @@ class _NoCounts(dict[str, int]):
         return 0
 
 
-def _package(name: str) -> Any:
+def _module(name: str) -> Any:
+    """A module of an optional package."""
     try:
         return importlib.import_module(name)
     except ImportError:
         raise UnavailableError(
-            needed=f"the package {name!r}",
+            needed=f"the package {name.partition('.')[0]!r}",
             given="an environment without it",
             remedy='Install the extra: pip install "logitless[rewards]"',
         ) from None
@@ -263,22 +264,16 @@ def _package(name: str) -> Any:
 
 @functools.cache
 def _language_factory() -> Any:
-    _package("langdetect")
-    module = importlib.import_module("langdetect.detector_factory")
+    module = _module("langdetect.detector_factory")
     factory = module.DetectorFactory()
     factory.load_profile(module.PROFILES_DIRECTORY)
     factory.set_seed(0)
     return factory
 
 
-def _punkt() -> Any:
-    _package("nltk")
-    return importlib.import_module("nltk.tokenize.punkt")
-
-
 @functools.cache
 def _punkt_parameters() -> Any:
-    parameters = _punkt().PunktParameters()
+    parameters = _module("nltk.tokenize.punkt").PunktParameters()
     parameters.abbrev_types.update(ABBREVIATIONS)
     parameters.ortho_context = _NoCounts()
     return parameters
@@ -286,20 +281,18 @@ def _punkt_parameters() -> Any:
 
 @functools.cache
 def _punkt_language() -> Any:
-    return _punkt().PunktLanguageVars()
+    return _module("nltk.tokenize.punkt").PunktLanguageVars()
 
 
 @functools.cache
 def _word_tokenizer() -> Any:
-    _package("nltk")
-    return importlib.import_module("nltk.tokenize.destructive").NLTKWordTokenizer()
+    return _module("nltk.tokenize.destructive").NLTKWordTokenizer()
 
 
 @functools.cache
 def _tagger() -> Any:
-    _package("nltk")
     try:
-        return importlib.import_module("nltk.tag.perceptron").PerceptronTagger()
+        return _module("nltk.tag.perceptron").PerceptronTagger()
     except LookupError:
         raise UnavailableError(
             needed=f"nltk's tagger data {TAGGER!r}",

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, cast
+from typing import Literal, TypeAlias
 
 from logitless.errors import LogitlessError, UnavailableError
 from logitless.rewards.workers.pool import FIND_LAYERS, Way, program_pool, shared_pool
@@ -76,11 +76,10 @@ def sandbox_of(contained: Contained) -> Sandbox:
 
 @functools.cache
 def _sandbox_of(_pid: int, contained: Contained) -> Sandbox:
-    kinds, task, way = (
-        (tuple(CLAIMS), "logitless.rewards.workers.programs:spy", "kept")
-        if contained == "program"
-        else (OF_A_GRADER, "logitless.rewards.workers.spy:reached", "confined")
-    )
+    program = contained == "program"
+    kinds = tuple(CLAIMS) if program else OF_A_GRADER
+    task = "logitless.rewards.workers.programs:spy" if program else "logitless.rewards.workers.spy:reached"
+    way: Way = "kept" if program else "confined"
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as listening:
         secret = Path(folder) / "secret"
         secret.write_text("swordfish")
@@ -89,9 +88,9 @@ def _sandbox_of(_pid: int, contained: Contained) -> Sandbox:
         ]
         arguments = ([os.getpid()], listening.getsockname()[1], str(secret), places, kinds)
         try:
-            pool = program_pool() if contained == "program" else shared_pool()
+            pool = program_pool() if program else shared_pool()
             layers = tuple(pool.run(FIND_LAYERS, [()])[0].value or ())
-            [outcome] = pool.run(task, [arguments], deadline_seconds=PROBE_SECONDS, ways=cast(Way, way))
+            [outcome] = pool.run(task, [arguments], deadline_seconds=PROBE_SECONDS, ways=way)
         except LogitlessError as error:
             return Sandbox((), (), str(error))
     if outcome.status != "done" or not isinstance(outcome.value, list):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_u64, _size = ctypes.c_uint64, ctypes.c_size_t
 _OUT_OF_MEMORY = 2
 _PINNED, _DEVICE, _READ_WRITE = 1, 1, 3  # of the driver's enumerations
 
@@ -92,34 +93,27 @@ class PageMemory:
             return
         torch.cuda.synchronize(self.device)
         for address in self._mapped:
-            _driver("cuMemUnmap", ctypes.c_uint64(address), ctypes.c_size_t(self._size))
+            _driver("cuMemUnmap", _u64(address), _size(self._size))
         self._mapped = []
 
     def __del__(self) -> None:
         if self._span:
             with suppress(Exception):  # at the end of the process the driver may be gone
                 self.close()
-                _driver("cuMemAddressFree", ctypes.c_uint64(self._first), ctypes.c_size_t(self._span * self.parts))
+                _driver("cuMemAddressFree", _u64(self._first), _size(self._span * self.parts))
 
     def _properties(self) -> _Properties:
         return _Properties(type=_PINNED, location=_Location(_DEVICE, self.device.index or 0))
 
     def _reserve(self) -> None:
         torch.cuda.synchronize(self.device)  # makes the device's context current in this thread
-        unit, properties = ctypes.c_size_t(), self._properties()
+        unit, properties = _size(), self._properties()
         _driver("cuMemGetAllocationGranularity", ctypes.byref(unit), ctypes.byref(properties), 0)
         self._unit = unit.value
         total = torch.cuda.get_device_properties(self.device).total_memory
         self._span = -(-total // self.parts // self._unit) * self._unit
-        first = ctypes.c_uint64()
-        _driver(
-            "cuMemAddressReserve",
-            ctypes.byref(first),
-            ctypes.c_size_t(self._span * self.parts),
-            ctypes.c_size_t(0),
-            ctypes.c_uint64(0),
-            ctypes.c_ulonglong(0),
-        )
+        first = _u64()
+        _driver("cuMemAddressReserve", ctypes.byref(first), _size(self._span * self.parts), _size(0), _u64(0), _u64(0))
         self._first = first.value
 
     def _map(self, size: int) -> None:
@@ -127,33 +121,14 @@ class PageMemory:
         properties = self._properties()
         access = _Access(properties.location, _READ_WRITE)
         for part in range(self.parts):
-            address, handle = self._first + part * self._span, ctypes.c_ulonglong()
-            _driver(
-                "cuMemCreate",
-                ctypes.byref(handle),
-                ctypes.c_size_t(size),
-                ctypes.byref(properties),
-                ctypes.c_ulonglong(0),
-            )
+            address, handle = self._first + part * self._span, _u64()
+            _driver("cuMemCreate", ctypes.byref(handle), _size(size), ctypes.byref(properties), _u64(0))
             try:
-                _driver(
-                    "cuMemMap",
-                    ctypes.c_uint64(address),
-                    ctypes.c_size_t(size),
-                    ctypes.c_size_t(0),
-                    handle,
-                    ctypes.c_ulonglong(0),
-                )
+                _driver("cuMemMap", _u64(address), _size(size), _size(0), handle, _u64(0))
             finally:
                 _driver("cuMemRelease", handle)  # the mapping keeps the memory
             self._mapped.append(address)
-            _driver(
-                "cuMemSetAccess",
-                ctypes.c_uint64(address),
-                ctypes.c_size_t(size),
-                ctypes.byref(access),
-                ctypes.c_size_t(1),
-            )
+            _driver("cuMemSetAccess", _u64(address), _size(size), ctypes.byref(access), _size(1))
 
 
 def _driver(name: str, *arguments: Any) -> None:
