@@ -6,7 +6,7 @@ network or another process, nor start one. The expected output stays in this pro
 printed. ``PYTHONHASHSEED`` is 0, so that a program without random numbers prints the same every time.
 
 Not prevented: finding out which files exist, using one processor and its memory until the deadline, and bugs of the
-kernel. ``sandbox.sandbox_of("program")`` says what holds on a machine.
+kernel. ``sandbox.sandbox_of("program")`` tests what holds on a machine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,8 +31,8 @@ class Code(PooledReward):
     """1 if the completion's program passes all tests, else 0; or the fraction of tests that it passes.
 
     The program is the last block fenced as ``python``, or the whole completion. A program that fails, hangs, goes over
-    a limit or kills its parent fails the test. The sandbox, and what it does not prevent, is described at the top of
-    this file; ``logitless doctor`` says what is in force.
+    a limit or kills its parent fails the test. The module's docstring describes the sandbox and what it does not
+    prevent; ``logitless doctor`` reports what is in force.
 
     Args:
         column: column with each row's tests (a list, or JSON text): ``output`` expected of a run with ``input``, or

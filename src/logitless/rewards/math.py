@@ -50,7 +50,7 @@ class Math(ConfinedReward):
         for row, verdict in enumerate(verdicts):
             if verdict.status != "graded":
                 raise DataError(
-                    needed=f"a gold answer in column {self.column!r} that math-verify can read in time",
+                    needed=f"a gold answer in column {self.column!r} that math-verify can parse in time",
                     given=f"{gold[row]!r:.80} in row {row} ({verdict.message})",
                     remedy="Write it as a number or as LaTeX, or leave the row out.",
                 )

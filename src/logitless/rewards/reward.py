@@ -205,8 +205,8 @@ def check_reserved(columns: Columns) -> None:
     clashing = sorted(RESERVED_ARGUMENTS & set(columns))
     if clashing:
         raise ConfigurationError(
-            needed="columns with names of their own",
-            given=f"{', '.join(map(repr, clashing))}, as the arguments of a reward function are called",
+            needed=f"columns with other names than {', '.join(sorted(RESERVED_ARGUMENTS))}, arguments of every reward",
+            given=", ".join(map(repr, clashing)),
             remedy="Rename them in the data section.",
         )
 

@@ -70,7 +70,7 @@ class ChatTurns:
         self.tokenizer, self.template, self.chat_template_kwargs = tokenizer, template, chat_template_kwargs
         if template is None and not tokenizer.chat_template:
             raise ConfigurationError(
-                needed="a chat template for an environment to speak in",
+                needed="a chat template for the environment's messages",
                 given="a tokenizer without one",
                 remedy="Set rollout.environment.template to plain text with {reply}.",
             )
@@ -118,14 +118,14 @@ class ChatTurns:
             )
         except TemplateError as error:
             raise ConfigurationError(
-                needed="a chat template that takes what the environment says",
+                needed="a chat template that accepts the environment's messages",
                 given=f"roles {[message['role'] for message in messages]} ({error})",
-                remedy="Let tools answer as the user (rollout.environment.role: user), or set its template.",
+                remedy="Let tools reply as the user (rollout.environment.role: user), or set its template.",
             ) from error
         _, found, after = text.partition(_PLACEHOLDER)
         if not found:
             raise ConfigurationError(
-                needed="a chat template that shows what an assistant said",
+                needed="a chat template that renders an assistant's content",
                 given="one that leaves it out",
                 remedy="Set rollout.environment.template to plain text with {reply}.",
             )

@@ -54,9 +54,9 @@ class Reply:
     def __post_init__(self) -> None:
         if (len(self.token_ids) and not self.messages) or (self.failure and self.messages):
             raise InputError(
-                needed="messages for tokens to be read as, and none beside a failure",
+                needed="messages with every token_ids, and none with a failure",
                 given=f"{len(self.messages)} messages, {len(self.token_ids)} tokens, failure {self.failure!r}",
-                remedy="Give the messages that the tokens say.",
+                remedy="Give the messages that the tokens are made of.",
             )
 
     @property
@@ -285,7 +285,7 @@ def _add_turns(environment: Environment, running: Sequence[_Running], turns: Seq
     for each, turn, reply in zip(running, turns, replies, strict=True):
         if reply.messages and not len(reply.token_ids):
             raise InputError(
-                needed="the tokens of what an environment says",
+                needed="tokens with the environment's messages",
                 given=f"{len(reply.messages)} messages without",
                 remedy="Put it into a ChatEnvironment, which renders messages with the tokenizer's chat template.",
             )

@@ -153,7 +153,7 @@ def write_completions(
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """(where it stands, row) of each completion."""
+    """(line or row number in words, content) of each completion."""
     if not path.is_file():
         raise DataError(
             needed="a file of completions", given=f"{str(path)!r}, which does not exist", remedy="Correct the path."
@@ -188,8 +188,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _completion(row: Any, place: str) -> Completion:
+    def malformed(needed: str, value: Any) -> DataError:
+        return DataError(needed=needed, given=f"{value!r} in {place}", remedy="Repair or remove the row.")
+
     if not isinstance(row, Mapping):
-        raise DataError(needed="an object a completion", given=f"{row!r} in {place}", remedy="Repair the row.")
+        raise malformed("an object a completion", row)
     for name, kind in _TYPES.items():
         value = row.get(name)
         if value is None and name not in _REQUIRED:
@@ -197,17 +200,9 @@ def _completion(row: Any, place: str) -> Completion:
         items = value if name in PER_TOKEN else [value]
         accepted = (float, int) if kind is float else kind
         if not isinstance(items, list) or any(not isinstance(item, accepted) for item in items):
-            raise DataError(
-                needed=f"{name} as {'a list of ' if name in PER_TOKEN else ''}{kind.__name__}",
-                given=f"{value!r} in {place}",
-                remedy="Repair or remove the row.",
-            )
+            raise malformed(f"{name} as {'a list of ' if name in PER_TOKEN else ''}{kind.__name__}", value)
     if row["finish_reason"] not in ("stop", "length"):
-        raise DataError(
-            needed="finish_reason 'stop' or 'length'",
-            given=f"{row['finish_reason']!r} in {place}",
-            remedy="Repair or remove the row.",
-        )
+        raise malformed("finish_reason 'stop' or 'length'", row["finish_reason"])
     values: dict[str, Any] = {name: row[name] for name in _TYPES if row.get(name) is not None}
     try:
         return Completion(**values)

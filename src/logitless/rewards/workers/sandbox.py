@@ -109,7 +109,7 @@ def require_sandbox(contained: Contained, option: SandboxOption = "required") ->
     found = sandbox_of(contained)
     if not found.holds:
         raise UnavailableError(
-            needed=f"a sandbox that keeps a {contained} made of a model's text from everything outside",
+            needed=f"a sandbox that keeps a {contained} of a model's text from reaching anything outside",
             given=str(found),
             remedy="Use Linux with Landlock (5.13) or namespaces, allow them in the container's profile, or set "
             "`sandbox: none` on the reward where nothing here is worth protecting.",

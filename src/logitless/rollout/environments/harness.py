@@ -186,7 +186,7 @@ class HarnessEpisodes:
                 runs = list(threads.map(lambda each: self._run(server, *each, seed=seed, limits=limits), samples))
             except BaseException:  # Ctrl-C too: begin no further episode, and refuse requests of those under way
                 failing.failure = EngineError(
-                    needed="a round that goes on", given="one that was given up", remedy="Look for why it was."
+                    needed="a batch of episodes under way", given="one that was stopped", remedy="See what stopped it."
                 )
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
@@ -253,7 +253,7 @@ def _with_common_prompt(prompt: Prompt, runs: Sequence[tuple[np.ndarray, Episode
     if not len(common):
         raise InputError(
             needed="conversations of one prompt that begin with the same token",
-            given=f"others for prompt {prompt.id!r}",
+            given=f"different ones for prompt {prompt.id!r}",
             remedy="Let the harness begin every conversation of a row alike.",
         )
     episodes = [

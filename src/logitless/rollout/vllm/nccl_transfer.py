@@ -107,7 +107,7 @@ class NcclSync:
         self._trainers.pop(server.url, None)
         if self._trains_meanwhile:
             raise EngineError(
-                needed=f"the weights of the last push once more, for {server.url}, which was restarted",
+                needed=f"the weights of the last push again, for {server.url}, which was restarted",
                 given="a policy that is trained while servers sample, whose weights go over NCCL as they are now",
                 remedy="Go on with --resume, or set rollout.engine.weights: {name: folder}, where they are kept.",
             )
