@@ -189,7 +189,7 @@ class WorkerPool:
         ]
         if not frames:
             return []
-        batch = _Batch(frames, of_items)
+        batch = _Batch(frames, of_items, waiting=deque(range(len(frames))))
         with self._lock:
             self._load((*needs, task))
             if "confined" in of_items:
@@ -411,13 +411,10 @@ class _Batch:
 
     frames: list[bytes]
     ways: Sequence[Way]
-    waiting: deque[int] = field(init=False)
+    waiting: deque[int]
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     recovered_at: tuple[int, int] | None = None
     suspects: set[int] = field(default_factory=set)
-
-    def __post_init__(self) -> None:
-        self.waiting = deque(range(len(self.frames)))
 
 
 @dataclass(eq=False)
