@@ -35,7 +35,7 @@ def sums_of_columns(prompts, completions, completion_ids=None, **columns):
 
 
 def as_told(completions, **columns):
-    """Does what the completion says."""
+    """Misbehaves as the completion asks."""
     return [_obeyed(completion) for completion in completions]
 
 

@@ -23,7 +23,7 @@ def well():
 
 
 def load_on_first_use():
-    """The process that answers, which takes a while once."""
+    """The id of this process; slow at the first call."""
     if not LOADED:
         time.sleep(0.3)
         LOADED.append(1)

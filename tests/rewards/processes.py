@@ -1,11 +1,11 @@
-"""Which processes belong to a pool, wherever they are in the process tree by now."""
+"""Finding the processes of a pool, wherever they are in the process tree."""
 
 import time
 from pathlib import Path
 
 
 def processes_of(name: str) -> set[int]:
-    """Every process of a pool of that name: its supervisor is started with it, and forks keep it."""
+    """Every process of the pool of this name, which is in their command lines."""
     found = set()
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -19,7 +19,7 @@ def processes_of(name: str) -> set[int]:
 
 
 def none_left(name: str, seconds: float = 60.0) -> bool:
-    """Whether the last process of the pool is gone in time."""
+    """Whether the pool's last process ends in time."""
     patience = time.monotonic() + seconds
     while processes_of(name):
         if time.monotonic() > patience:

@@ -1,4 +1,4 @@
-"""Verdicts of several rewards on texts, as a run has them judged."""
+"""Verdicts of several rewards on texts, as in a run."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +10,7 @@ from logitless.types import Completion, Episode, Prompt, Verdict
 def scored(
     rewards: Sequence[WeightedReward], completions: Sequence[str], columns: Mapping[str, Sequence[Any]]
 ) -> list[dict[str, Verdict]]:
-    """What every reward says of each completion, by reward name; columns have one value a completion."""
+    """The verdicts on each completion, by reward name; columns have one value a completion."""
     groups = judge(
         [
             Prompt(str(row), "?", (1,), {n: values[row] for n, values in columns.items()})

@@ -1,4 +1,4 @@
-"""A real HTTP server on loopback that says what a test tells it to."""
+"""A real HTTP server on loopback whose replies a test sets."""
 
 import json
 import threading
@@ -13,7 +13,7 @@ def said(text):
 
 @contextmanager
 def judging(answer):
-    """The url of a server, and the requests that it has had.
+    """The url of a server, and the list of its requests.
 
     Args:
         answer: called with the number of a request and its body; gives status and bytes, ``"wait"`` and seconds to

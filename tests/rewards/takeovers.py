@@ -1,4 +1,4 @@
-"""Completions that take over a process which evaluates them, each by another way, so that wrong answers pass in it."""
+"""Completions that take over a process which evaluates them, each in another way, so that wrong answers score 1."""
 
 WORKER_TASKS = "__import__('logitless.rewards.workers.tasks', fromlist=['x'])"
 GRADER = "__import__('tests.rewards.functions', fromlist=['x'])"

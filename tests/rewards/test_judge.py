@@ -19,7 +19,7 @@ def verdicts(reward, *texts, **columns):
 
 @pytest.fixture(autouse=True)
 def nothing_was_asked_before(monkeypatch):
-    """A server may get the port of an earlier test's, whose replies are kept by its address."""
+    """A server may get the port of an earlier test's server, whose replies are cached by address."""
     monkeypatch.setattr("logitless.rewards.judge._caches", {})
 
 

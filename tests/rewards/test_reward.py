@@ -144,7 +144,7 @@ def test_an_exception_of_a_reward_names_it_and_shows_where_it_was_raised(kind, m
 
 @dataclass(frozen=True, kw_only=True)
 class _OfColumns(TextReward):
-    """Checks nothing itself."""
+    """A reward without a `check` of its own."""
 
     name: str = "of_columns"
     column: str = "answer"
@@ -262,7 +262,7 @@ def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected
 
 
 class Unable(Length):
-    """Can judge nothing."""
+    """Scores nothing."""
 
     def verdicts(self, prompts, completions, columns, completion_ids=None):
         return [TIMEOUT] * len(completions)
@@ -280,7 +280,7 @@ def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():
 
 
 class Turns(Length):
-    """Counts assistant turns, which no text shows."""
+    """Counts assistant turns, which are not in the text."""
 
     def episode_verdicts(self, episodes, columns):
         assert len(columns["answer"]) == len(episodes)

@@ -1,11 +1,11 @@
-"""What engines that stand in for a policy share, and an episode with one of them."""
+"""The common part of fake engines, and an episode with one of them."""
 
 from logitless.rollout.environment import play
 from logitless.rollout.sampling import SamplingOptions
 
 
 class StandIn:
-    """All of an engine but ``sample``."""
+    """An engine without ``sample``."""
 
     version = 0
 

@@ -1,4 +1,4 @@
-"""A server that speaks as much of vLLM's HTTP as logitless asks for, around a model of its own, and fails on demand."""
+"""A server with the part of vLLM's HTTP interface that logitless uses, around a small model; it fails on demand."""
 
 import json
 import threading
@@ -26,7 +26,7 @@ Answer = tuple[int, bytes] | None
 
 @dataclass
 class Served:
-    """What a server holds, and the faults that it was told to have.
+    """The state of a server, and the faults that it shall have.
 
     Args:
         model: makes a model with the weights that a server starts with.
@@ -53,13 +53,13 @@ class Served:
         self.restart()
 
     def restart(self) -> None:
-        """As after ``kill -9`` and a new start."""
+        """Reset the state, as after ``kill -9`` and a new start."""
         policy = self.model()
         with self.lock:  # another request sees all of it or nothing
             self.name, self.adapters, self.paused, self.policy = "default", dict[str, nn.Module](), False, policy
 
     def next_fault(self, path: str) -> Callable[[Any], Answer] | None:
-        """What this request is answered with in place of the right answer; each is one request's alone."""
+        """The fault to reply with instead of the right answer; each is used once."""
         try:
             return self.faults[path].pop(0)
         except (KeyError, IndexError):
@@ -122,7 +122,7 @@ class Served:
         }
 
     def _by_token(self, prompt: list[int], asked: dict[str, Any], index: int) -> dict[str, Any]:
-        """A sample, each of whose tokens is drawn by the weights of its moment."""
+        """A sample, each of whose tokens is sampled with the weights at that moment."""
         generator = torch.Generator().manual_seed(asked["seed"] + index)
         ids, logps, names, reason = list[int](), list[float](), list[str](), "length"
         while len(ids) < asked["max_tokens"] and reason == "length":
@@ -208,7 +208,7 @@ def serving(served: Served):
 
 
 def answered(served: Served, path: str, body: Any) -> Answer:
-    """What a server without a fault says."""
+    """The reply of a server without a fault."""
     try:
         return 200, json.dumps(served.answer(path, body)).encode()
     except KeyError as error:

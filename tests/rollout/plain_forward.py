@@ -1,4 +1,4 @@
-"""Log-probs of completions by their definition, a plain forward over each, and as training scores them."""
+"""Log-probs of completions by a plain forward pass over each, and by training's."""
 
 from collections.abc import Iterable, Sequence
 
@@ -14,7 +14,7 @@ from logitless.types import Completion, Prompt, TokenScores
 def logp_alone(
     model: nn.Module, prompt: Prompt, completion: Completion, options: SamplingOptions, ends: Sequence[int] = ()
 ) -> torch.Tensor:
-    """Of the tokens of one completion; ``ends`` are the tokens that a minimum of new tokens holds back."""
+    """Log-probs of one completion's tokens; ``ends`` are stop tokens, for ``min_new_tokens``."""
     ids, first = torch.tensor([*prompt.token_ids, *completion.token_ids]), len(prompt.token_ids)
     with torch.no_grad():
         logits = model(input_ids=ids[None].to(model.device), use_cache=False).logits[0, first - 1 : -1].float().cpu()
@@ -35,7 +35,7 @@ def check_logp(
     rtol: float = 1e-3,
     atol: float = 1e-3,
 ) -> None:
-    """``logp_sampler`` of every completion is the one of its definition."""
+    """Check ``logp_sampler`` of every completion against ``logp_alone``."""
     for prompt, group in zip(prompts, groups, strict=True):
         for completion in group:
             expected = logp_alone(model, prompt, completion, options, ends)
@@ -46,7 +46,7 @@ def check_logp(
 def trainers_scores(
     policy: Policy, prompts: Sequence[Prompt], groups: Sequence[Sequence[Completion]], *, temperature: float
 ) -> TokenScores:
-    """What a forward pass of training says of the sampled tokens."""
+    """Log-probs and entropies of the sampled tokens by training's forward pass."""
     pairs = [(prompt, completion) for prompt, group in zip(prompts, groups, strict=True) for completion in group]
     with torch.no_grad():
         return policy.scores(pack(pairs), temperature=temperature, backend="fused")

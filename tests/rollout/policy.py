@@ -17,5 +17,5 @@ TOKENIZER = character_tokenizer("abcdefgh")
 
 
 def tiny_policy(seed=0, **options):
-    """With random weights of a seed; options as of ``load_model``."""
+    """With random weights; options of ``load_model``."""
     return load_model(SHAPE, random_weights=True, seed=seed, **options).eval()

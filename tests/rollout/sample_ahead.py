@@ -11,7 +11,7 @@ from tests.models.kernels.ahead import compiled
 
 
 def main() -> None:
-    """Prints what became of each launch."""
+    """Print the result of each launch."""
     logits, rows = torch.zeros(2, 20000), torch.zeros(2)
     key, position = rows.long(), rows.int()
     with compiled(int(sys.argv[1]), resources=True) as found:

@@ -88,7 +88,7 @@ FAMILIES = {
     ),
     "gemma": (*(GEMMA, "<bos>", "<end_of_turn>"), ["<start_of_turn>", "<eos>"], []),
 }
-"""Template, start, end of a turn, further special tokens, and tokens that are not special."""
+"""(template, start, end of a turn, further special tokens, tokens that are not special) by family."""
 
 MERGES = [("2", "2"), ("\n", "\n"), ("o", "k"), ("ok", "."), ("t", "h"), ("th", "e"), (".", "\n")]
 LETTERS = sorted({chr(c) for c in range(32, 127)} | {"\n"})

@@ -1,4 +1,4 @@
-"""Between two turns stands what the chat template puts there, and no sampled token is ever another one."""
+"""Between two turns are the tokens of the chat template, and sampled tokens never change."""
 
 import pytest
 
@@ -23,7 +23,7 @@ CASES = [(family, kind) for family in FAMILIES for kind in REPLIES if (family, k
 
 
 class Speaking(StandIn):
-    """An engine that says the same tokens at every turn, and notes what it read."""
+    """An engine that samples the same tokens at every turn, and records its prompts."""
 
     def __init__(self, turn):
         self.turn, self.read = turn, []
@@ -35,7 +35,7 @@ class Speaking(StandIn):
 
 
 class Saying:
-    """Answers every turn with the same messages."""
+    """Replies to every turn with the same messages."""
 
     def __init__(self, messages):
         self.messages = messages

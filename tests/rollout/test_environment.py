@@ -1,4 +1,4 @@
-"""Episodes: a single turn is the plain sample; with answers, every token knows who wrote it and what it was paid."""
+"""Episodes: a single turn is the plain sample; in several turns every token has its author and its turn's reward."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ PROMPT = Prompt("7", "", (4,))
 
 
 class AskAgain:
-    """Says "again" once to every other episode and pays for each turn by its length."""
+    """Replies "again" once, and rewards each turn by its length."""
 
     def start(self, prompt, *, seed):
         return {"turns": 0, "seed": seed}
@@ -35,7 +35,7 @@ class AskAgain:
 
 
 class Echo(StandIn):
-    """Answers with the number of tokens it read; notes what it was asked for."""
+    """Samples the number of prompt tokens; records its calls."""
 
     def __init__(self, text="go on", finish_reason="stop"):
         self.asked, self.text, self.finish_reason = [], text, finish_reason
@@ -98,7 +98,7 @@ def test_an_episode_ends_where_the_environment_is_done_or_a_turn_is_cut(engine):
 
 
 class Always(AskAgain):
-    """Answers every turn alike."""
+    """Gives the same reply to every turn."""
 
     def __init__(self, *messages, token_ids=()):
         self.answer = {"messages": messages, "token_ids": token_ids}

@@ -1,4 +1,4 @@
-"""Engines that take turns: samples side by side, and a push alone; and one that samples with a copy."""
+"""``TurnTaking`` samples in parallel and pushes alone; ``OwnCopy`` samples with a copy."""
 
 import gc
 import signal
@@ -18,7 +18,7 @@ WEIGHTS = Weights.of(nn.Linear(1, 1))
 
 
 def _waiting(of, count):
-    """Until so many calls are inside."""
+    """Wait until so many calls are inside."""
     while of() < count:
         threading.Event().wait(0.001)
 
@@ -30,7 +30,7 @@ def _started(call, *arguments):
 
 
 class Gated(StandIn):
-    """An engine whose calls of ``sample`` are inside until the gate is opened."""
+    """An engine whose calls of ``sample`` wait until the gate is opened."""
 
     prompts_at_once = 4
 

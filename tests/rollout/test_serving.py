@@ -1,4 +1,4 @@
-"""An engine behind an endpoint, asked over HTTP: clients see text, and the episode has the tokens that were drawn."""
+"""An engine behind an endpoint, asked over HTTP: clients see text, and the episode has the sampled tokens."""
 
 import http.client
 import json
@@ -34,7 +34,7 @@ QUESTION = [{"role": "user", "content": "ok?"}]
 
 
 class Letters(StandIn):
-    """Says "the 22" a letter a token, with the number of tokens it read; notes every call."""
+    """Samples "the 22" and the number of prompt tokens, a letter a token; records every call."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.calls = tokenizer, []
@@ -543,7 +543,7 @@ def test_what_is_served_can_be_asked(server):
 
 
 def asking_twice(base_url, row, seed):
-    """A harness of one's own: a system message that the row does not have, a second question, and a reward."""
+    """A user's harness: its own system message, a second question, and a reward."""
     messages = [{"role": "system", "content": f"Row {row['id']}."}, {"role": "user", "content": row["question"]}]
     _, first = chat(base_url, messages)
     messages += [first["choices"][0]["message"], {"role": "user", "content": "the ok."}]
@@ -552,7 +552,7 @@ def asking_twice(base_url, row, seed):
 
 
 def had(tokenizer, drive, *, engine=None, questions=("ok?", "22"), num_samples=2, limits=None, concurrency=3, **more):
-    """The prompts and the episodes of a round."""
+    """The prompts and episodes of one call of ``HarnessEpisodes.episodes``."""
     prompts = [Prompt(str(i), q, (5, 6), columns={"question": q}) for i, q in enumerate(questions)]
     settings = {"num_samples": num_samples, "options": OPTIONS, "seed": 0, "limits": limits or Limits()}
     episodes = HarnessEpisodes(drive, tokenizer, concurrency=concurrency, **more)

@@ -1,4 +1,4 @@
-"""What a turn asks for, in each of the ways that models write it."""
+"""Tool calls in each of the formats that models write."""
 
 import pytest
 

@@ -45,7 +45,7 @@ def engine_of(name: str = "llama", **options: Any) -> TransformersEngine:
 
 
 def speaking(end_bias: float) -> nn.Module:
-    """A Llama that never says pad or BOS, and EOS as often as the bias makes it."""
+    """A Llama that never samples pad or BOS; the bias sets the probability of EOS."""
     model = tiny("llama")
     bias = torch.zeros(61)
     bias[:3] = torch.tensor([-1e4, -1e4, end_bias])
@@ -64,7 +64,7 @@ def test_logp_sampler_is_that_of_a_plain_forward_over_each_completion(name):
 
 @pytest.mark.parametrize(("lengths", "max_new"), [((3, 1, 5), 7), ((13, 20), 10), ((3, 20, 13, 9), 3)])
 def test_longrope_turns_prompts_of_one_batch_each_by_its_own_length(lengths, max_new):
-    """12 tokens are the bound of the tiny Phi-3."""
+    """The tiny Phi-3 switches its factors at 12 tokens."""
     engine, asked = engine_of("phi3-longrope"), prompts(*lengths)
     options = SamplingOptions(max_new_tokens=max_new)
     check_logp(engine._model, asked, engine.sample(asked, 2, options, seed=1), options)
@@ -87,7 +87,7 @@ def test_longrope_as_transformers_has_it_is_refused_where_it_matters():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_and_version(temperature, value):
-    """From the third token of the prompt of 5 tokens on."""
+    """The logits are broken from the third new token after the prompt of 5 tokens."""
     model, asked = speaking(-1e4), prompts(3, 5)
     engine = TransformersEngine(model, tokenizer())
     engine.load(Weights.of(model), version=7)

@@ -11,7 +11,7 @@ from logitless.rewards.instructions import INSTRUCTIONS
 
 @dataclass(frozen=True)
 class Case:
-    """A text and the arguments it is checked with."""
+    """A text, and arguments to check it with."""
 
     text: str
     arguments: Mapping[str, Any]
@@ -19,7 +19,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cases:
-    """Of one instruction."""
+    """The cases of one instruction."""
 
     passes: Case
     fails: Case

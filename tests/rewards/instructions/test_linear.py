@@ -1,4 +1,4 @@
-"""What was rewritten to run in linear time says what the plain pattern, quadratic and short, says."""
+"""Checks rewritten to run in linear time agree with the plain, quadratic patterns."""
 
 import itertools
 import re
@@ -18,7 +18,7 @@ def texts_of(*pieces: str) -> st.SearchStrategy[str]:
 
 
 def count(accepts: Callable[[int], bool]) -> int:
-    """The number that a check for at least, or exactly, so many accepts."""
+    """The largest number that a check for at least, or exactly, so many accepts."""
     return next(number for number in itertools.count() if not accepts(number + 1))
 
 

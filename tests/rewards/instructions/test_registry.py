@@ -13,7 +13,7 @@ from tests.rewards.instructions.cases import CASES, Case
 from tests.rewards.instructions.official import official_rows
 
 SECONDS_AT_100K = 10.0
-"""What a hostile text may take: twenty times what it takes on an idle core. A quadratic check would take minutes."""
+"""Time limit of a hostile text: twenty times what it takes on an idle core. A quadratic check would take minutes."""
 
 OFFICIAL = [instruction for instruction in INSTRUCTIONS.values() if not instruction.id.endswith("@fixed")]
 FIXED = [instruction for instruction in INSTRUCTIONS.values() if instruction.id.endswith("@fixed")]

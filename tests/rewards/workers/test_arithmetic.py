@@ -1,4 +1,4 @@
-"""A calculator computes, exactly where it can, and no text makes it do anything else or go on for ever."""
+"""The calculator computes, exactly if possible; no text makes it do anything else or run for ever."""
 
 import time
 

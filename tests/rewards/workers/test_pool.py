@@ -51,7 +51,7 @@ def statuses(outcomes):
 
 
 def behaved(pool, name, way="kept"):
-    """What becomes of one hostile item, after the others were found unharmed."""
+    """The outcome of one hostile item; checks that the other items are done."""
     deadline_seconds = 0.5 if name.endswith(("forever", "hang", "itself", "interpreter")) else 10.0
     items = [("well",)] * 5 + [(name,)] + [("well",)] * 20
     ways = ["kept"] * 5 + [way] + ["kept"] * 20
@@ -213,7 +213,7 @@ def test_a_program_that_ends_while_it_is_looked_at_ended_in_time(monkeypatch):
 
 
 def ends_at_once(pid):
-    """False, of a process that has ended by then and is not collected yet."""
+    """Kill the process and return False; it has ended then, and is not collected yet."""
     os.kill(pid, signal.SIGKILL)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     return False
@@ -271,7 +271,7 @@ def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(lo
     real = _Supervisor.load
 
     def load(self, path, call):
-        """One second for the bad one, and for the others what a machine may take."""
+        """A limit of one second for the bad module, and a generous one for others."""
         monkeypatch.setattr(self, "_seconds", 1.0 if path == "bad_import:f" else 60.0)
         return real(self, path, call)
 

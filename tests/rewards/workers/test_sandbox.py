@@ -40,7 +40,7 @@ print(json.dumps({
 
 
 def report_of(forbidden, user=None):
-    """What a process finds on a machine without these layers, and what its rewards do."""
+    """The sandbox and the scores of a process on a machine without these layers."""
     command = [sys.executable, "-m", "tests.rewards.restricted", forbidden, sys.executable, "-c", REPORT]
     as_user = {} if user is None else {"user": user, "group": user, "extra_groups": []}
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800, **as_user)

@@ -1,4 +1,4 @@
-"""Whether an item sleeps, as looks show that it cannot foresee; all else of a worker is in ``test_pool.py``."""
+"""Detecting sleep by looks at random times; all else of a worker is tested in ``test_pool.py``."""
 
 import math
 import os
@@ -16,7 +16,7 @@ NEVER = math.inf
 
 
 class Clock:
-    """Seconds that pass where a test says so."""
+    """A clock that a test advances."""
 
     def __init__(self):
         self.now = 0.0
@@ -27,7 +27,7 @@ class Clock:
 
 @pytest.fixture
 def looks(monkeypatch):
-    """``looks(is_asleep)``: when a sleep was over that is looked at at moments of its own, for many draws of them."""
+    """``looks(is_asleep)``: the times at which ``Sleep`` was over, for many seeds of its random looks."""
 
     def over(is_asleep, late=lambda _: 0.0):
         ends = []

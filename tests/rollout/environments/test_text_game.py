@@ -1,4 +1,4 @@
-"""The guessing game answers every guess, pays when it is won, and is played through a recipe's data."""
+"""The guessing game replies to every guess, rewards the right one, and is played through a recipe's data."""
 
 import re
 
@@ -15,7 +15,7 @@ from tests.rollout.templates import chat_tokenizer
 
 
 class Halving(StandIn):
-    """An engine that halves the range by what it was answered: it reads the tokens of the whole episode."""
+    """An engine that halves the range by the replies, which it reads from the tokens of the whole episode."""
 
     def __init__(self, tokenizer):
         self.tokenizer = tokenizer

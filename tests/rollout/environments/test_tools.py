@@ -1,4 +1,4 @@
-"""Tools run elsewhere, within limits, and an episode goes on with what they say."""
+"""Tools run in other processes, within limits, and the episode continues with their results."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What tests with graphs need of memory."""
+"""Memory settings for tests with graphs."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture
 def ordinary_memory():
-    """Poison is written by a kernel of its own before every launch, which a captured graph would repeat."""
+    """Turn the filling of uninitialised memory off: it is a kernel, which a captured graph would repeat."""
     torch.utils.deterministic.fill_uninitialized_memory = False
     yield
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The engine with training's bits, on tiny models under Triton's interpreter, without graphs."""
+"""The bitwise exact engine on tiny models, under Triton's interpreter and without graphs."""
 
 import logging
 import weakref
@@ -34,7 +34,7 @@ PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tu
 
 @pytest.fixture(autouse=True)
 def interpreted_head(monkeypatch):
-    """The fused head, whose bits training has on a GPU, under the interpreter; and a look every few steps."""
+    """The fused head, as in training on a GPU, under the interpreter; and short rounds."""
     if not torch.cuda.is_available():
         monkeypatch.setattr(steps, "STEPS", 3)
         monkeypatch.setattr(steps, "ALONE_BELOW", 0)

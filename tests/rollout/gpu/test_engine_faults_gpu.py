@@ -1,4 +1,4 @@
-"""The engine with graphs at its limits and under faults: what it gives is what it gives undisturbed."""
+"""The engine with graphs at its limits and under faults gives the same completions as undisturbed."""
 
 import logging
 from collections import Counter
@@ -116,7 +116,7 @@ def test_a_model_that_went_to_the_host_and_back_is_sampled_as_before():
 
 
 def test_nothing_of_the_pages_is_left_after_a_call(model, monkeypatch):
-    """By what this process asks of the driver: what the device has free, others change too."""
+    """Counted in calls of the driver: the device's free memory depends on other processes too."""
     driver, asked = page_memory._driver, Counter()
 
     def counted(name, *arguments):

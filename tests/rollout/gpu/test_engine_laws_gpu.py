@@ -1,4 +1,4 @@
-"""The engine on a GPU, with graphs: training's bits over many tokens, while the weights change between blocks."""
+"""The engine on a GPU, with graphs: bitwise identical to training over many tokens, with changing weights."""
 
 import threading
 

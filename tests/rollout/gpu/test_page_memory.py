@@ -1,4 +1,4 @@
-"""What memory for pages asks of the driver, without a device: test_page_memory_gpu.py has what the device does then."""
+"""Calls of the driver for page memory, without a device; test_page_memory_gpu.py tests on a device."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Memory at addresses that stay."""
+"""Memory at fixed addresses."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ pytestmark = pytest.mark.gpu
 
 
 def taken_by(call):
-    """Bytes fewer that the device has free after a call; the least of some, for others may use the device too."""
+    """Bytes of the device that a call leaves in use; the least of several calls, because others use the device too."""
     found = []
     for _ in range(5):
         before = torch.cuda.mem_get_info()[0]

@@ -1,4 +1,4 @@
-"""Pages and rows over random calls: everything is finished, nothing is leaked, nobody has another's page."""
+"""Pages and rows over random calls: all samples finish, no page leaks, and none is used twice."""
 
 import pytest
 from hypothesis import given, settings

@@ -1,4 +1,4 @@
-"""What a step does around the model: kernels against plain torch, and the numbers of rows and positions of graphs."""
+"""Kernels of a step against plain torch, and the numbers of rows and positions of graphs."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The probe: the trainer's log-probs of what a sampler gave, and a difference above the bound stops the run."""
+"""The probe compares a sampler's log-probs with the trainer's; a difference above the bound stops the run."""
 
 import numpy as np
 import pytest

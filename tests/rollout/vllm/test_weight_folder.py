@@ -1,4 +1,4 @@
-"""Weights in a folder: what is read back has the same bits, whole or as differences, and half a folder is refused."""
+"""Weights in a folder are read back bitwise identical, whole or as differences; an incomplete folder is refused."""
 
 import gc
 import json
