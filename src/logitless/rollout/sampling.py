@@ -1,6 +1,7 @@
 """Sampling options, and the distribution that they make of a model's logits."""
 
 from dataclasses import dataclass, replace
+from math import inf
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -53,46 +54,41 @@ class SamplingOptions:
     stop_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for wrong, needed, given, remedy in (
-            (self.max_new_tokens < 1, "max_new_tokens of at least 1", self.max_new_tokens, "Use for example 256."),
-            (not 0 <= self.temperature < float("inf"), "a temperature >= 0", self.temperature, "Use for example 1."),
-            (not 0 < self.top_p <= 1, "top_p in (0, 1]", self.top_p, "Use 1 to keep every token."),
-            (self.top_k is not None and self.top_k < 1, "top_k >= 1", self.top_k, "Leave it out to keep every token."),
-            (not 0 <= self.min_p <= 1, "min_p in [0, 1]", self.min_p, "Use 0 to keep every token."),
+        given_penalties = f"presence_penalty {self.presence_penalty}, frequency_penalty {self.frequency_penalty}"
+        given_filters = f"top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p}"
+        biased = [token for token, _ in self.logit_bias]
+        finite_penalties = abs(self.presence_penalty) < inf and abs(self.frequency_penalty) < inf
+        valid_bias = all(token >= 0 and abs(bias) < inf for token, bias in self.logit_bias)
+        valid_minimum = 0 <= self.min_new_tokens <= self.max_new_tokens
+        for valid, needed, given, remedy in (
+            (self.max_new_tokens >= 1, "max_new_tokens of at least 1", self.max_new_tokens, "Use for example 256."),
+            (0 <= self.temperature < inf, "a temperature >= 0", self.temperature, "Use for example 1."),
+            (0 < self.top_p <= 1, "top_p in (0, 1]", self.top_p, "Use 1 to keep every token."),
+            (self.top_k is None or self.top_k >= 1, "top_k >= 1", self.top_k, "Leave it out to keep every token."),
+            (0 <= self.min_p <= 1, "min_p in [0, 1]", self.min_p, "Use 0 to keep every token."),
             (
-                not 0 < self.repetition_penalty < float("inf"),
+                0 < self.repetition_penalty < inf,
                 "a positive repetition_penalty",
                 self.repetition_penalty,
                 "Use 1 for none.",
             ),
+            (finite_penalties, "finite penalties", given_penalties, "Use 0 for none."),
             (
-                not all(abs(x) < float("inf") for x in (self.presence_penalty, self.frequency_penalty)),
-                "finite penalties",
-                f"presence_penalty {self.presence_penalty}, frequency_penalty {self.frequency_penalty}",
-                "Use 0 for none.",
-            ),
-            (
-                any(token < 0 or not abs(bias) < float("inf") for token, bias in self.logit_bias)
-                or len({token for token, _ in self.logit_bias}) < len(self.logit_bias),
+                valid_bias and len(set(biased)) == len(biased),
                 "tokens of at least 0, each once, with finite numbers in logit_bias",
                 self.logit_bias,
                 "Use for example -100 to keep a token from being sampled.",
             ),
+            (valid_minimum, "min_new_tokens from 0 to max_new_tokens", self.min_new_tokens, "Use 0 for none."),
+            ("" not in self.stop, "stop strings with characters", "an empty one", "Leave it out."),
             (
-                not 0 <= self.min_new_tokens <= self.max_new_tokens,
-                "min_new_tokens from 0 to max_new_tokens",
-                self.min_new_tokens,
-                "Use 0 for none.",
-            ),
-            ("" in self.stop, "stop strings with characters", "an empty one", "Leave it out."),
-            (
-                self.temperature == 0 and self._has_filter,
+                self.temperature != 0 or not self._has_filter,
                 "no filter at temperature 0, which takes the most likely token",
-                f"top_p {self.top_p}, top_k {self.top_k}, min_p {self.min_p}",
+                given_filters,
                 "Leave top_p, top_k and min_p out, or use the options' greedy().",
             ),
         ):
-            if wrong:
+            if not valid:
                 raise ConfigurationError(needed=needed, given=str(given), remedy=remedy)
 
     @property
