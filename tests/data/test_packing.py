@@ -82,37 +82,37 @@ def _inputs(lengths: list[int]) -> PackedInputs:
 @given(
     groups=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=8),
     tokens_per_step=st.integers(1, 60),
-    tokens_per_micro_batch=st.integers(9, 40),
+    tokens_per_row=st.integers(9, 40),
     seed=st.integers(0, 3),
 )
-def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_step, tokens_per_micro_batch, seed):
+def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_step, tokens_per_row, seed):
     inputs = _inputs([n for group in groups for n in group])
     first = sum(map(len, groups))
     left = iter(range(first))
     members = [[next(left) for _ in group] for group in groups]
-    limits = {"tokens_per_step": tokens_per_step, "tokens_per_micro_batch": tokens_per_micro_batch}
-    steps = plan_epoch(members, inputs, **limits, seed=seed)
+    packing = Packing(tokens_per_row, share_prompts=False)
+    steps = plan_epoch(members, inputs, tokens_per_step=tokens_per_step, packing=packing, seed=seed)
     assert sorted(s for step in steps for s in step.sequences) == list(range(first))
     for group in members:
         assert sum(set(group) <= set(step.sequences) for step in steps) == 1
     for step in steps:
         rows = [s for row in step.micro_batches for s in row]
         assert rows == [s for s in step.sequences if inputs.source_counts[s]]
-        assert all(sum(inputs.lengths[s] for s in row) <= tokens_per_micro_batch for row in step.micro_batches)
+        assert all(sum(inputs.lengths[s] for s in row) <= tokens_per_row for row in step.micro_batches)
         assert step.micro_batches or not sum(inputs.source_counts)
 
 
 def test_steps_have_about_the_tokens_that_were_asked_for():
     inputs = _inputs([11] * 32)  # 320 scored tokens in 16 groups of 20
     members = [[2 * i, 2 * i + 1] for i in range(16)]
-    steps = plan_epoch(members, inputs, tokens_per_step=80, tokens_per_micro_batch=64, seed=0)
+    steps = plan_epoch(members, inputs, tokens_per_step=80, packing=Packing(64), seed=0)
     assert [sum(inputs.source_counts[s] for s in step.sequences) for step in steps] == [80, 80, 80, 80]
 
 
 def test_a_group_of_empty_completions_joins_a_step_with_tokens():
     inputs = _inputs([1, 1, 11, 11])  # 0, 0, 10 and 10 scored tokens: the empty group would fill a step of two alone
     for seed in range(4):
-        steps = plan_epoch([[0, 1], [2, 3]], inputs, tokens_per_step=10, tokens_per_micro_batch=32, seed=seed)
+        steps = plan_epoch([[0, 1], [2, 3]], inputs, tokens_per_step=10, packing=Packing(32), seed=seed)
         assert all(step.micro_batches for step in steps)
         assert sorted(s for step in steps for s in step.sequences) == [0, 1, 2, 3]
 
@@ -121,7 +121,7 @@ def test_the_order_follows_the_seed():
     inputs, members = _inputs([3] * 16), [[i] for i in range(16)]
 
     def order(seed: int) -> list[int]:
-        steps = plan_epoch(members, inputs, tokens_per_step=1000, tokens_per_micro_batch=1000, seed=seed)
+        steps = plan_epoch(members, inputs, tokens_per_step=1000, packing=Packing(1000), seed=seed)
         return list(steps[0].sequences)
 
     assert order(1) == order(1) != order(2)
@@ -129,7 +129,7 @@ def test_the_order_follows_the_seed():
 
 def test_a_sequence_over_the_micro_batch_limit_is_refused_with_a_remedy():
     with pytest.raises(InputError, match=r"tokens_per_micro_batch = 8 .*given one of 9.*Raise"):
-        plan_epoch([[0]], _inputs([9]), tokens_per_step=8, tokens_per_micro_batch=8, seed=0)
+        plan_epoch([[0]], _inputs([9]), tokens_per_step=8, packing=Packing(8), seed=0)
 
 
 # --- prompts that stand once
