@@ -32,7 +32,7 @@ class InTurn(Columns):
         for first in range(0, len(self.weight), self.most):
             yield Shard(first, self.weight[first : first + self.most].to(dtype, copy=True), 0)
 
-    def room_for_gradient(self, shard):
+    def gradient_buffer(self, shard):
         return torch.empty_like(shard.weight, dtype=torch.float32)
 
     def gradient_of_shards(self):
