@@ -384,7 +384,7 @@ def test_token_advantages_of_no_token_are_empty():
 def test_gae_without_what_it_needs_is_refused():
     with pytest.raises(InputError, match="value head"):
         along(adv.Gae(), PAID, SEQUENCE)
-    with pytest.raises(InputError, match="turn ids"):
+    with pytest.raises(InputError, match="turn for every token"):
         along(adv.Gae(action="turn"), PAID, SEQUENCE, values=VALUES)
 
 

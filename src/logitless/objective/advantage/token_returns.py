@@ -16,7 +16,7 @@ from logitless.objective.advantage.estimator import (
     check_discount,
     refuse_infinite,
 )
-from logitless.objective.inputs import shaped
+from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Level, discounted_returns, ends, turn_index
 
@@ -166,16 +166,9 @@ class Gae(Estimator):
         return self.action
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
-        if inputs.values is None:
-            raise InputError(
-                needed="a value for each token", given="none", remedy="Score the batch with a value head first."
-            )
-        if self.action == "turn" and inputs.turn is None:
-            raise InputError(
-                needed="turn ids for advantages a turn", given="none", remedy="Give turn [N] or set action='token'."
-            )
-        rewards, turn = inputs.token_rewards(), inputs.turn if self.action == "turn" else None
-        advantage, target = gae(rewards, inputs.values, inputs.sequence, self.gamma, self.lambda_, turn)
+        rewards, values = inputs.token_rewards(), required(inputs.values, "values")
+        turn = required(inputs.turn, "turn") if self.action == "turn" else None
+        advantage, target = gae(rewards, values, inputs.sequence, self.gamma, self.lambda_, turn)
         scorable = _scorable(rewards, inputs.sequence)
         if self.whiten:
             advantage = whiten(advantage, scorable, sum_over_ranks)
