@@ -1,4 +1,4 @@
-"""Launches of attention's kernels; arguments are checked by the callers."""
+"""Launches of the attention kernels; callers have checked the arguments."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LOG2E = math.log2(math.e)
 
 
 class Form(NamedTuple):
-    """What is computed: ``scale``, ``window`` and ``softcap`` as ``prefix_attention`` takes them."""
+    """Options of ``prefix_attention``: ``scale``, ``window`` and ``softcap``."""
 
     scale: float
     window: int | None
@@ -26,13 +26,13 @@ class Form(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, float, float]:
-        """Window, and the factors ``inner`` and ``gain`` of every kernel that makes products."""
+        """Window, and the factors ``inner`` and ``gain``, as kernels with query-key products take them."""
         softcap = self.softcap or 0.0
         return self.window or 0, self.scale / (softcap or 1.0), (softcap or self.scale) * _LOG2E
 
     @property
     def constants(self) -> dict[str, bool]:
-        """Of the same kernels."""
+        """Constants of the same kernels."""
         return {"WINDOWED": self.window is not None, "SOFTCAP": self.softcap is not None}
 
 
@@ -46,28 +46,28 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> "Heads":
-        """Of query [T, H, E] and key [T, K, E]."""
+        """For query [T, H, E] and key [T, K, E]."""
         return cls.of_counts(query.shape[1], key.shape[1], query.shape[2])
 
     @classmethod
     def of_counts(cls, num_heads: int, num_key: int, width: int) -> "Heads":
-        """Of so many query heads and key heads."""
+        """For these numbers of query heads and key heads."""
         return cls(num_key, num_heads // num_key, width, max(16, power_of_two(width)))
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of most kernels."""
+        """Constants of most kernels."""
         return {"K": self.num_key, "R": self.group, "E": self.width, "WIDTH": self.padded}
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [T, H, E] with heads side by side; a view where it can be one."""
+    """x [T, H, E] with heads side by side; a view if possible."""
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
 
 
 def key_value_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with heads side by side and rows equally far apart."""
+    """Keys and values with heads side by side and the same row stride."""
     key, value = as_rows(key), as_rows(value)
     return (key, value) if key.stride(0) == value.stride(0) else (key.contiguous(), value.contiguous())
 

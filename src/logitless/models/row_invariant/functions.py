@@ -99,20 +99,20 @@ class _NormAfter(torch.autograd.Function):
 
 
 class _Once:
-    """Several results of one call, made when the first of them is asked for and given away one after the other."""
+    """The results of one call, which is made for the first result requested; each is handed out once."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
         self._make, self._made = make, dict[int, Tensor]()
 
     def part(self, number: int) -> Tensor:
-        """The result of this number, to be asked for once a backward pass."""
+        """Result ``number``; request it once a backward pass."""
         if number not in self._made:
             self._made = dict(enumerate(self._make()))
         return self._made.pop(number)
 
 
 class Rotary(torch.autograd.Function):
-    """Turned queries and keys, normed before where they have norms, and the values; as heads."""
+    """Rotary positions for queries and keys (after their norms, if any); returns query, key and value as heads."""
 
     @staticmethod
     def forward(
