@@ -329,8 +329,8 @@ class _Sum:
     def __init__(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self._bucket, self._flat = bucket, None
         gradient = bucket[0].grad
-        needs_copy = len(bucket) > 1 or gradient is None or gradient.dtype != _sum_dtype(bucket[0])
-        if needs_copy or not gradient.is_contiguous():
+        in_place = len(bucket) == 1 and gradient is not None and gradient.dtype == _sum_dtype(bucket[0])
+        if not in_place or gradient is None or not gradient.is_contiguous():
             self._flat = gradient = _flat(bucket)
         self._work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
 

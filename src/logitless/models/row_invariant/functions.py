@@ -16,9 +16,9 @@ from logitless.models.one_node import apply, refuse_twice
 
 
 def embedded(layer: nn.Module, ids: Tensor) -> Tensor:
-    """[T, D] of tokens."""
+    """Embeddings [T, D] of token ids."""
     if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
-        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
+        return layer.weight[ids]  # one kernel for any number of rows; nn.Embedding's is slow for few
     if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
         return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
     return cast(Tensor, layer(ids))

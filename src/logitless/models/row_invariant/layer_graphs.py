@@ -1,15 +1,17 @@
-"""A decoder's layers, forward and backward, as CUDA graphs: for rows whose kernels take less time than their launches.
+"""A decoder's layers, forward and backward, as CUDA graphs: for packed rows whose kernels are faster than their
+launches.
 
-A layer of a small model is twenty kernels of ten microseconds each, and the host needs longer to launch them. A graph
-launches all of them at once. It holds addresses and counts, so that a row is padded to one of a few sizes, and the
-tables of its attention to a power of two of lines, which name no token.
+A layer of a small model is twenty kernels of ten microseconds each, and the host takes longer to launch them; a graph
+launches all at once. Its addresses and counts are fixed, so a packed row is padded to one of a few sizes, and the
+tables of its attention to a power of two of lines, with lines that refer to no token.
 
-A row's forward has the same bits with and without padding. A weight's gradient is a product over the padded rows,
-whose order of summation may be another one; whether a row goes through a graph depends on the row, the model and the
-GPU's memory alone, never on what ran before.
+The forward pass is bitwise the same with and without padding. A weight's gradient is a product over the padded row, and
+may be summed in another order. Whether a row uses a graph depends on the row, the model and the GPU's memory only,
+never on what ran before.
 
-Memory: all graphs of a model share what the largest needs, ``kept_bytes`` of a row; they keep it, and float32 sums of
-the layers' gradients, between steps.
+Memory: all graphs of a model share the memory of the largest, ``kept_bytes`` times its tokens. They keep it, and
+    float32
+sums of the layers' gradients, between steps.
 """
 
 import weakref

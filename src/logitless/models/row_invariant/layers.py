@@ -350,9 +350,9 @@ class Installation:
         return self.tables.reach(length)
 
     def graph_short_rows(self) -> None:
-        """From now on rows with gradients go through CUDA graphs where those are faster (``layer_graphs``).
+        """Use CUDA graphs for packed rows with gradients if those are faster (``layer_graphs``).
 
-        A gradient is then a sum that the next pass adds to in place: copy one that is to be kept.
+        A parameter's ``grad`` is then a tensor that the next backward adds to in place: copy it to keep its value.
         """
         decoder: Any = backbone(self.model)
         layers = decoder.layers[: decoder.config.num_hidden_layers]
@@ -372,13 +372,13 @@ class Installation:
         self.graphs = LayerGraphs(run, tensors, list(forms), _kept_bytes(decoder))
 
     def through_a_graph(self, rows: PackedRows, hidden: Float[Tensor, "T D"]) -> Tensor | None:
-        """Hidden states [T, D] after the layers; None where a row does not go through one."""
+        """Hidden states [T, D] after the layers; None if no graph can be used."""
         if self.graphs is None or not isinstance(rows.layout, AttentionLayout):
             return None
         return self.graphs(rows.layout, hidden, rows.tables.addresses)
 
     def remove(self) -> None:
-        """Gives the model its own decoder and layers back; parameters stay where they lie."""
+        """Restore the model's own decoder and layers; parameters are not moved."""
         if self.tables is None:
             return
         inner, decoder = causal_lm(self.model), cast(Any, backbone(self.model))
@@ -390,17 +390,17 @@ class Installation:
 
 
 def install_row_invariant(model: nn.Module) -> Installation:
-    """Gives a loaded model layers whose rows keep their bits.
+    """Replace a loaded model's decoder layers by row-invariant ones.
 
-    Weights of query, key and value, and of gate and up, are moved to lie end to end, so that they are one product;
-    every parameter stays the parameter it was, under its name. The decoder and its layers are other modules from here
-    on: look them up again. Install before the model is sharded.
+    Weights of query, key and value, and of gate and up, become adjacent in memory, so that they are one product; every
+    parameter stays the same object, under its name. The decoder and its layers are new modules: look them up again.
+    Install before the model is sharded.
 
     Args:
         model: a transformers causal LM, PEFT-wrapped (LoRA, applied unmerged) or not; of one floating dtype.
 
     Returns:
-        Whether it was done, what stood in the way, and how to take it back.
+        Whether the layers were installed, what prevented it, and ``remove``.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -452,7 +452,7 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
 
 
 def _projection(module: Any) -> Projection:
-    if type(module) is nn.Linear:  # seven a layer, and for an attribute nn.Module looks through three dictionaries
+    if type(module) is nn.Linear:  # fast path: nn.Module looks attributes up in three dictionaries
         parameters = module._parameters
         return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
@@ -466,7 +466,7 @@ def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...])
 
 
 def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
-    """The factors of each LoRA adapter that all of these modules carry."""
+    """For each LoRA adapter that all of these modules have, make its factors adjacent in memory."""
     for name in getattr(modules[0], "lora_A", {}):
         for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
             weights = [factor[name].weight for factor in factors if name in factor]
@@ -475,7 +475,7 @@ def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
 
 
 def _kept_bytes(decoder: Any) -> int:
-    """Of one token from forward to backward, at most: what norms, attention and MLP of every layer read."""
+    """Upper bound of a token's activations kept for the backward pass: inputs of norms, attention and MLPs."""
     total = 0
     for layer in decoder.layers:
         heads = layer.row_invariant_form.heads
@@ -492,18 +492,18 @@ def _epsilon(module: Any) -> float:
 
 @cache
 def _of_family(kind: type[nn.Module], family: type[nn.Module]) -> Any:
-    """A kind of our modules that is one of the family's too: transformers looks for them by class, and what it gives
-    them runs the family's ``forward``. One class for all layers, because Python's caches are by class."""
+    """A subclass of both our module and the family's, which transformers looks for and whose ``forward`` serves its
+    other calls. The same class for all layers, because Python caches attributes by class."""
     return type(f"RowInvariant{family.__name__}", (kind, family), {"__module__": kind.__module__})
 
 
 def _hold(module: nn.Module, original: nn.Module) -> None:
-    """Gives a new module all that the original has: the same submodules, parameters, buffers, hooks and settings."""
+    """Copy the original's attributes to a new module: the same submodules, parameters, buffers and hooks."""
     vars(module).update(vars(original))
 
 
 def _given_back(module: nn.Module, original: nn.Module) -> nn.Module:
-    """The original with what has become of its settings meanwhile."""
+    """The original module, with attributes that have changed since."""
     vars(original).update((name, value) for name, value in vars(module).items() if not name.startswith("row_invariant"))
     return original
 

@@ -427,9 +427,9 @@ def _add_low_ranks(
     outs: Sequence[Tensor], x: Tensor, lora_as: Sequence[Tensor | None], lora_bs: Sequence[Tensor | None],
     scales: Sequence[float],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """``out += scale * (x @ lora_a.T) @ lora_b.T`` where there are factors; returns ``x @ lora_a.T`` of each.
+    """``out += scale * (x @ lora_a.T) @ lora_b.T`` for projections with LoRA; returns ``x @ lora_a.T`` of each.
 
-    Two products for all where factors and outputs lie end to end, else two for each.
+    Two products for all if factors and outputs are adjacent in memory, else two for each.
     """
     whole, lora_a, lora_b = side_by_side(outs), end_to_end(lora_as), end_to_end(lora_bs)
     widths = [out.shape[1] for out in outs]
