@@ -90,7 +90,7 @@ def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join: int) -> Shaped[Tensor, "..."]:
-    """All-to-all: cut a tensor along one dimension, and join the pieces of all ranks along another.
+    """All-to-all: split a tensor along one dimension, and join the pieces of all ranks along another.
 
     ``y_r = cat_s(x_s.chunk(S, split)[r], join)``. Gradient: the reverse exchange.
 

@@ -1,4 +1,4 @@
-"""A failure on one rank ends the work on all of them, with one error that says what failed where.
+"""A failure on one rank ends the work on all ranks, with an error that says what failed on which rank.
 
 A rank that fails outside a collective tells the others. One that fails inside leaves, which breaks its connections;
 ``ranks_of_environment`` then tells the others which rank left and why.

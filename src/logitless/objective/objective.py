@@ -73,7 +73,7 @@ class ObjectiveOutput:
     Args:
         loss: this micro-batch's part, to be summed over micro-batches and ranks, never averaged.
         token_loss: [N] ``c_t kept_t l_t + beta kl_t``, without the weight.
-        grad_logp: [N] ``d loss / d logp`` with weights; None if no gradient was asked for.
+        grad_logp: [N] ``d loss / d logp`` with weights; None if none was needed.
         trained: [N] tokens with a weight.
         advantage: [N].
         entropy: [N] or None.
@@ -267,7 +267,7 @@ class Objective:
             generator: for ``clip_cov``, seeded differently on every rank.
 
         Returns:
-            Statistics to pass to every call as ``block``; a covariance loss needs ``attach`` before the block is cut.
+            Statistics to pass to every call as ``block``; a covariance loss needs ``attach`` before the block is split.
 
         Raises:
             InputError: ``entropy_old``, ``logp_old`` or the generator is missing.

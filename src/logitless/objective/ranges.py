@@ -181,7 +181,7 @@ def discounted_returns(
 
     Args:
         token_rewards: [N].
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         discount: in [0, 1].
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, eq. 3.9.

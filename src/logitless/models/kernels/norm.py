@@ -2,7 +2,7 @@
 
     plain       out = norm(x)
     add before  sum = x + delta;  out = norm(sum)           (Llama, Qwen, Mistral, Phi)
-    add after   sum = x + norm(delta)                       (Gemma's norms behind attention and MLP)
+    add after   sum = x + norm(delta)                       (Gemma's norms after attention and MLP)
 
     norm(v) = round(v * rsqrt(mean(v^2) + eps)) * weight                  as transformers' LlamaRMSNorm
     norm(v) = round(v * rsqrt(mean(v^2) + eps) * (1 + weight))            with ``gemma``, as its GemmaRMSNorm

@@ -137,7 +137,7 @@ class Estimator(ABC):
         """The advantages of a batch.
 
         Args:
-            inputs: of this rank; a group lies whole on one rank.
+            inputs: of this rank; all of a group on one rank.
             sum_over_ranks: for statistics over all ranks.
 
         Raises:

@@ -35,7 +35,7 @@ def reinforce_pp(
     Args:
         token_rewards: [N], usually ``pay_at_last_token(...) - beta * (logp_old - logp_ref)``; NaN makes the tokens up
             to it unscored.
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         gamma: discount a token.
         sum_over_ranks: for whitening over all ranks.
 
@@ -96,7 +96,7 @@ def gae(
     Args:
         token_rewards: [N]; NaN makes the tokens up to it unscored.
         values: [N] of the scoring pass.
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         gamma, lambda_: in [0, 1].
         turn: [N] ids, non-decreasing inside a sequence, or None for tokens.
 

@@ -95,7 +95,7 @@ class ClipCov(PolicyLoss):
         return self.scope
 
     def select(self, inputs: SelectionInputs) -> Bool[Tensor, "N"]:
-        """``random_in_band`` of the trained tokens that the clip does not cut.
+        """``random_in_band`` of the trained tokens that are not clipped.
 
         Raises:
             InputError: no generator.

@@ -43,7 +43,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class SurrogateTerms:
-    """A surrogate's loss per token, and where its bounds cut.
+    """A surrogate's loss per token, and where its bounds clip.
 
     Args:
         loss: [N], differentiable.
