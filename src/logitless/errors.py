@@ -4,6 +4,8 @@ Each says what was needed, what was given, and what to do. Each is also a ``Valu
 or a ``RuntimeError`` (something else was: the machine, a file, a run).
 """
 
+from functools import partial
+
 
 class LogitlessError(Exception):
     """Root of all logitless errors.
@@ -23,12 +25,8 @@ class LogitlessError(Exception):
         self.needed, self.given, self.remedy = needed, given, remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        # the default pickles arguments by position
-        return _rebuild, (type(self), self.needed, self.given, self.remedy)
-
-
-def _rebuild(kind: type[LogitlessError], needed: str, given: str, remedy: str) -> LogitlessError:
-    return kind(needed=needed, given=given, remedy=remedy)
+        # the default passes arguments by position
+        return partial(type(self), needed=self.needed, given=self.given, remedy=self.remedy), ()
 
 
 class InputError(LogitlessError, ValueError):
