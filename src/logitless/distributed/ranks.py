@@ -24,18 +24,15 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from logitless.distributed import gradient_sums
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.collectives import gather_over_group, sum_over_group
 from logitless.distributed.exit_reasons import ExitReasons, in_one_line
-from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth
-from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
 _PR_SET_PDEATHSIG = 1
-BUCKET_BYTES = 64 * 2**20  # of gradients that are copied together and summed in one collective
-ALONE_BYTES = 8 * 2**20  # a gradient this large is summed by itself, without a copy
 NCCL_FAULTS_HERE = (
     "unhandled cuda error",
     "unhandled system error",
@@ -234,16 +231,9 @@ class Ranks:
         Args:
             parameters: the same on every rank, in the same order; frozen and sharded ones are skipped.
         """
-        if self._everyone is None:
-            return
-        trained = [p for p in parameters if p.requires_grad and not is_sharded(p)]
-        if not trained:
-            return
-        with _all_present():
-            has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
-            with_gradient = [p for p, any_has in zip(trained, has.tolist(), strict=True) if any_has]
-            _finish_in_turn(_Sum(bucket, self._everyone) for bucket in _buckets(with_gradient, BUCKET_BYTES))
+        if self._everyone is not None:
+            with _all_present():
+                gradient_sums.sum_gradients(parameters, self._everyone)
 
     def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
         """``sum_gradients`` along the tree of ``tree.py``: the sum is bitwise the same for any number of ranks.
@@ -253,95 +243,9 @@ class Ranks:
         Args:
             parameters: unsharded; each ``.grad`` is the sum of this rank's subtree.
         """
-        if self._everyone is None:
-            return
-        trained = [p for p in parameters if p.requires_grad]
-        if not trained:
-            return
-        with _all_present():
-            has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            has_of_ranks = has.new_empty(self.world * len(has))
-            dist.all_gather_into_tensor(has_of_ranks, has, group=self._everyone)
-            by_parameter = has_of_ranks.view(self.world, -1).bool().T.tolist()
-            ranks_of = {id(p): has for p, has in zip(trained, by_parameter, strict=True)}
-            with_gradient = [p for p in trained if any(ranks_of[id(p)])]
-            _finish_in_turn(
-                _SumInOrder(bucket, [ranks_of[id(p)] for p in bucket], self._everyone)
-                for bucket in _buckets(with_gradient, BUCKET_BYTES // self.world)
-            )
-
-
-def _finish_in_turn(sums: "Iterable[_Sum | _SumInOrder]") -> None:
-    """Finish each sum once the next has started, so that communication overlaps with copies."""
-    previous: _Sum | _SumInOrder | None = None
-    for started in sums:
-        if previous is not None:
-            previous.finish()
-        previous = started
-    if previous is not None:
-        previous.finish()
-
-
-class _SumInOrder:
-    """One bucket of ``sum_gradients_in_order``, added along the tree while the next bucket is sent.
-
-    Args:
-        bucket: parameters with a gradient on some rank.
-        has_gradient: for each parameter and rank, whether it has a gradient.
-        group: of the ranks.
-    """
-
-    def __init__(self, bucket: list[nn.Parameter], has_gradient: list[list[bool]], group: dist.ProcessGroup) -> None:
-        self._bucket, self._has_gradient = bucket, has_gradient
-        self._flat = _flat(bucket)
-        self._parts = self._flat.new_empty(len(has_gradient[0]) * len(self._flat))
-        self._work = dist.all_gather_into_tensor(self._parts, self._flat, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the sums to the gradients."""
-        self._work.wait()
-        parts, sizes = self._parts.chunk(len(self._has_gradient[0])), [p.numel() for p in self._bucket]
-        if all(map(all, self._has_gradient)):
-            (whole,) = _along_tree([[part] for part in parts])
-            sums: list[Tensor | None] = list(torch.split(whole, sizes)) if whole is not None else []
-        else:
-            split = [torch.split(part, sizes) for part in parts]
-            sums = [
-                _along_tree([[split[rank][i] if has else None] for rank, has in enumerate(of_ranks)])[0]
-                for i, of_ranks in enumerate(self._has_gradient)
-            ]
-        for parameter, found in zip(self._bucket, sums, strict=True):
-            if found is not None:
-                _set_gradient(parameter, found)
-
-
-def _along_tree(of_ranks: list[list[Tensor | None]]) -> list[Tensor | None]:
-    """The sums of the ranks' tensors."""
-    total = TreeSum()
-    for tensors in of_ranks:
-        total.add(tensors)
-    return total.whole()
-
-
-class _Sum:
-    """One bucket of ``sum_gradients``, reduced while the next is copied."""
-
-    def __init__(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._bucket, self._flat = bucket, None
-        gradient = bucket[0].grad
-        in_place = len(bucket) == 1 and gradient is not None and gradient.dtype == _sum_dtype(bucket[0])
-        if not in_place or gradient is None or not gradient.is_contiguous():
-            self._flat = gradient = _flat(bucket)
-        self._work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the sum to the gradients."""
-        assert self._work is not None
-        self._work.wait()
-        if self._flat is not None:
-            parts = torch.split(self._flat, [p.numel() for p in self._bucket])
-            for p, total in zip(self._bucket, parts, strict=True):
-                _set_gradient(p, total)
+        if self._everyone is not None:
+            with _all_present():
+                gradient_sums.sum_gradients_in_order(parameters, self._everyone)
 
 
 @contextmanager
@@ -480,39 +384,6 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
             remedy="Start with torchrun --nproc-per-node N -m logitless train RECIPE, or unset them to train alone.",
         )
     return rank, world, local
-
-
-def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _flat(bucket: list[nn.Parameter]) -> Tensor:
-    """The gradients flattened, in the dtype of their sum; 0 where there is none."""
-    dtype = _sum_dtype(bucket[0])
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
-
-
-def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    parameter.grad.copy_(total.view_as(parameter))
-
-
-def _buckets(parameters: list[nn.Parameter], most_bytes: int) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, in buckets of one dtype and device; a large parameter has its own."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for p in parameters:
-        num_bytes = p.numel() * _sum_dtype(p).itemsize
-        differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
-        alone = max(num_bytes, size if len(bucket) == 1 else 0) >= ALONE_BYTES
-        if bucket and (differs or alone or size + num_bytes > most_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += num_bytes
-    if bucket:
-        yield bucket
 
 
 @contextmanager
