@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from logitless.data.packing import StepPlan, pack, plan_epoch
+from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone_hidden
@@ -120,9 +120,9 @@ class Rollouts:
     @property
     def plan(self) -> StepPlan:
         """One step over everything."""
-        size, total = self.workload.tokens_per_micro_batch, self.packed.num_tokens
-        steps = plan_epoch(self.groups, self.packed.inputs, tokens_per_step=total, tokens_per_micro_batch=size, seed=0)
-        return steps[0]
+        packing = Packing(self.workload.tokens_per_micro_batch, share_prompts=False)
+        total = self.packed.num_tokens
+        return plan_epoch(self.groups, self.packed.inputs, tokens_per_step=total, packing=packing, seed=0)[0]
 
     @property
     def num_tokens(self) -> int:

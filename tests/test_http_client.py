@@ -167,7 +167,7 @@ def _failing(*faults):
 QUICK = Patience(give_up_seconds=30.0, first_wait_seconds=0.0)
 
 
-def test_passing_faults_are_repeated_and_what_lies_between_is_done():
+def test_passing_faults_are_repeated_with_a_call_in_between():
     seen = []
     done = QUICK.until_done(
         _failing(PassingFault("a"), PassingFault("b")),

@@ -43,12 +43,12 @@ def test_a_hub_name_without_a_network_costs_one_line_and_no_wait(tmp_path, close
 def test_a_refused_connection_is_known_at_once(monkeypatch, closed_port):
     from logitless import hub
 
-    monkeypatch.setattr(hub, "_PATIENCE_SECONDS", 300.0)
+    monkeypatch.setattr(hub, "_TIMEOUT_SECONDS", 300.0)
     for name in ("http_proxy", "https_proxy", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
     start = time.monotonic()
-    assert not hub._answers(f"http://127.0.0.1:{closed_port}")
+    assert not hub._accepts_connections(f"http://127.0.0.1:{closed_port}")
     assert time.monotonic() - start < 100
     with socket.create_server(("127.0.0.1", 0)) as server:
-        assert hub._answers(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert hub._accepts_connections(f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -108,7 +108,7 @@ def test_another_kind_is_compiled_for_itself(monkeypatch, name, change):
     assert launch() == 0, name
 
 
-def test_what_is_not_known_is_launched_as_ever(monkeypatch):
+def test_launches_that_have_no_key_go_through_triton(monkeypatch):
     launches = Launches(monkeypatch)
     x, y = numbers(), numbers()
     for args, named in (
@@ -149,7 +149,7 @@ def test_a_tensor_on_another_gpu_is_of_another_kind(monkeypatch):
 
 
 @pytest.mark.parametrize("setting", ["launch_enter_hook", "launch_exit_hook", "debug"])
-def test_while_somebody_watches_triton_launches_and_nothing_of_it_is_remembered(monkeypatch, setting):
+def test_while_hooks_or_debugging_are_on_triton_launches_and_nothing_is_cached(monkeypatch, setting):
     launches, known = Launches(monkeypatch), quick_launch.knobs
     unset = {"launch_enter_hook": None, "launch_exit_hook": None, "debug": False}
     watching = SimpleNamespace(runtime=SimpleNamespace(**(unset | {setting: print})))
@@ -171,7 +171,7 @@ def test_the_triton_that_is_installed_is_launched_quickly():
     assert type(quick_launch.quick_launch(JITFunction(add))) is QuickKernel
 
 
-def test_versions_whose_launcher_is_not_known_launch_as_ever(monkeypatch):
+def test_unknown_versions_of_triton_are_not_wrapped(monkeypatch):
     monkeypatch.setattr(triton, "__version__", "9.0.0")
     assert type(quick_launch.quick_launch(JITFunction(add))) is JITFunction
 

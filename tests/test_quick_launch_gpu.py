@@ -24,7 +24,7 @@ def test_quick_launches_compute_what_triton_launches_compute():
                             room[offset + 4 * turn :], other, target, 0.5, count, FLAG=False, BLOCK=1024, num_warps=4
                         )
                     assert torch.equal(found, wanted), (turn, offset, count)
-    assert len(quick._remembered) == 2 * 3 * 2  # aligned or not; 1, a multiple of 16 or neither; None or a tensor
+    assert len(quick._by_kind) == 2 * 3 * 2  # aligned or not; 1, a multiple of 16 or neither; None or a tensor
 
 
 def test_a_captured_graph_replays_quick_launches():

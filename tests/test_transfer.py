@@ -41,7 +41,7 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     ],
     ids=["plain", "every second", "transposed", "one for all", "a row for all", "none", "booleans"],
 )
-def test_numbers_arrive_as_they_are_however_they_lie(numbers: Tensor, pinned: list[Tensor]) -> None:
+def test_numbers_arrive_unchanged_for_any_strides(numbers: Tensor, pinned: list[Tensor]) -> None:
     found = sent(numbers, "cuda")
     assert found.dtype == numbers.dtype
     assert found.tolist() == numbers.tolist()

@@ -1,7 +1,7 @@
 """RL post-training of language models without the logits: exact GRPO-family losses, a trainer, rollouts and rewards.
 
-The names below are the public ones. They are imported on first use, so that ``import logitless.rewards`` in a worker
-process costs neither torch nor transformers.
+The names below are the public ones. Each is imported on first use, so that a worker process that imports
+``logitless.rewards`` loads neither torch nor transformers.
 
 Example:
     >>> import torch, logitless

@@ -1,8 +1,10 @@
-"""Every error logitless raises on purpose.
+"""The errors that logitless raises.
 
-Each says three things: what was needed, what was given, and what to do. Each is also a ``ValueError`` (the input was
-wrong) or a ``RuntimeError`` (the input was right and the machine, a file or a run was not).
+Each says what was needed, what was given, and what to do. Each is also a ``ValueError`` (the caller's input was wrong)
+or a ``RuntimeError`` (something else was: the machine, a file, a run).
 """
+
+from functools import partial
 
 
 class LogitlessError(Exception):
@@ -23,12 +25,8 @@ class LogitlessError(Exception):
         self.needed, self.given, self.remedy = needed, given, remedy
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Survive the trip between processes, which positional pickling would not."""
-        return _rebuild, (type(self), self.needed, self.given, self.remedy)
-
-
-def _rebuild(kind: type[LogitlessError], needed: str, given: str, remedy: str) -> LogitlessError:
-    return kind(needed=needed, given=given, remedy=remedy)
+        # the default passes arguments by position
+        return partial(type(self), needed=self.needed, given=self.given, remedy=self.remedy), ()
 
 
 class InputError(LogitlessError, ValueError):
@@ -52,13 +50,12 @@ class CheckpointError(LogitlessError, RuntimeError):
 
 
 class TrainingError(LogitlessError, RuntimeError):
-    """A run cannot go on (non-finite gradients in a row, no group with a signal, half an update)."""
+    """A run cannot go on, for example after repeated non-finite gradients or half an update."""
 
 
 class EngineError(LogitlessError, RuntimeError):
-    """An engine outside of this process is gone, does not keep what it promises (its answers, its weights), or cannot
-    be given weights."""
+    """An engine outside of this process is gone, gives wrong answers, or does not take weights."""
 
 
 class LostRankError(TrainingError):
-    """Another process of the run is gone or does not answer; the message names it where that can be known."""
+    """Another process of the run is gone or does not answer; the message names it if it is known."""

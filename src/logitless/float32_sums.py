@@ -1,11 +1,10 @@
-"""Gradients of bfloat16 weights that are summed in float32, by the products that make them.
+"""Float32 gradients of bfloat16 weights, accumulated by the matrix product that computes them.
 
-A parameter whose ``grad_dtype`` is float32 gets float32 gradients. autograd would round each product to bfloat16, cast
-it and add it, three more passes over the weight for every micro-batch; here the product's own kernel adds its float32
-accumulator to ``parameter.grad``, and autograd is handed None.
+For a parameter whose ``grad_dtype`` is float32, autograd would round each product to bfloat16, cast it back and add it:
+three more passes over the weight for every micro-batch. Here the product adds its float32 accumulator to
+``parameter.grad``, and the backward returns None to autograd.
 
-That passes over hooks on gradients, so that a parameter that has some, or that is not whole on this device, is left to
-autograd.
+Hooks on gradients do not run this way. Parameters with hooks, and sharded ones, are left to autograd.
 """
 
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 
 
 def sums_in_float32(weight: Tensor) -> bool:
-    """Whether products add to this parameter's float32 gradient themselves.
+    """Whether a backward should add to this parameter's float32 gradient itself.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.bfloat16))
@@ -36,7 +35,7 @@ def sums_in_float32(weight: Tensor) -> bool:
 
 
 def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """That of a parameter's gradient, which is its own unless ``grad_dtype`` says otherwise.
+    """The dtype of a parameter's gradient: ``grad_dtype`` if it is set, else the parameter's.
 
     Example:
         >>> gradient_dtype(nn.Parameter(torch.zeros(1, dtype=torch.bfloat16)))
@@ -47,7 +46,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 
 
 def float32_product(a: Float[Tensor, "N T"], b: Float[Tensor, "T K"]) -> Float[Tensor, "N K"]:
-    """``a @ b`` of numbers of any width, not rounded to theirs.
+    """``a @ b`` in float32, for inputs of any float dtype.
 
     Example:
         >>> float32_product(torch.full((1, 2), 200.0).half(), torch.full((2, 1), 200.0).half())
@@ -59,13 +58,12 @@ def float32_product(a: Float[Tensor, "N T"], b: Float[Tensor, "T K"]) -> Float[T
 
 
 def add_product(weights: Sequence[nn.Parameter], grad: Float[Tensor, "T N"], x: Float[Tensor, "T K"]) -> None:
-    """``weight.grad += grad.T @ x``, for weights whose rows together are the columns of ``grad``.
-
-    Gradients that are made here lie end to end, so that the next call adds to all of them in one product.
+    """``weight.grad += grad.T @ x`` for several weights, each with its own columns of ``grad``.
 
     Args:
-        weights: with ``sums_in_float32``, [N_i, K] each.
-        grad, x: of the rows that were multiplied.
+        weights: with ``sums_in_float32``, [N_i, K] each, sum N_i = N.
+        grad: gradient of ``x @ cat(weights).T``.
+        x: input of that product.
 
     Example:
         >>> weights = [nn.Parameter(torch.zeros(n, 1, dtype=torch.bfloat16)) for n in (1, 2)]
@@ -80,8 +78,9 @@ def add_product(weights: Sequence[nn.Parameter], grad: Float[Tensor, "T N"], x: 
     sums = [weight.grad for weight in weights]
     sizes = [weight.shape[0] for weight in weights]
     if all(each is None for each in sums):
-        made = float32_product(grad.t(), x)
-        for weight, part in zip(weights, made.split_with_sizes(sizes), strict=True):
+        # one tensor for all, so that the next call adds to all of them in one product
+        product = float32_product(grad.t(), x)
+        for weight, part in zip(weights, product.split_with_sizes(sizes), strict=True):
             weight.grad = part
         return
     whole = end_to_end(sums)
@@ -96,11 +95,11 @@ def add_product(weights: Sequence[nn.Parameter], grad: Float[Tensor, "T N"], x: 
 
 
 def add_gradient(weight: nn.Parameter, grad: Tensor) -> None:
-    """``weight.grad += grad``, as autograd would; it takes a copy where this keeps the tensor that it is given.
+    """``weight.grad += grad``; a first gradient is kept without a copy.
 
     Args:
         weight: with ``sums_in_float32``.
-        grad: float32, of its shape, and nobody else's.
+        grad: float32, of the weight's shape; the caller does not use it afterwards.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
@@ -117,12 +116,12 @@ def add_gradient(weight: nn.Parameter, grad: Tensor) -> None:
 
 
 def add_rows(weight: nn.Parameter, grad: Float[Tensor, "T D"], row: Int[Tensor, "T"]) -> None:
-    """``weight.grad[row[t]] += grad[t]``, each row's numbers summed in one order.
+    """``weight.grad[row[t]] += grad[t]``, deterministic.
 
     Args:
-        weight: with ``sums_in_float32``, [V, D].
-        grad: of rows that were looked up.
-        row: int64.
+        weight: an embedding with ``sums_in_float32``, [V, D].
+        grad: gradient of the rows that were looked up.
+        row: their indices, int64.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(2, 1, dtype=torch.bfloat16))
@@ -136,17 +135,17 @@ def add_rows(weight: nn.Parameter, grad: Float[Tensor, "T D"], row: Int[Tensor, 
     if not len(row):
         return
     ordered, order = torch.sort(row, stable=True)
-    begins = torch.ones_like(ordered)
-    begins[1:] = ordered[1:] != ordered[:-1]
-    of_sorted = begins.cumsum(0) - 1  # which of the distinct rows
-    place = torch.empty_like(of_sorted).scatter_(0, order, of_sorted)
-    summed = torch.ops.aten.embedding_dense_backward(grad.float(), place, len(row), -1, False)
-    distinct = torch.zeros_like(row).scatter_(0, of_sorted, ordered)  # row 0 gets zeros beyond the last
+    is_new = torch.ones_like(ordered)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    rank_of_ordered = is_new.cumsum(0) - 1  # among the distinct rows
+    rank = torch.empty_like(rank_of_ordered).scatter_(0, order, rank_of_ordered)
+    summed = torch.ops.aten.embedding_dense_backward(grad.float(), rank, len(row), -1, False)
+    distinct = torch.zeros_like(row).scatter_(0, rank_of_ordered, ordered)  # beyond the last: row 0, which gets zeros
     weight.grad.index_add_(0, distinct, summed)
 
 
 def end_to_end(tensors: Sequence[Tensor | None]) -> Tensor | None:
-    """The tensor whose consecutive rows these are; None where they are not, or one of them is None.
+    """One tensor over all these, without a copy, if they are adjacent rows of one allocation; else None.
 
     Example:
         >>> whole = torch.arange(12.0).reshape(6, 2)
@@ -158,13 +157,13 @@ def end_to_end(tensors: Sequence[Tensor | None]) -> Tensor | None:
         return None
     if len(tensors) == 1:
         return first.detach() if first.is_contiguous() else None
-    place, rows, rest = first.data_ptr(), 0, first.shape[1:]
+    address, rows, rest = first.data_ptr(), 0, first.shape[1:]
     for tensor in tensors:
-        if tensor is None or tensor.data_ptr() != place or tensor.shape[1:] != rest or not tensor.is_contiguous():
+        if tensor is None or tensor.data_ptr() != address or tensor.shape[1:] != rest or not tensor.is_contiguous():
             return None
-        place += tensor.numel() * tensor.itemsize
+        address += tensor.numel() * tensor.itemsize
         rows += tensor.shape[0]
     storage = first.untyped_storage()
-    if place > storage.data_ptr() + storage.nbytes():  # neighbours by chance, each in memory of its own
+    if address > storage.data_ptr() + storage.nbytes():  # adjacent by chance, in allocations of their own
         return None
     return first.detach().as_strided((rows, *rest), first.stride(), first.storage_offset())

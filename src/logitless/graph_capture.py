@@ -1,7 +1,7 @@
-"""When CUDA graphs are captured, and when it is certain that none is.
+"""Capture of CUDA graphs, and a check that no capture is under way.
 
-A wait for a whole GPU ends every capture on it with an error, whichever thread waits and whatever the capture's mode.
-Python's garbage collector may run in the middle of a capture, and so may what it calls.
+Synchronizing a whole GPU makes every capture on it fail, from any thread and in any capture mode. The garbage
+collector, and the finalizers that it calls, may run in the middle of a capture.
 """
 
 import threading
@@ -18,18 +18,18 @@ _capturing = threading.Lock()
 
 @contextmanager
 def captured(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[None]:
-    """Inside, what is launched on the current stream becomes a graph; other threads may launch and allocate.
+    """Capture what is launched on the current stream; other threads may launch and allocate.
 
     Args:
-        graph: that nothing was captured in yet.
-        memory: of another graph (``pool()``), to share it; None for memory of its own.
+        graph: an empty graph.
+        memory: pool of another graph (``pool()``), to share it; None for a new one.
     """
     with _capturing:
         graph.capture_begin(memory, capture_error_mode="thread_local")
         try:
             yield
         except BaseException:
-            with suppress(RuntimeError):  # that the capture is invalid; what made it so is being raised
+            with suppress(RuntimeError):  # says only that the capture is invalid; its cause is raised here
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -37,13 +37,13 @@ def captured(graph: torch.cuda.CUDAGraph, memory: Any = None) -> Iterator[None]:
 
 @contextmanager
 def not_executed(device: torch.device) -> Iterator[None]:
-    """Inside, nothing runs on the GPU: what is launched is captured in a graph, which is then thrown away.
+    """Capture what is launched inside, in a graph that is thrown away: nothing runs on the GPU.
 
-    Tensors that are made inside have an address and are never written, so that nothing made there may be kept.
-    Nothing can be copied from the host inside, nor waited for.
+    Tensors made inside are allocated and never written; keep none of them. Copies from the host and synchronization are
+    errors inside.
 
     Args:
-        device: CUDA's.
+        device: a GPU.
     """
     stream = side_stream(device)
     with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -55,39 +55,37 @@ def not_executed(device: torch.device) -> Iterator[None]:
 
 
 def multiplied_once(device: torch.device, dtype: torch.dtype) -> Tensor:
-    """[1, 1], after a product on the current stream, which is about to capture.
-
-    cuBLAS keeps a workspace for every stream, from the first product on: it must not lie in a graph's memory.
-    """
+    """[1, 1], computed by a matrix product on the current stream; call it before the stream captures."""
+    # cuBLAS allocates a workspace at a stream's first product: it must not be in a graph's memory pool
     one = torch.ones(1, 1, dtype=dtype, device=device)
     return one @ one
 
 
 def refuse_unwritten(what: str, device: torch.device) -> None:
-    """Called where something is made to be kept: inside of a capture it would be kept without ever being written.
+    """Raise during a capture: a tensor made then and kept would never be written.
 
     Args:
-        what: in words, for the error.
-        device: on which it is made.
+        what: what is about to be made, for the error.
+        device: where.
 
     Raises:
         RuntimeError: a graph is being captured on the current stream.
     """
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"{what} must be made before a graph is captured: nothing is written while it is")
+        raise RuntimeError(f"{what} must be made before a graph is captured: a capture writes nothing")
 
 
 @cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures on a device: a library keeps a workspace for every stream that it has met."""
+    """The stream for all captures on a device. One only: libraries keep a workspace for each stream."""
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def between_captures() -> Iterator[bool]:
-    """Inside, where it says True, the GPU may be waited for: no thread is amid ``captured``, this one in no capture.
+    """Yield True, and hold off other captures, if the GPU may be synchronized; yield False during a capture.
 
-    It says False at once, and does not wait, where a graph is being captured, by this thread or another.
+    Does not wait. False also where this thread's stream is captured by something else.
 
     Raises:
         RuntimeError: CUDA does not answer: in a forked process, or after a failure of the GPU.

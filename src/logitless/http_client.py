@@ -1,6 +1,6 @@
-"""JSON over HTTP to a server at a given address: one request, or one that is repeated until a deadline.
+"""JSON over HTTP: one request, or one that is repeated until a deadline.
 
-No redirects are followed and no proxies asked, so that a key goes where the recipe says and nowhere else.
+Redirects are not followed and proxies not used, so that an API key goes to the named server only.
 """
 
 import http.client
@@ -22,27 +22,32 @@ from logitless.errors import ConfigurationError, EngineError
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 16
+_UNREACHABLE = (
+    "Look into the server's log and go on with --resume; raise give_up_seconds of rollout.engine for a server that"
+    " takes longer to come back."
+)
+_UNUSABLE = "Use a version of vLLM that docs/servers.md names, with the flags listed there."
 T = TypeVar("T")
 
 
 class Fault(Exception):
-    """A request that came to nothing; what was wrong is the message."""
+    """A request failed; the message says why."""
 
 
 class PassingFault(Fault):
-    """The server was not there, too slow, or failed: the same request may succeed later."""
+    """The server was unreachable, too slow, or failed: the same request may succeed later."""
 
 
 class UnusableAnswer(PassingFault):
-    """The server answered, and the answer lacks what was asked for."""
+    """The server's answer lacks what was requested."""
 
 
 class Refusal(Fault):
-    """The server will not do it however often it is asked.
+    """The server refuses the request, and would again.
 
     Args:
-        status: of HTTP.
-        why: what the server said.
+        status: HTTP status.
+        why: the server's message.
     """
 
     def __init__(self, status: int, why: str) -> None:
@@ -54,13 +59,13 @@ class HttpClient:
     """Requests to one server, from any number of threads.
 
     Args:
-        url: ``http://127.0.0.1:8000`` or the like; a path is put before every other.
+        url: such as ``http://127.0.0.1:8000``; its path is a prefix of every request's path.
         api_key: sent as a bearer token; only to loopback or over TLS.
-        seconds: that a request may take.
-        max_bytes: of an answer.
+        seconds: the most time a request may take.
+        max_bytes: the longest answer.
 
     Raises:
-        ConfigurationError: another kind of address, or a key that would cross a network in the clear.
+        ConfigurationError: another kind of address, or a key that would be sent unencrypted.
     """
 
     def __init__(
@@ -91,20 +96,20 @@ class HttpClient:
         self._lock = threading.Lock()
 
     def get(self, path: str) -> Any:
-        """What the server says at a path."""
+        """The answer to GET."""
         return self.request("GET", path)
 
     def post(self, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None) -> Any:
-        """What the server answers to JSON."""
+        """The answer to POST with a JSON body."""
         return self.request("POST", path, body or {}, seconds=seconds)
 
     def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, seconds: float | None = None
     ) -> Any:
-        """One request; what came as JSON is parsed, other text is text, and an empty answer is None.
+        """One request. A JSON answer is parsed, other text stays text, an empty answer is None.
 
         Raises:
-            PassingFault: no connection, no answer in time, an answer cut off, or a status that says so.
+            PassingFault: no connection, no answer in time, an answer that breaks off, or a temporary status.
             Refusal: any other status than success, or an answer of over ``max_bytes``.
         """
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
@@ -115,9 +120,9 @@ class HttpClient:
         connected = None
         try:
             connection.connect()
-            connected = connection.sock  # which the connection gives away as soon as an answer begins
+            connected = connection.sock  # the connection drops it as soon as an answer begins
             with self._lock:
-                if self._times_given_up != before:  # in between: nobody would end it
+                if self._times_given_up != before:  # give_up ran while this connected
                     raise ConnectionAbortedError("the request was given up")
                 self._open.add(connected)
             headers = {"Content-Type": "application/json", "Connection": "close"}
@@ -125,7 +130,7 @@ class HttpClient:
                 headers["Authorization"] = f"Bearer {self._key}"
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._path + path, content, headers)
-            with connection.getresponse() as response:  # which keeps the socket, the connection having given it away
+            with connection.getresponse() as response:
                 max_bytes = self.max_bytes if 200 <= response.status < 300 else _MAX_ERROR_BYTES
                 content = _read(response, connected, end, max_bytes)
                 return _parsed(response.status, response.headers.get_content_type(), content, max_bytes)
@@ -140,7 +145,7 @@ class HttpClient:
             connection.close()
 
     def give_up(self) -> None:
-        """End every request under way; whoever waits for one gets a ``PassingFault``."""
+        """End every request under way; its caller gets a ``PassingFault``."""
         with self._lock:
             self._times_given_up += 1
             for connected in self._open:
@@ -153,10 +158,10 @@ class Patience:
     """How long failing requests are repeated.
 
     Args:
-        give_up_seconds: after the first failure in a row.
-        first_wait_seconds: before the first repetition; each further wait is twice as long.
-        longest_wait_seconds: bounds the wait.
-        max_unusable: answers in a row that lack something, which no waiting mends.
+        give_up_seconds: from the first failure in a row to the last attempt.
+        first_wait_seconds: before the second attempt; each further wait is twice as long.
+        longest_wait_seconds: the longest wait.
+        max_unusable: the most unusable answers in a row.
 
     Example:
         >>> tries = iter([PassingFault("down"), 7])
@@ -188,18 +193,18 @@ class Patience:
         Args:
             attempt: one request.
             what, where: for the error.
-            between: called before each repetition with the fault; it may raise what ends everything.
-            stopped: set when nobody waits for the result any more.
+            between: called with the fault before each further attempt; what it raises ends the attempts.
+            stopped: set it to end the attempts from another thread.
 
         Raises:
-            EngineError: a refusal, one fault after the other until the deadline, or too many unusable answers.
+            EngineError: a refusal, no success until the deadline, or too many unusable answers.
         """
         stopped = stopped or threading.Event()
         first, wait, unusable, attempts = None, self.first_wait_seconds, 0, 0
         while True:
             attempts += 1
             try:
-                if stopped.is_set():  # before this attempt began: ``give_up`` ends only what is under way
+                if stopped.is_set():
                     raise PassingFault("the request was given up")
                 return attempt()
             except Refusal as refusal:
@@ -218,16 +223,13 @@ class Patience:
                     raise EngineError(
                         needed=f"{what} from {where}",
                         given=f"{fault} ({attempts} attempts in {now - first:.0f} s)",
-                        remedy="Look into the server's log and go on with --resume; raise give_up_seconds of"
-                        " rollout.engine for a server that takes longer to come back."
-                        if not unusable
-                        else "Use a version of vLLM that docs/servers.md names, and the flags that stand there.",
+                        remedy=_UNUSABLE if unusable else _UNREACHABLE,
                     ) from fault
                 wait = min(2 * wait, self.longest_wait_seconds)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is this machine by its name or number alone.
+    """Whether a host is ``localhost`` or a loopback address.
 
     Example:
         >>> is_loopback("127.0.0.1"), is_loopback("::1"), is_loopback("localhost"), is_loopback("10.0.0.1")
@@ -240,10 +242,10 @@ def is_loopback(host: str) -> bool:
 
 
 def api_key(file: str | None, variable: str | None) -> str | None:
-    """A key from a file or a variable of the environment; None where neither is named.
+    """The API key in a file or an environment variable; None if neither is named.
 
     Raises:
-        ConfigurationError: it is named and not there, or empty.
+        ConfigurationError: it is missing or empty.
 
     Example:
         >>> api_key(None, None) is None
@@ -266,16 +268,12 @@ def api_key(file: str | None, variable: str | None) -> str | None:
 
 
 def _read(response: http.client.HTTPResponse, connected: socket.socket, end: float, max_bytes: int) -> bytes:
-    """The body, or its first ``max_bytes`` and some more.
-
-    The socket's timeout bounds one wait, which a server that sends a byte at a time never exceeds: it is set anew for
-    each.
-    """
+    """The body; of a longer one, a little more than ``max_bytes``."""
     content = bytearray()
     while len(content) <= max_bytes:
         if (left := end - time.monotonic()) <= 0:
             raise TimeoutError("the answer did not end in time")
-        connected.settimeout(left)
+        connected.settimeout(left)  # of one read: a server that sends a byte at a time would never exceed it
         if not (piece := response.read1(1 << 16)):
             if response.length:
                 raise http.client.IncompleteRead(bytes(content), response.length)
@@ -286,9 +284,9 @@ def _read(response: http.client.HTTPResponse, connected: socket.socket, end: flo
 
 def _parsed(status: int, kind: str, content: bytes, max_bytes: int) -> Any:
     if status in _PASSING:
-        raise PassingFault(f"HTTP {status}: {_said(content)}")
+        raise PassingFault(f"HTTP {status}: {_message(content)}")
     if not 200 <= status < 300:
-        raise Refusal(status, _said(content))
+        raise Refusal(status, _message(content))
     if len(content) > max_bytes:
         raise Refusal(status, f"an answer of over {max_bytes} bytes")
     if not content.strip():
@@ -301,13 +299,13 @@ def _parsed(status: int, kind: str, content: bytes, max_bytes: int) -> Any:
         raise PassingFault(f"an answer that is not JSON ({error}), {len(content)} bytes") from error
 
 
-def _said(content: bytes) -> str:
-    """The message in an error of OpenAI's kind, or the beginning of whatever came."""
+def _message(content: bytes) -> str:
+    """The message of an OpenAI-style error, or the beginning of the answer."""
     text = content.decode("utf-8", "replace")
     try:
-        said = json.loads(text)
-        said = said.get("error", said.get("detail", said))
-        text = said["message"] if isinstance(said, dict) and "message" in said else json.dumps(said)
+        answer = json.loads(text)
+        error = answer.get("error", answer.get("detail", answer))
+        text = error["message"] if isinstance(error, dict) and "message" in error else json.dumps(error)
     except (ValueError, AttributeError, RecursionError):
         pass
     return f"{text:.500}" or "no message"
@@ -318,4 +316,4 @@ def _remedy(status: int) -> str:
         return "Give the server's key in api_key_file or api_key_variable of rollout.engine."
     if status in (403, 404):
         return "Start the server with the flags that docs/servers.md lists, and name its model in rollout.engine.model."
-    return "Repair what the server names."
+    return "Correct what the server reports."

@@ -1,4 +1,4 @@
-"""Whether the hub of models and data sets can be asked, found out at once instead of after a minute of retries."""
+"""Whether the Hugging Face hub can be reached, found out at once instead of after a minute of retries."""
 
 import os
 import socket
@@ -7,13 +7,13 @@ from functools import cache
 from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
-_PATIENCE_SECONDS = 5.0
+_TIMEOUT_SECONDS = 5.0
 
 
 def use_cache_if_unreachable() -> bool:
-    """Whether only what is cached can be had; if so, libraries that ask the hub are told, and do not try.
+    """Whether the hub is out of reach; if so, put huggingface_hub and datasets into offline mode.
 
-    That is so where ``HF_HUB_OFFLINE`` says it, and where nothing answers at the hub's address (or at the proxy's).
+    It is out of reach if ``HF_HUB_OFFLINE`` is set, or if nothing accepts connections at its address or the proxy's.
 
     Example:
         >>> os.environ.get("HF_HUB_OFFLINE") != "1" or use_cache_if_unreachable()
@@ -23,9 +23,9 @@ def use_cache_if_unreachable() -> bool:
 
     if constants.HF_HUB_OFFLINE:
         return True
-    if _answers(constants.ENDPOINT):
+    if _accepts_connections(constants.ENDPOINT):
         return False
-    os.environ["HF_HUB_OFFLINE"] = "1"  # for what is imported later, here and in child processes
+    os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries imported later, here and in child processes
     constants.HF_HUB_OFFLINE = True
     if "datasets" in sys.modules:
         sys.modules["datasets"].config.HF_HUB_OFFLINE = True
@@ -33,8 +33,8 @@ def use_cache_if_unreachable() -> bool:
 
 
 @cache
-def _answers(endpoint: str) -> bool:
-    """Whether a connection to the host of a URL can be made."""
+def _accepts_connections(endpoint: str) -> bool:
+    """Whether the host of a URL, or its proxy, accepts a connection."""
     url = urlsplit(endpoint)
     host = url.hostname or ""
     proxies = getproxies()
@@ -42,7 +42,7 @@ def _answers(endpoint: str) -> bool:
         url = urlsplit(proxy if "//" in proxy else f"//{proxy}")
         host = url.hostname or ""
     try:
-        with socket.create_connection((host, url.port or (80 if url.scheme == "http" else 443)), _PATIENCE_SECONDS):
+        with socket.create_connection((host, url.port or (80 if url.scheme == "http" else 443)), _TIMEOUT_SECONDS):
             return True
     except (OSError, ValueError):
         return False

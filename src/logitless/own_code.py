@@ -1,7 +1,7 @@
-"""Code of a user that a recipe names: ``package.module:name``, or ``folder/file.py:name``.
+"""User code that a recipe names: ``package.module:name``, or ``folder/file.py:name``.
 
-A file is imported once a process, under a name of its own, so that no package is hidden by it; what stands beside it
-can be imported by name. Worker processes of rewards import this file: standard library only.
+A file is imported once a process, under a unique module name, so that it hides no package; it can import other files of
+its folder by name. Worker processes of rewards import this module: standard library only.
 """
 
 import hashlib
@@ -21,15 +21,15 @@ from logitless.errors import ConfigurationError, LogitlessError
 FORMS = "'package.module:name' or './file.py:name'"
 
 _LAST_CALLS = 4
-"""Calls of a traceback that an error shows, the innermost ones."""
+"""Innermost calls of a traceback that an error shows."""
 
 
 def with_whole_path(path: str, folder: Path) -> str:
-    """The path with its file's place made absolute; one of a module, or of neither form, as it is.
+    """The path with a relative file made absolute; any other path unchanged.
 
     Args:
-        path: of either form.
-        folder: that a relative file starts at.
+        path: an import path, as above.
+        folder: what a relative file is relative to.
 
     Example:
         >>> with_whole_path("./rewards.py:brief", Path("/recipes")), with_whole_path("rewards:brief", Path("/recipes"))
@@ -42,10 +42,11 @@ def with_whole_path(path: str, folder: Path) -> str:
 
 
 def imported(path: str) -> Any:
-    """The object that a path names, attributes of attributes (``module:Class.method``) included.
+    """The object that an import path names; also an attribute of it, as in ``module:Class.method``.
 
     Raises:
-        Exception: whatever the import raises; ImportError for another form, a file or a name that is not there.
+        ImportError: a path of another form, or a file or name that does not exist.
+        Exception: whatever the import raises.
 
     Example:
         >>> imported("math:sqrt")(4.0)
@@ -53,7 +54,7 @@ def imported(path: str) -> Any:
     """
     place, _, names = path.rpartition(":")
     if not (place and names):
-        raise ImportError(f"no name behind a colon in {path!r}")
+        raise ImportError(f"no name after a colon in {path!r}")
     found: Any = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     for name in names.split("."):
         if not hasattr(found, name):
@@ -64,7 +65,7 @@ def imported(path: str) -> Any:
 
 
 def _names(found: Any) -> list[str]:
-    """What a module defines, without what it imports, or all that an object has."""
+    """The names a module defines, without those it imports; of any other object, all its attributes."""
     if not isinstance(found, ModuleType):
         return dir(found)
     own = [name for name, each in vars(found).items() if getattr(each, "__module__", None) == found.__name__]
@@ -72,12 +73,12 @@ def _names(found: Any) -> list[str]:
 
 
 def named(path: str, *, what: str, key: str) -> Any:
-    """What a path names.
+    """``imported``, with a configuration error.
 
     Args:
         path: see ``imported``.
-        what: about it, in the error.
-        key: of the recipe, that names it.
+        what: what it should be, for the error.
+        key: the recipe's key that names it.
 
     Raises:
         ConfigurationError: it cannot be imported.
@@ -93,13 +94,13 @@ def named(path: str, *, what: str, key: str) -> Any:
 
 
 def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> Any:
-    """What the object that a path names returns when it is called with options.
+    """The result of calling the object that a path names with options.
 
     Args:
         factory: a path, see ``imported``.
         options: keyword arguments.
-        what: it is to make, in words.
-        key: of the recipe, that names it.
+        what: what it should make, for the error.
+        key: the recipe's key that names it.
 
     Raises:
         ConfigurationError: it cannot be imported or called, or its code raises.
@@ -108,20 +109,20 @@ def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> An
         >>> made("fractions:Fraction", {"numerator": 3}, what="a number", key="number.factory")
         Fraction(3, 1)
     """
-    making = named(factory, what=f"that makes {what}", key=key)
+    function = named(factory, what=f"that makes {what}", key=key)
     try:
-        return making(**options)
+        return function(**options)
     except Exception as error:
-        section, is_its_own = key.rpartition(".")[0], _line_of(error)
+        section = key.rpartition(".")[0]
         raise ConfigurationError(
             needed=f"{what} from {factory!r} with options {dict(options)}",
             given=described(error),
-            remedy="Correct that line." if is_its_own else f"Correct what {key} names, or {section}.options.",
+            remedy="Correct that line." if _line_of(error) else f"Correct what {key} names, or {section}.options.",
         ) from error
 
 
 def described(error: BaseException) -> str:
-    """An exception and, where that is code of a user, the line that it was raised in.
+    """An exception in words, with the line of user code that raised it, if any.
 
     Example:
         >>> described(ValueError("no"))
@@ -132,14 +133,14 @@ def described(error: BaseException) -> str:
 
 @contextmanager
 def blamed(what: str, kind: type[LogitlessError], *, passing: type[Exception] = MemoryError) -> Iterator[None]:
-    """An exception inside becomes an error that ends with the last calls on its way.
+    """Turn an exception of user code into a logitless error that ends with the last lines of its traceback.
 
-    Errors of logitless pass, and so does a ``MemoryError``.
+    Errors of logitless and ``MemoryError`` pass unchanged.
 
     Args:
-        what: the code inside is to give, and what that code is called.
-        kind: of the error.
-        passing: an exception that passes, too.
+        what: what the code should give, and the code's name; ``needed`` of the error.
+        kind: class of the error.
+        passing: another class that passes unchanged.
 
     Example:
         >>> from logitless.errors import TrainingError
@@ -154,13 +155,13 @@ def blamed(what: str, kind: type[LogitlessError], *, passing: type[Exception] = 
     except Exception as error:
         if isinstance(error, LogitlessError | MemoryError | passing):
             raise
-        calls = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
-        ends = "".join(traceback.format_tb(calls, -_LAST_CALLS)).rstrip()
-        raise kind(needed=what, given=f"{type(error).__name__}: {error}", remedy=f"Correct it:\n{ends}") from error
+        frames = error.__traceback__ and error.__traceback__.tb_next  # the first is this function's
+        last = "".join(traceback.format_tb(frames, -_LAST_CALLS)).rstrip()
+        raise kind(needed=what, given=f"{type(error).__name__}: {error}", remedy=f"Correct it:\n{last}") from error
 
 
 def _line_of(error: BaseException) -> str:
-    """The last line of a user's code on the way to the error, in words; empty where there is none."""
+    """The innermost line of user code in the error's traceback, in words; empty if there is none."""
     ours = (os.path.dirname(__file__) + os.sep, importlib.__file__)  # noqa: PTH120
     lines = [each for each in traceback.extract_tb(error.__traceback__) if each.line]  # none in frozen modules
     where = [f" in {each.filename}, line {each.lineno}" for each in lines if not each.filename.startswith(ours)]
@@ -179,7 +180,7 @@ def _module_of_file(place: str) -> ModuleType:
     if spec is None or spec.loader is None or not os.path.isfile(path):  # noqa: PTH113
         raise ImportError(f"there is no file {path}")
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # before it runs: dataclasses and pickles look it up by name
+    sys.modules[name] = module  # before it runs: dataclasses and pickle look it up by name
     try:
         spec.loader.exec_module(module)
     except BaseException:

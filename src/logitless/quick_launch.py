@@ -1,29 +1,26 @@
-"""Triton kernels launched without looking at everything again.
+"""Triton kernels with a cheaper launch: a cache in front of Triton's own dispatch.
 
-``kernel[grid](...)`` binds arguments to names, specialises each, turns options into a string and asks a dozen settings
-before it comes to a compiled kernel that it has launched a thousand times: 20 to 40 microseconds, and a training step
-launches hundreds of kernels a pass. A kernel under ``quick_launch`` remembers what Triton compiled for arguments of
-one kind, and calls its launcher directly the next time.
+``kernel[grid](...)`` takes 20 to 40 microseconds to find a kernel that it has compiled before, and a training step
+launches hundreds of kernels a pass. A kernel under ``quick_launch`` looks its compiled kernel up by a short key, and
+calls its launcher directly. The key is what Triton specializes on:
 
-What kind an argument is of decides what Triton compiles, so it is all that the memory goes by:
-
-    tensor        dtype, its GPU, and whether its address is a multiple of 16
+    tensor        dtype, GPU, and whether its address is a multiple of 16
     int           whether it is 1, and whether it is a multiple of 16
-    float, None   that
+    float, None   the type
     descriptor    dtype and block (TMA)
     by name       constants and options such as ``num_warps``: their values
 
-Everything else is launched as ever: other arguments, integers of more than 32 bits, constants that are given by
-position and other parameters by name, a grid that is a function, hooks of a profiler, Triton's debugging, other
-hardware than NVIDIA's, versions of Triton whose launcher is not known here, Triton's interpreter. Triton's other
-settings, and constants of a kernel's module, stay what they were at the first launch of a kind.
+All other launches go through Triton: other arguments, integers of more than 32 bits, constants by position or other
+parameters by name, a grid that is a function, profiler hooks, Triton's debug mode, other hardware than NVIDIA's, other
+versions of Triton, and the interpreter. Triton's other settings, and globals that a kernel reads, keep the values that
+they had at the first launch with a key.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-import torch  # noqa: F401 the example speaks of it
+import torch  # noqa: F401  for the example
 import triton
 from torch import Tensor, nn
 from triton import knobs
@@ -33,15 +30,15 @@ from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 KNOWN_VERSIONS = ("3.5.", "3.6.", "3.7.")
-"""Of Triton: in these a compiled kernel's ``run`` takes grid, stream, function, metadata, hooks and all arguments."""
+"""Triton versions in which a compiled kernel's ``run`` takes grid, stream, function, metadata, hooks and arguments."""
 
 _LIMIT = 1 << 31
 
 
 def quick_launch(kernel: Any) -> Any:
-    """The kernel that ``triton.jit`` made, launched quickly from its second launch on; the interpreter's as it is.
+    """Decorate a ``triton.jit`` kernel; one of Triton's interpreter stays unchanged.
 
-    A launch is quick where constants are passed by name, and all other parameters by position.
+    Pass constants by name and all other arguments by position: only such launches are cached.
 
     Example:
         >>> @quick_launch
@@ -52,17 +49,16 @@ def quick_launch(kernel: Any) -> Any:
     """
     if type(kernel) is JITFunction and triton.__version__.startswith(KNOWN_VERSIONS):
         kernel.__class__ = QuickKernel
-        kernel._remembered = {}
+        kernel._by_kind = {}
     return kernel
 
 
 def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
-    """``TensorDescriptor.from_tensor`` without its checks, which take longer than the launch: callers know that start
-    and strides are multiples of 16 bytes, and that the last dimension is contiguous.
+    """``TensorDescriptor.from_tensor`` without its checks, which take longer than the launch.
 
     Args:
-        tensor: read block by block through TMA.
-        block: as many numbers as it has dimensions.
+        tensor: read through TMA. Its address and strides must be multiples of 16 bytes, its last dimension contiguous.
+        block: shape of a block.
     """
     made = object.__new__(TensorDescriptor)
     made.base, made.shape, made.strides, made.block_shape = tensor, tensor.shape, tensor.stride(), block
@@ -70,50 +66,50 @@ def descriptor(tensor: Tensor, block: Sequence[int]) -> TensorDescriptor:
 
 
 class QuickKernel(JITFunction):
-    """A kernel of Triton that remembers what was compiled for which kind of arguments."""
+    """A Triton kernel with a cache of compiled kernels by ``kind_of`` their arguments."""
 
-    _remembered: dict[tuple[Any, ...], tuple[Any, ...]]
+    _by_kind: dict[tuple[Any, ...], tuple[Any, ...]]
 
     def __getitem__(self, grid: Any) -> Callable[..., Any]:
         return partial(self._launch, grid) if type(grid) is tuple else super().__getitem__(grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        quick = not self.pre_run_hooks and not _watched()
-        if quick and self._remembered:
+        cached = not self.pre_run_hooks and not _is_profiled_or_debugged()
+        if cached and self._by_kind:
             active = driver.active
             device = active.get_current_device()
-            found = kind_of(device, args, named)
-            known = None if found is None else self._remembered.get(found[0])
-            if found is not None and known is not None:
-                run, function, metadata, constants = known
+            kind = kind_of(device, args, named)
+            compiled = None if kind is None else self._by_kind.get(kind[0])
+            if kind is not None and compiled is not None:
+                run, function, metadata, constants = compiled
                 x, y, z = (*grid, 1, 1)[:3]
                 stream = active.get_current_stream(device)
-                run(x, y, z, stream, function, metadata, None, None, None, *found[1], *constants)
+                run(x, y, z, stream, function, metadata, None, None, None, *kind[1], *constants)
                 return
-        compiled = self.run(*args, grid=grid, warmup=False, **named)
-        if quick and type(compiled) is CompiledKernel and compiled.metadata.target.backend == "cuda":
-            found, constants = kind_of(driver.active.get_current_device(), args, named), self._constants(args, named)
-            if found is not None and constants is not None:
-                self._remembered[found[0]] = (compiled.run, compiled.function, compiled.packed_metadata, constants)
+        kernel = self.run(*args, grid=grid, warmup=False, **named)
+        if cached and type(kernel) is CompiledKernel and kernel.metadata.target.backend == "cuda":
+            kind, constants = kind_of(driver.active.get_current_device(), args, named), self._constants(args, named)
+            if kind is not None and constants is not None:
+                self._by_kind[kind[0]] = (kernel.run, kernel.function, kernel.packed_metadata, constants)
 
     def _constants(self, args: Sequence[Any], named: dict[str, Any]) -> tuple[Any, ...] | None:
-        """What the launcher gets behind the arguments given by position: all constants; None where they are others."""
-        given, behind = self.params[: len(args)], self.params[len(args) :]
-        if any(param.is_constexpr for param in given):
+        """The constants, in the launcher's order; None unless exactly the constants are passed by name."""
+        by_position, by_name = self.params[: len(args)], self.params[len(args) :]
+        if any(param.is_constexpr for param in by_position):
             return None
-        if not all(param.is_constexpr and param.name in named for param in behind):
+        if not all(param.is_constexpr and param.name in named for param in by_name):
             return None
-        return tuple(named[param.name] for param in behind)
+        return tuple(named[param.name] for param in by_name)
 
 
 def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tuple[Any, ...], list[Any]] | None:
-    """What decides which compiled kernel is launched, and the arguments as the launcher takes them; None: unknown.
+    """The key of a launch, and its arguments as the launcher takes them; None if an argument has no key.
 
-    Two launches of one kernel with equal keys are specialised equally by Triton.
+    Triton specializes two launches of a kernel with equal keys alike.
 
     Args:
-        device: current.
-        args: of the launch, by position.
+        device: the current GPU.
+        args: by position.
         named: constants and options.
 
     Example:
@@ -123,35 +119,35 @@ def kind_of(device: int, args: Sequence[Any], named: dict[str, Any]) -> tuple[tu
     """
     key: list[Any] = [device]
     values: list[Any] = []
-    say, give = key.append, values.append
+    add_key, add_value = key.append, values.append  # this loop runs at every launch
     for each in args:
         kind = type(each)
         if kind is Tensor or kind is nn.Parameter:
             address = each.data_ptr()
-            say(each.dtype)
-            say(each.get_device())
-            say(not address & 15)
-            give(address)
+            add_key(each.dtype)
+            add_key(each.get_device())
+            add_key(not address & 15)
+            add_value(address)
             continue
         if kind is int:
             if not -_LIMIT <= each < _LIMIT:
                 return None
-            say(1 if each == 1 else 0 if each & 15 else 16)
+            add_key(1 if each == 1 else 0 if each & 15 else 16)
         elif kind is float:
-            say("float")
+            add_key("float")
         elif kind is TensorDescriptor:
             key += (each.base.dtype, *each.block_shape, each.padding, getattr(each, "round_f32_to_tf32", False))
         elif each is None:
-            say(None)
+            add_key(None)
         else:
             return None
-        give(each)
+        add_value(each)
     constants = named.values()
     return (*key, *named, *constants, *map(type, constants)), values
 
 
-def _watched() -> bool:
-    """Whether a profiler wants to hear of every launch, or kernels are to be compiled for debugging: for a while."""
+def _is_profiled_or_debugged() -> bool:
+    """Whether a profiler has launch hooks, or kernels are compiled for debugging."""
     runtime = knobs.runtime
     return bool(runtime.debug or _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook))
 

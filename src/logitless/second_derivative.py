@@ -1,7 +1,7 @@
-"""Backward passes that cannot be differentiated themselves say so.
+"""Refuse second derivatives through backward passes that cannot be differentiated.
 
-Autograd records what a backward does with plain torch and nothing of what it does otherwise: in kernels, or with
-gradients that were made before. A second derivative through such a node would lack that part without a word.
+Autograd records what a backward does in plain torch, and nothing that it does in kernels or with stored gradients. A
+second derivative would silently lack that part.
 """
 
 import torch
@@ -10,12 +10,10 @@ from logitless.errors import UnavailableError
 
 
 def refuse_second_derivative(needed: str, *, given: str, remedy: str) -> None:
-    """Raise in a backward whose own graph is asked for (``create_graph=True``).
+    """Raise if the backward that calls this runs under ``create_graph=True``.
 
     Args:
-        needed: what would have to be differentiable twice.
-        given: what is here instead.
-        remedy: what to use for second derivatives.
+        needed: what would have to be differentiable twice; ``given`` and ``remedy``: the rest of the error.
 
     Raises:
         UnavailableError: the backward runs under ``create_graph=True``.

@@ -1,10 +1,10 @@
-"""Seeds: everything random is drawn from the run's seed and from what it is for, never from a generator in common."""
+"""Seeds. Every random number comes from a generator of its own, seeded by the run's seed and its purpose."""
 
 import hashlib
 
 
 def derived_seed(*labels: int | str) -> int:
-    """A seed of 63 bits for one purpose, from the run's seed and what it is for.
+    """A 63-bit seed for one purpose, from the run's seed and labels of the purpose.
 
     Example:
         >>> derived_seed(0, "rollout", 3) == derived_seed(0, "rollout", 3) != derived_seed(0, "rollout", 4)

@@ -1,15 +1,13 @@
-"""Tensors on their way from the host to a GPU."""
+"""Copies from the host to a GPU that do not block the host."""
 
 import torch
 from torch import Tensor
 
 
 def sent(numbers: Tensor, device: torch.device | str) -> Tensor:
-    """Numbers on the device, for whatever is launched next; the host does not wait for what was launched before.
+    """``numbers.to(device)``, through pinned memory where it copies from the host to a GPU.
 
-    ``Tensor.to`` does wait, unless the numbers are in page-locked memory, by which they go here. Of numbers that are on
-    a GPU, or go to none, it is that. Numbers that lie apart, or one that stands for many (``expand``), are laid side by
-    side first: ``Tensor.pin_memory`` keeps strides, and refuses a stride of 0.
+    The host does not wait for kernels launched before; kernels launched afterwards see the numbers.
 
     Example:
         >>> sent(torch.arange(2), "cpu").tolist()
@@ -17,4 +15,5 @@ def sent(numbers: Tensor, device: torch.device | str) -> Tensor:
     """
     if numbers.is_cuda or torch.device(device).type != "cuda":
         return numbers.to(device)
+    # contiguous: pin_memory keeps strides, and refuses a stride of 0 (expand)
     return numbers.contiguous().pin_memory().to(device, non_blocking=True)

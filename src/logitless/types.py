@@ -4,9 +4,8 @@ Letters: N scored tokens, B sequences (completions), T tokens the backbone reads
 prompt or completion, V vocabulary, D hidden size, R LoRA rank. Index t of a tensor of length N belongs to
 ``target[t]``, predicted from ``source[t]``.
 
-The tokens of prompts and completions are read-only NumPy arrays from the engine to packing, which makes tensors of
-them. Constructors take any sequence of numbers. Two prompts or completions are equal if all their numbers are, bit for
-bit; they have no hash.
+Tokens of prompts and completions are read-only NumPy arrays until packing makes tensors of them; constructors take any
+sequence of numbers. Prompts and completions are equal if all their fields are, arrays bit for bit; they have no hash.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,14 +21,14 @@ from logitless.errors import InputError
 from logitless.transfer import sent
 
 Numbers: TypeAlias = np.ndarray | Sequence[Any]
-"""What makes an array of numbers."""
+"""What constructors make an array of."""
 
 VerdictStatus = Literal["graded", "ungradable", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """The same array, which nobody can write to from now on; prompts and completions take it without a copy.
+    """The same array, made read-only; prompts and completions then take it without a copy.
 
     Example:
         >>> read_only(np.zeros(2)).flags.writeable
@@ -40,7 +39,7 @@ def read_only(array: np.ndarray) -> np.ndarray:
 
 
 class _WithArrays:
-    """Frozen dataclasses with arrays: how they are set, and equality, which the generated one cannot say of arrays."""
+    """Frozen dataclasses with arrays: equality, and fields that are converted to arrays."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -51,14 +50,17 @@ class _WithArrays:
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
-            array = value is not None and name in PER_TOKEN
-            object.__setattr__(self, name, _array(name, value, PER_TOKEN[name]) if array else value)
+            if value is not None and name in PER_TOKEN:
+                value = _array(name, value, PER_TOKEN[name])
+            object.__setattr__(self, name, value)
 
 
 def _array(name: str, given: Numbers, dtype: type[np.generic]) -> np.ndarray:
-    """A read-only, contiguous array: a copy, unless ``given`` is one already."""
-    if isinstance(given, np.ndarray) and given.dtype == dtype and _is_settled(given.flags):
-        return given
+    """A read-only, contiguous array: ``given`` itself if it is one, else a copy."""
+    if isinstance(given, np.ndarray) and given.dtype == dtype:
+        flags = given.flags
+        if not flags.writeable and flags.c_contiguous and flags.aligned:
+            return given
     try:
         return read_only(np.array(given, dtype))
     except (OverflowError, TypeError, ValueError) as error:
@@ -69,14 +71,12 @@ def _array(name: str, given: Numbers, dtype: type[np.generic]) -> np.ndarray:
         ) from error
 
 
-def _is_settled(flags: Any) -> bool:
-    return not flags.writeable and flags.c_contiguous and flags.aligned
-
-
 def _same(value: Any, other: Any) -> bool:
     if isinstance(value, np.ndarray) and isinstance(other, np.ndarray):
-        return value.tobytes() == other.tobytes()  # of one dtype
-    return not isinstance(value, np.ndarray) and not isinstance(other, np.ndarray) and bool(value == other)
+        return value.tobytes() == other.tobytes()  # a field has one dtype
+    if isinstance(value, np.ndarray) or isinstance(other, np.ndarray):
+        return False
+    return bool(value == other)
 
 
 @dataclass(frozen=True, eq=False, init=False)
@@ -147,7 +147,7 @@ class Completion(_WithArrays):
             ``logp_sampler`` differ from it.
 
     Raises:
-        InputError: a per-token field is no numbers, or has another length than ``token_ids``.
+        InputError: a per-token field is not numeric, or has another length than ``token_ids``.
 
     Example:
         >>> Completion("7", token_ids=(4, 2), text="4", finish_reason="stop", logp_sampler=(-0.1, -0.2)).length
@@ -203,7 +203,7 @@ class Completion(_WithArrays):
                 )
 
     def as_json(self, array: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> dict[str, Any]:
-        """The fields by name; ``array`` says what stands for an array, else a list."""
+        """The fields by name; ``array`` converts arrays, by default to lists."""
         return {name: array(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
 
     @property
@@ -258,13 +258,13 @@ class Episode:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a reward function says of one completion.
+    """A reward function's result for one completion.
 
     Args:
         score: finite exactly when ``status`` is ``graded`` or ``ungradable``.
         status: ``graded``; ``ungradable`` (the completion made its own grading fail, by time, memory, size or by ending
-            the grader; scored like a wrong answer, so that stalling does not pay); ``error`` (the grader raised or gave
-            nonsense); ``timeout`` (the grader waited, or was not scheduled); ``missing`` (cannot be scored here).
+            the grader; it scores like a wrong answer); ``error`` (the grader raised or gave nonsense); ``timeout`` (the
+            grader waited, or was not scheduled); ``missing`` (cannot be scored here).
         detail: (constraint id, satisfied) in the prompt's order; ids may repeat.
         message: why it was not graded.
         traceback: of the grader, if it raised.
@@ -340,18 +340,14 @@ class Group:
                 given=f"{len(self.completions)}, {len(self.verdicts)} and {len(self.rewards)}",
                 remedy="Give a verdict and a reward (None if unscorable) for every completion.",
             )
-        if self.turn_rewards and len(self.turn_rewards) != len(self.completions):
-            raise InputError(
-                needed=f"the turn rewards of each of {len(self.completions)} completions, or none",
-                given=str(len(self.turn_rewards)),
-                remedy="Give an empty tuple for a completion whose turns pay nothing.",
-            )
-        if self.conversations and len(self.conversations) != len(self.completions):
-            raise InputError(
-                needed=f"the messages of each of {len(self.completions)} completions, or none",
-                given=str(len(self.conversations)),
-                remedy="Give the conversation of every completion.",
-            )
+        for name in ("turn_rewards", "conversations"):
+            given = len(getattr(self, name))
+            if given not in (0, len(self.completions)):
+                raise InputError(
+                    needed=f"{name} of each of {len(self.completions)} completions, or none",
+                    given=str(given),
+                    remedy="Give one for every completion; it may be empty.",
+                )
         strays = {c.prompt_id for c in self.completions} - {self.prompt.id}
         if strays:
             raise InputError(
@@ -363,12 +359,12 @@ class Group:
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """B sequences end to end, without padding, as the backbone reads them.
+    """B sequences end to end, without padding: the backbone's input.
 
     Args:
         input_ids: [T] prompts and completions.
         position_ids: [T] from 0 in every sequence.
-        lengths: B numbers that sum to T, on the host.
+        lengths: tokens of each sequence; B numbers that sum to T, on the host.
         source: [N] index into T of the hidden row that predicts each target; increasing.
         source_counts: B numbers that sum to N: scored tokens of each sequence, on the host.
         prefixes: for each sequence its shared prefixes as (id, length), shortest first; None if unknown. Sequences with
@@ -389,8 +385,7 @@ class PackedInputs:
 
     def to(self, device: torch.device | str) -> "PackedInputs":
         """A copy on another device."""
-        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
-        return replace(self, **moved)
+        return replace(self, **_moved(self, device))
 
     def take(self, sequences: Sequence[int]) -> "PackedInputs":
         """These sequences, in this order."""
@@ -412,8 +407,8 @@ class PackedInputs:
 class PromptGroup(NamedTuple):
     """Lengths of a shared prefix and of what follows it in a packed row, as a tree.
 
-    A completion is a number of tokens, or again a ``PromptGroup`` where several share a beginning. Without completions,
-    or with a prompt of 0 tokens, these are plain sequences.
+    A completion is its number of tokens, or again a ``PromptGroup`` where several begin with the same tokens. Without
+    completions the prompt is a whole sequence; with a prompt of 0 tokens the completions share nothing.
 
     Example:
         >>> group = PromptGroup(3, (2, PromptGroup(4, (1, 2))))
@@ -447,14 +442,12 @@ class PromptGroup(NamedTuple):
 
 @dataclass(frozen=True)
 class SharedInputs:
-    """Packed sequences whose shared prefixes are stored once.
-
-    A prefix lies before all that follows it, and positions continue from it.
+    """Packed sequences whose shared prefixes are stored once, each before all that continues it.
 
     Args:
         input_ids: [T].
         position_ids: [T] in each token's own sequence.
-        groups: in the order in which they lie; on the host.
+        groups: in the order of the tokens; on the host.
         source: [N] index into T of the hidden row that predicts each target; several targets may share one.
 
     Example:
@@ -475,8 +468,7 @@ class SharedInputs:
 
     def to(self, device: torch.device | str) -> "SharedInputs":
         """A copy on another device."""
-        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
-        return replace(self, **moved)
+        return replace(self, **_moved(self, device))
 
 
 @dataclass(frozen=True)
@@ -528,8 +520,7 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy on another device."""
-        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
-        return replace(self, **moved, inputs=self.inputs.to(device))
+        return replace(self, **_moved(self, device), inputs=self.inputs.to(device))
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
         """Indices of the tokens of these sequences, one sequence after the other; on the CPU."""
@@ -599,7 +590,7 @@ class TokenBatch:
                 raise InputError(
                     needed="sequence ids that never decrease",
                     given="a decreasing id",
-                    remedy="Lay the tokens of each sequence end to end, in the order of their ids.",
+                    remedy="Order the tokens by their sequence.",
                 )
             if int(self.sequence[0]) < 0 or int(self.sequence[-1]) >= self.num_sequences:
                 raise InputError(
@@ -615,8 +606,7 @@ class TokenBatch:
 
     def to(self, device: torch.device | str) -> "TokenBatch":
         """A copy on another device."""
-        moved: dict[str, Any] = {name: sent(value, device) for name, value in _tensors(self).items()}
-        return replace(self, **moved)
+        return replace(self, **_moved(self, device))
 
     def take(self, sequences: Sequence[int]) -> "TokenBatch":
         """These sequences, in this order, renumbered from 0; ``token_weight`` is kept. Synchronizes with a GPU."""
@@ -649,7 +639,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class LMHead:
-    """The last layer of a causal language model, as data.
+    """The weights of a causal language model's last layer.
 
     ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then with a softcap c
     ``logits = c * tanh(logits / c)``. Temperature is an argument of the call.
@@ -707,9 +697,17 @@ def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> 
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}
 
 
+def _moved(
+    item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs", device: torch.device | str
+) -> dict[str, Any]:
+    """The tensor fields by name, copied to a device."""
+    return {name: sent(value, device) for name, value in _tensors(item).items()}
+
+
 def _ranges(counts: Sequence[int], chosen: Sequence[int]) -> Int[Tensor, "K"]:
-    """Indices of the chosen contiguous ranges, one after the other."""
-    every, these = torch.tensor(counts, dtype=torch.long), torch.tensor(chosen, dtype=torch.long)
-    sizes = every[these]
-    begins = (every.cumsum(0) - every)[these] - (sizes.cumsum(0) - sizes)
-    return torch.repeat_interleave(begins, sizes) + torch.arange(int(sizes.sum()))
+    """Indices of the chosen ranges, one range after the other, where ranges of ``counts`` items are end to end."""
+    all_sizes, indices = torch.tensor(counts, dtype=torch.long), torch.tensor(chosen, dtype=torch.long)
+    sizes = all_sizes[indices]
+    starts = (all_sizes.cumsum(0) - all_sizes)[indices]
+    new_starts = sizes.cumsum(0) - sizes
+    return torch.repeat_interleave(starts - new_starts, sizes) + torch.arange(int(sizes.sum()))

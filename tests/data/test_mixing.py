@@ -37,7 +37,7 @@ def test_an_epoch_of_a_source_holds_each_of_its_prompts_once():
     assert set(MEMBERS["a"]) <= set(drawn)
 
 
-def test_another_seed_draws_other_prompts_of_the_same_sources():
+def test_another_seed_gives_other_prompts_of_the_same_sources():
     one, other = mixed(seed=1).next(12), mixed(seed=2).next(12)
     assert one != other
     assert [source_of(index) for index in one] == [source_of(index) for index in other]
@@ -50,7 +50,7 @@ def test_another_seed_draws_other_prompts_of_the_same_sources():
     st.integers(0, 30),
     st.integers(1, 4),
 )
-def test_each_source_has_its_share_of_every_draw_and_no_prompt_is_in_one_twice(weights, most, before, epochs):
+def test_each_source_has_its_share_of_every_request_and_no_prompt_is_in_one_twice(weights, most, before, epochs):
     names = [str(number) for number in range(len(weights))]
     whole = sum(weights)
     sizes = [most_of(weight / whole, most, len(weights)) + epochs - 1 for weight in weights]
@@ -68,7 +68,7 @@ def test_each_source_has_its_share_of_every_draw_and_no_prompt_is_in_one_twice(w
 
 
 @given(st.lists(st.integers(1, 4), max_size=12), st.lists(st.integers(1, 4), min_size=1, max_size=12))
-def test_a_state_goes_on_as_if_nothing_had_been(before, after):
+def test_an_order_restored_from_its_state_gives_the_same_prompts(before, after):
     order, resumed = mixed(), mixed()
     for count in before:
         order.next(count)
@@ -86,6 +86,6 @@ def test_a_state_of_other_weights_sources_or_seeds_is_refused():
         mixed().load_state_dict(PromptOrder(28, 0).state_dict())
 
 
-def test_a_source_with_fewer_prompts_than_a_draw_may_take_is_refused_with_the_number():
+def test_a_source_with_fewer_prompts_than_a_request_may_take_is_refused_with_the_number():
     with pytest.raises(DataError, match=r"at least 4 prompts of the source 'b'.*given 3"):
         mixed(members={**MEMBERS, "b": range(12, 15)}, most=8, weights={"a": 2.0, "b": 1.0, "c": 1.0})

@@ -57,7 +57,7 @@ def test_sampler_log_probabilities_stay_with_their_tokens_and_missing_ones_are_n
     assert batch.logp_sampler[2].isnan()
 
 
-def test_each_token_has_the_age_of_the_weights_that_drew_it():
+def test_each_token_has_the_lag_of_the_weights_that_sampled_it():
     prompt = _prompt(1)
     changed = _completion(prompt, 4, 5, 6, trained=(True, False, True), weights_version=3, token_versions=(3, 3, 5))
     whole, unknown = _completion(prompt, 7, weights_version=6), _completion(prompt, 8)
@@ -82,37 +82,37 @@ def _inputs(lengths: list[int]) -> PackedInputs:
 @given(
     groups=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=1, max_size=8),
     tokens_per_step=st.integers(1, 60),
-    tokens_per_micro_batch=st.integers(9, 40),
+    tokens_per_row=st.integers(9, 40),
     seed=st.integers(0, 3),
 )
-def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_step, tokens_per_micro_batch, seed):
+def test_every_sequence_is_in_one_step_and_groups_stay_whole(groups, tokens_per_step, tokens_per_row, seed):
     inputs = _inputs([n for group in groups for n in group])
     first = sum(map(len, groups))
     left = iter(range(first))
     members = [[next(left) for _ in group] for group in groups]
-    limits = {"tokens_per_step": tokens_per_step, "tokens_per_micro_batch": tokens_per_micro_batch}
-    steps = plan_epoch(members, inputs, **limits, seed=seed)
+    packing = Packing(tokens_per_row, share_prompts=False)
+    steps = plan_epoch(members, inputs, tokens_per_step=tokens_per_step, packing=packing, seed=seed)
     assert sorted(s for step in steps for s in step.sequences) == list(range(first))
     for group in members:
         assert sum(set(group) <= set(step.sequences) for step in steps) == 1
     for step in steps:
         rows = [s for row in step.micro_batches for s in row]
         assert rows == [s for s in step.sequences if inputs.source_counts[s]]
-        assert all(sum(inputs.lengths[s] for s in row) <= tokens_per_micro_batch for row in step.micro_batches)
+        assert all(sum(inputs.lengths[s] for s in row) <= tokens_per_row for row in step.micro_batches)
         assert step.micro_batches or not sum(inputs.source_counts)
 
 
 def test_steps_have_about_the_tokens_that_were_asked_for():
     inputs = _inputs([11] * 32)  # 320 scored tokens in 16 groups of 20
     members = [[2 * i, 2 * i + 1] for i in range(16)]
-    steps = plan_epoch(members, inputs, tokens_per_step=80, tokens_per_micro_batch=64, seed=0)
+    steps = plan_epoch(members, inputs, tokens_per_step=80, packing=Packing(64), seed=0)
     assert [sum(inputs.source_counts[s] for s in step.sequences) for step in steps] == [80, 80, 80, 80]
 
 
 def test_a_group_of_empty_completions_joins_a_step_with_tokens():
     inputs = _inputs([1, 1, 11, 11])  # 0, 0, 10 and 10 scored tokens: the empty group would fill a step of two alone
     for seed in range(4):
-        steps = plan_epoch([[0, 1], [2, 3]], inputs, tokens_per_step=10, tokens_per_micro_batch=32, seed=seed)
+        steps = plan_epoch([[0, 1], [2, 3]], inputs, tokens_per_step=10, packing=Packing(32), seed=seed)
         assert all(step.micro_batches for step in steps)
         assert sorted(s for step in steps for s in step.sequences) == [0, 1, 2, 3]
 
@@ -121,7 +121,7 @@ def test_the_order_follows_the_seed():
     inputs, members = _inputs([3] * 16), [[i] for i in range(16)]
 
     def order(seed: int) -> list[int]:
-        steps = plan_epoch(members, inputs, tokens_per_step=1000, tokens_per_micro_batch=1000, seed=seed)
+        steps = plan_epoch(members, inputs, tokens_per_step=1000, packing=Packing(1000), seed=seed)
         return list(steps[0].sequences)
 
     assert order(1) == order(1) != order(2)
@@ -129,7 +129,7 @@ def test_the_order_follows_the_seed():
 
 def test_a_sequence_over_the_micro_batch_limit_is_refused_with_a_remedy():
     with pytest.raises(InputError, match=r"tokens_per_micro_batch = 8 .*given one of 9.*Raise"):
-        plan_epoch([[0]], _inputs([9]), tokens_per_step=8, tokens_per_micro_batch=8, seed=0)
+        plan_epoch([[0]], _inputs([9]), tokens_per_step=8, packing=Packing(8), seed=0)
 
 
 # --- prompts that stand once
@@ -166,7 +166,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=7)
     least=st.integers(1, 3),
     data=st.data(),
 )
-def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_once(groups, least, data):
+def test_share_prompts_keeps_every_sequence_and_stores_shared_prefixes_once(groups, least, data):
     pairs = []
     for ids, completions in groups:
         prompt = _prompt(*ids)
@@ -190,7 +190,7 @@ def test_every_sequence_can_be_read_off_a_row_in_which_what_begins_alike_stands_
         )
 
 
-def test_instructions_prompts_and_completions_that_begin_alike_are_read_once():
+def test_shared_instructions_prompts_and_beginnings_of_completions_are_stored_once():
     instructions, said = tuple(range(100, 120)), tuple(range(200, 218))
     a, b, other = _prompt(*instructions, 1), _prompt(*instructions, 2, 3), _prompt(*instructions[:9], 4)
     answers = [(a, (*said, 5, 6)), (b, (7, 8)), (other, (9,)), (a, (7,)), (a, (*said, 7, 8, 9))]
@@ -203,7 +203,7 @@ def test_instructions_prompts_and_completions_that_begin_alike_are_read_once():
     assert Packing(99, share_prompts=False).num_tokens(range(5), batch.inputs) == len(batch.inputs.input_ids)
 
 
-def test_prompts_with_long_instructions_lie_in_few_rows_that_each_read_them_once():
+def test_prompts_with_long_shared_instructions_are_packed_into_few_rows():
     prompts = [_prompt(*range(50), 100 + i) for i in range(6)]
     inputs = pack(
         [(p, _completion(p, *range(10 * i, 10 * i + 6))) for i, p in enumerate(prompts) for _ in range(2)]
@@ -215,7 +215,7 @@ def test_prompts_with_long_instructions_lie_in_few_rows_that_each_read_them_once
     assert len(Packing(80, share_prompts=False, hidden_size=8).rows(range(12), inputs)) == 12
 
 
-def test_a_row_scores_no_more_tokens_than_it_may_read_however_much_is_read_once():
+def test_a_row_scores_no_more_tokens_than_it_may_read_even_with_shared_prefixes():
     prompt = _prompt(1, 2)
     inputs = pack([(prompt, _completion(prompt, *range(30))) for _ in range(8)]).inputs  # a policy that repeats itself
     rows = Packing(70, hidden_size=8).rows(range(8), inputs)
@@ -223,7 +223,7 @@ def test_a_row_scores_no_more_tokens_than_it_may_read_however_much_is_read_once(
     assert [Packing(70).num_tokens(row, inputs) for row in rows] == [31] * 4
 
 
-def test_sequences_without_anything_in_common_are_left_as_they_are():
+def test_sequences_without_a_shared_prefix_are_returned_unchanged():
     a, b = _prompt(1), _prompt(2)
     batch = pack([(a, _completion(a, 3)), (b, _completion(b, 4))])
     assert share_prompts(batch.inputs) is batch.inputs
@@ -251,7 +251,7 @@ def _block(groups: list[tuple[int, list[int]]]) -> tuple[list[list[int]], Packed
     by_cost=st.booleans(),
     room=st.integers(19, 60),
 )
-def test_rows_have_every_scored_sequence_once_stay_within_their_size_and_repeat(groups, share, by_cost, room):
+def test_rows_hold_every_scored_sequence_once_within_their_size_deterministically(groups, share, by_cost, room):
     members, inputs = _block(groups)
     packing = Packing(room, share_prompts=share, hidden_size=4 if by_cost else None)
     everyone = [s for group in members for s in group]
@@ -294,7 +294,7 @@ def test_long_attention_counts_in_a_rows_cost():
 # --- zero-advantage sequences
 
 
-def test_dead_sequences_are_in_no_row_and_a_group_without_a_live_one_does_not_read_its_prompt():
+def test_zero_advantage_sequences_are_in_no_row():
     members, inputs = _block([(4, [3, 3]), (4, [3, 3])])
     live = [True, False, False, False]
     [step] = plan_epoch(members, inputs, tokens_per_step=99, packing=Packing(99), live=live, seed=0)
@@ -302,7 +302,7 @@ def test_dead_sequences_are_in_no_row_and_a_group_without_a_live_one_does_not_re
     assert (step.micro_batches, sorted(step.dead)) == (((0,),), [1, 2, 3])
 
 
-def test_a_step_without_a_live_sequence_keeps_its_cheapest_for_a_gradient_of_zeros():
+def test_a_step_of_zero_advantages_trains_on_its_shortest_sequence():
     members, inputs = _block([(4, [3, 2, 0]), (4, [3, 3])])
     steps = plan_epoch(members, inputs, tokens_per_step=5, packing=Packing(99), live=[False] * 5, seed=0)
     assert [len(step.micro_batches) for step in steps] == [1, 1]

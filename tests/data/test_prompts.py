@@ -175,7 +175,7 @@ def test_overlap_is_removed_from_training_and_never_from_what_is_held_out():
 
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=12))
-def test_every_epoch_names_every_prompt_once_and_no_draw_names_one_twice(num_prompts, seed, counts):
+def test_every_epoch_has_every_prompt_once_and_no_request_has_one_twice(num_prompts, seed, counts):
     order = PromptOrder(num_prompts, seed)
     drawn: list[int] = []
     for count in counts:

@@ -48,7 +48,7 @@ def test_each_sequence_with_tokens_is_on_one_rank_with_its_group_and_all_have_eq
 
 def test_a_rank_without_a_group_has_empty_rows():
     inputs = inputs_of((3, 3))
-    step = plan_epoch([[0, 1]], inputs, tokens_per_step=6, tokens_per_micro_batch=6, seed=0)[0]
+    step = plan_epoch([[0, 1]], inputs, tokens_per_step=6, packing=Packing(6), seed=0)[0]
     rows = rows_by_rank(step, [[0, 1]], inputs, num_ranks=2, packing=Packing(6, hidden_size=8))
     assert rows == [((0,), (1,)), ((), ())]
 
@@ -56,7 +56,7 @@ def test_a_rank_without_a_group_has_empty_rows():
 def test_one_long_sequence_weighs_as_much_as_many_short_ones():
     inputs = inputs_of((10, 2, 2, 2, 2, 2))  # 20 + 400 / 12 = 53.3 against 4 + 16 / 12 = 5.3 each
     groups = [[s] for s in range(6)]
-    step = plan_epoch(groups, inputs, tokens_per_step=99, tokens_per_micro_batch=40, seed=0)[0]
+    step = plan_epoch(groups, inputs, tokens_per_step=99, packing=Packing(40), seed=0)[0]
     rows = rows_by_rank(step, groups, inputs, num_ranks=2, packing=Packing(40, hidden_size=1))
     assert rows[0] == ((0,),)
     assert sorted(rows[1][0]) == [1, 2, 3, 4, 5]

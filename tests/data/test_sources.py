@@ -9,7 +9,7 @@ import pyarrow.parquet
 import pytest
 from pydantic import BaseModel, ValidationError
 
-from logitless.data.sources import DataOptions, FileData, HubData, ReasoningGymData, nearest, read_rows
+from logitless.data.sources import DataOptions, FileData, HubData, ReasoningGymData, read_rows
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 
 
@@ -201,7 +201,3 @@ def test_an_absent_library_is_named_with_the_command_that_installs_it(monkeypatc
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UnavailableError, match="pip install"):
         read_rows(options)
-
-
-def test_nearest_prefers_the_name_that_shares_most_letters():
-    assert nearest("learning_rat", ["learning_rate", "weight_decay"]) == "learning_rate"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from logitless.distributed import Ranks
 from logitless.distributed.exit_reasons import ExitReasons, in_one_line
 from logitless.distributed.failing import failing_together
-from logitless.distributed.ranks import _called_by_name
+from logitless.distributed.ranks import _naming_lost_ranks
 from logitless.errors import ConfigurationError, EngineError, LostRankError
 from tests.ranks import run_on_ranks
 
@@ -73,10 +73,10 @@ def test_what_one_rank_raises_ends_all_of_them_with_an_error_that_says_what_and_
 def _in_a_collective(rank, leaves, raised):
     """One rank fails where the other waits for its tensor; what each ends with, and after how many seconds."""
     ranks = Ranks(data=dist.group.WORLD)
-    roll = ExitReasons(dist.PrefixStore("roll", dist.distributed_c10d._get_default_store()), rank, 2)
+    exit_reasons = ExitReasons(dist.PrefixStore("exit_reasons", dist.distributed_c10d._get_default_store()), rank, 2)
     began = time.monotonic()
     try:
-        with _called_by_name(roll), failing_together(ranks, "weights") as work, work.collective():
+        with _naming_lost_ranks(exit_reasons), failing_together(ranks, "weights") as work, work.collective():
             if rank == leaves:
                 raise raised
             dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2))
@@ -85,7 +85,7 @@ def _in_a_collective(rank, leaves, raised):
         for each in (error, error.__cause__):
             if each is not None:
                 each.__traceback__ = None  # a frame that has the group would keep its connections
-    del ranks, roll, work
+    del ranks, exit_reasons, work
     gc.collect()
     return found
 
@@ -150,15 +150,15 @@ HERE = {
 }
 
 
-def rolls():
+def exit_reasons_of_three():
     """Those of two ranks, and of a third that says nothing unless a test lets it."""
     store = dist.HashStore()
     return [ExitReasons(store, rank, 3) for rank in range(3)]
 
 
-def ended_with(roll, error):
+def ended_with(exit_reasons, error):
     """What a rank ends with that meets an error."""
-    with pytest.raises(BaseException) as found, _called_by_name(roll):  # noqa: PT011
+    with pytest.raises(BaseException) as found, _naming_lost_ranks(exit_reasons):  # noqa: PT011
         raise error
     return found.value
 
@@ -166,7 +166,7 @@ def ended_with(roll, error):
 @pytest.mark.parametrize("kind", OF_ANOTHER)
 def test_whatever_torch_raises_where_another_rank_left_its_error_names_that_one(kind, monkeypatch):
     monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
-    first, second, _ = rolls()
+    first, second, _ = exit_reasons_of_three()
     assert ended_with(first, MemoryError("of the host")).args == ("of the host",)
     found = ended_with(second, OF_ANOTHER[kind])
     assert type(found) is LostRankError
@@ -178,15 +178,15 @@ def test_whatever_torch_raises_where_another_rank_left_its_error_names_that_one(
 @pytest.mark.parametrize("kind", HERE)
 def test_a_rank_that_failed_itself_inside_a_collective_raises_that_and_is_named_by_the_others(kind, monkeypatch):
     monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
-    first, second, _ = rolls()
+    first, second, _ = exit_reasons_of_three()
     assert ended_with(first, HERE[kind]) is HERE[kind]
     assert f"rank 0: {in_one_line(HERE[kind])} (" in str(ended_with(second, OF_ANOTHER["NCCL"]))
 
 
 def test_where_every_rank_lost_a_connection_none_is_named():
-    first, second, third = rolls()
-    for roll in (first, third):
-        roll.say("RuntimeError: connection reset", lost=True)
+    first, second, third = exit_reasons_of_three()
+    for each in (first, third):
+        each.record("RuntimeError: connection reset", lost=True)
     found = str(ended_with(second, OF_ANOTHER["gloo"]))
     assert "on rank 1, where a connection ended and no other rank says why (" in found
 

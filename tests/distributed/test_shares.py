@@ -24,10 +24,6 @@ def test_no_two_ranks_differ_by_more_than_the_costliest_piece(costs, num_ranks):
     assert max(loads) - min(loads) <= max(costs, default=0.0) * (1 + 1e-9)
 
 
-def test_cost_and_not_count_decides():
-    assert shares_by_cost([8.0, 2.0, 2.0, 2.0, 2.0], 2) == [(0,), (1, 2, 3, 4)]
-
-
 @given(count=st.integers(0, 20), num_ranks=NUM_RANKS)
 def test_shares_of_every_nth_come_together_in_the_order_of_the_whole(count, num_ranks):
     assert in_order([list(every_nth(count, rank, num_ranks)) for rank in range(num_ranks)]) == list(range(count))

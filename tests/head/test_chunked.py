@@ -51,16 +51,6 @@ class Allocations(TorchDispatchMode):
         self.peak = max(self.peak, self.alive)
 
 
-BUDGETS = [0, 3 * 8 * 97 * 600, 3 * 8 * 40 * 512, 10**9, None]
-
-
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("case", [Case(97, 1301, 5), Case(97, 1301, 5, True, 3.0, 0.5, "per token", 3)], ids=str)
-def test_any_memory_budget_gives_the_reference(case, budget):
-    given = problem(case)
-    assert_same(run(given, "chunked", memory_budget=budget), run(given, "reference"), 1e-12)
-
-
 @settings(max_examples=25, deadline=None)
 @drawn(
     rows=st.integers(0, 60),
@@ -69,7 +59,7 @@ def test_any_memory_budget_gives_the_reference(case, budget):
     budget=st.integers(0, 2_000_000),
 )
 def test_any_shape_under_any_budget_gives_the_reference(rows, vocabulary, width, budget):
-    given = problem(Case(rows, vocabulary, width, bias=True, softcap=4.0, lora=2))
+    given = problem(Case(rows, vocabulary, width, True, 4.0, 0.5, "per token", 2))
     assert_same(run(given, "chunked", memory_budget=budget), run(given, "reference"), 1e-12)
 
 
@@ -133,7 +123,7 @@ def test_a_frozen_weight_gets_no_buffer_and_lora_factors_are_never_multiplied_ou
     assert given.hidden.grad is not None
 
 
-def test_dead_rows_enter_no_product_of_the_backward():
+def test_rows_without_gradient_enter_no_product_of_the_backward():
     given = problem(Case(64, 201, 16, dtype=torch.float32))
     given.grad_entropy.zero_()
     given.grad_logp.zero_()[[3, 60]] = 1.0

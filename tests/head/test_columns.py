@@ -32,7 +32,7 @@ class InTurn(Columns):
         for first in range(0, len(self.weight), self.most):
             yield Shard(first, self.weight[first : first + self.most].to(dtype, copy=True), 0)
 
-    def room_for_gradient(self, shard):
+    def gradient_buffer(self, shard):
         return torch.empty_like(shard.weight, dtype=torch.float32)
 
     def gradient_of_shards(self):
@@ -74,7 +74,7 @@ BUDGETS = {"all kept": None, "half kept": 0.5, "none kept": 0}
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("softcap", [None, 8.0])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_shards_that_come_by_give_what_a_whole_weight_gives(dtype, softcap, budget, device, in_turn):
+def test_shards_in_turn_give_the_result_of_the_whole_weight(dtype, softcap, budget, device, in_turn):
     case = sized(replace(FULL, dtype=dtype, softcap=softcap), "fused", device)
     given = problem(case, device)
     part = BUDGETS[budget]

@@ -123,7 +123,7 @@ def test_a_rows_product_with_lora_a_depends_on_that_row_alone(dtype, rank, devic
         assert torch.equal(launch.low_rows(hidden[rows], lora_a, 0.3, gpu, addends=addends), together[rows])
 
 
-def test_a_row_has_the_same_bits_alone_in_any_batch_and_without_grad(device):
+def test_a_row_is_bitwise_the_same_alone_in_any_batch_and_without_grad(device):
     inputs = problem(ODD, device)
     whole = run(inputs)["logp"]
     with torch.no_grad():
@@ -132,7 +132,7 @@ def test_a_row_has_the_same_bits_alone_in_any_batch_and_without_grad(device):
     torch.testing.assert_close(part, whole[5:18], atol=0 if device == "cuda" else 1e-6, rtol=0)
 
 
-def test_a_second_backward_makes_the_kept_rows_anew(device):
+def test_a_second_backward_recomputes_the_kept_rows(device):
     inputs = problem(replace(ODD), device)
     scores = fused.token_scores(inputs.hidden, inputs.head, inputs.target)
     first = torch.autograd.grad(scores.logp, inputs.hidden, inputs.grad_logp, retain_graph=True)[0]

@@ -259,7 +259,7 @@ def test_an_anchor_changes_no_result(backend, kept, shift, device):
 
 @pytest.mark.parametrize("hint", ["true", "all zero", "all nonzero", "a third"])
 @pytest.mark.parametrize(("backend", "kept", "device"), KEPT)
-def test_a_live_hint_changes_no_result_even_when_it_is_wrong(backend, kept, hint, device):
+def test_a_nonzero_hint_changes_no_result_even_when_it_is_wrong(backend, kept, hint, device):
     given = problem(Case(23, 31, 16, dtype=widest(backend)), device)
     moved = (given.grad_logp != 0) | (given.grad_entropy != 0)
     third = torch.arange(23, device=device) % 3 == 1
@@ -275,7 +275,7 @@ def test_a_live_hint_changes_no_result_even_when_it_is_wrong(backend, kept, hint
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 77, 1000])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_scoring_and_training_give_the_same_bits(backend, rows, dtype, device):
+def test_scoring_and_training_are_bitwise_identical(backend, rows, dtype, device):
     given = problem(sized(Case(rows, 61, 24, dtype=dtype), backend, device), device)
     options = {"backend": backend} if backend == "reference" else {"backend": backend, "memory_budget": 3 * 4 * 61 * 96}
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_scoring_and_training_give_the_same_bits(backend, rows, dtype, device):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_same_call_gives_the_same_bits(backend, dtype, device):
+def test_the_same_call_is_bitwise_repeatable(backend, dtype, device):
     given = problem(sized(Case(150, 61, 24, bias=True, lora=2, dtype=dtype), backend, device), device)
     first = run(given, backend)
     for name, value in run(given, backend).items():

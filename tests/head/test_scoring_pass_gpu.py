@@ -193,10 +193,10 @@ def test_a_gradient_that_lends_room_has_the_bits_of_one_that_does_not(monkeypatc
     upstream = torch.randn(2048, device="cuda", generator=g)
     upstream[::3] = 0
     found, lent = [], []
-    real = passes.lent_width
-    monkeypatch.setattr(passes, "lent_width", lambda *given: lent.append(real(*given)) or lent[-1])
+    real = passes.last_block_width
+    monkeypatch.setattr(passes, "last_block_width", lambda *given: lent.append(real(*given)) or lent[-1])
     for share in (4, 10**9):
-        monkeypatch.setattr(passes, "LENT", share)
+        monkeypatch.setattr(passes, "SCRATCH_RATIO", share)
         scores = fused.token_scores(x, LMHead(w), y, memory_budget=0)
         found.append(torch.autograd.grad(scores.logp, [x, w], upstream))
     assert len(lent) == 1

@@ -192,7 +192,7 @@ def _held(rank, given, ahead):
     return most
 
 
-def test_one_shard_travels_while_another_is_multiplied_and_no_more():
+def test_one_shard_is_broadcast_while_another_is_multiplied_and_no_more():
     given = problem(Case(4, 37, 11))
     assert run_on_ranks(4, _held, given, 1) == [[2, 2, 2, 1]] * 4
     assert run_on_ranks(4, _held, given, 0) == [[1, 1, 1, 1]] * 4

@@ -98,7 +98,7 @@ def _same_bits(rank, backend, device):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", SHARED)
-def test_all_ranks_have_the_same_bits(backend, device):
+def test_all_ranks_are_bitwise_identical(backend, device):
     for one, other in zip(*run_on_ranks(2, _same_bits, backend, device, device=device), strict=True):
         assert torch.equal(one, other)
 

@@ -37,8 +37,8 @@ def composed(advantage, ratio=None, surrogate=None, **more):
     ("parts", "message"),
     [
         ({"advantage": None}, r"an advantage for 'clip' to read"),
-        ({"advantage": adv.Gae(), "value_loss": None}, r"a value loss beside gae.*preset: ppo"),
-        ({"advantage": adv.Raw(), "value_loss": ValueLoss()}, r"reads values beside a value loss; given raw"),
+        ({"advantage": adv.Gae(), "value_loss": None}, r"a value loss with gae.*preset: ppo"),
+        ({"advantage": adv.Raw(), "value_loss": ValueLoss()}, r"reads values, with a value loss; given raw"),
         ({"advantage": None, "surrogate": Nll(), "value_loss": ValueLoss()}, r"reads values.*given none"),
         ({"advantage": adv.Raw(), "kl": KLPenalty("k3"), "kl_in_reward": True}, r"the KL in one place"),
         ({"advantage": adv.Raw(), "kl_control": FixedKL(0.1)}, r"a KL for kl_control to steer"),

@@ -10,7 +10,6 @@ from logitless.errors import ConfigurationError, InputError
 from logitless.objective.correction import (
     SamplerCorrection,
     bounded_weight,
-    correction_log_weight,
     sampler_log_ratio,
 )
 from logitless.objective.objective import Objective
@@ -26,13 +25,6 @@ def test_the_log_ratio_is_zero_where_the_sampler_gave_none():
     old, sampler = torch.tensor([-1.0, -1.0, -2.0]), torch.tensor([-1.5, math.nan, -1.0])
     assert sampler_log_ratio(old.requires_grad_(), sampler).tolist() == [0.5, 0.0, -1.0]
     assert not sampler_log_ratio(old, sampler).requires_grad
-
-
-def test_each_level_by_hand():
-    log_ratio = torch.tensor([0.5, 1.0, -1.0])
-    assert correction_log_weight(log_ratio, RANGES, "token").tolist() == [0.5, 1.0, -1.0]
-    assert correction_log_weight(log_ratio, RANGES, "sequence").tolist() == [1.5, 1.5, -1.0]
-    assert correction_log_weight(log_ratio, RANGES, "geometric").tolist() == [0.75, 0.75, -1.0]
 
 
 @pytest.mark.parametrize(

@@ -39,14 +39,6 @@ def expected_gradient(penalty, drawn_from, logits, reference):
     return gradient((drawn_from.exp() * terms.kl).sum(), logits)
 
 
-def test_estimators_by_hand():
-    # d = -1: k1 -1, k2 1/2, k3 e - 2; d = 2: k3 e^-2 + 1
-    d = double(-1, 2)
-    assert k1(d).tolist() == [-1, 2]
-    assert k2(d).tolist() == [0.5, 2]
-    assert k3(d).tolist() == pytest.approx([math.e - 2, math.exp(-2) + 1])
-
-
 def test_k1_and_k3_have_the_kl_to_the_reference_for_expectation():
     logits, reference, _ = policies()
     logp = logits.detach().log_softmax(0)

@@ -9,14 +9,6 @@ from logitless.errors import CheckpointError, InputError
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus, EntropyController, entropy_mean
 
 
-def test_the_mean_is_weighted_and_renormalised_by_name():
-    # v = 1/4 each (half of the step is here): kept 1 and 3 -> 1/4 (1 + 3) = 1; renormalised: mean 2 times 3/4
-    entropy = torch.tensor([1.0, 2.0, 3.0])
-    weight, kept = torch.full((3,), 0.25), torch.tensor([True, False, True])
-    assert entropy_mean(entropy, weight, kept, renormalized=False).item() == 1.0
-    assert entropy_mean(entropy, weight, kept, renormalized=True).item() == 1.5
-
-
 def test_where_nothing_is_kept_the_mean_is_zero_and_has_no_gradient():
     entropy = torch.tensor([1.0, 2.0], requires_grad=True)
     kept = torch.tensor([False, False])

@@ -18,7 +18,6 @@ from logitless.objective.filters import (
     WholeBlock,
     off_policy_keep,
     quantile,
-    sampler_divergence,
     second_moment_bound,
 )
 from logitless.objective.objective import Objective
@@ -74,7 +73,7 @@ def test_top_entropy_keeps_a_fraction_from_the_top():
     assert TopEntropy(0.0).threshold(entropy, counted).item() == pytest.approx(0.5)
 
 
-def test_a_filter_that_settles_nothing_once_a_block_has_no_threshold_to_give():
+def test_a_filter_without_a_block_threshold_refuses_to_give_one():
     assert not OffPolicy(0.5).settles_once_a_block
     with pytest.raises(NotImplementedError, match="off_policy"):
         OffPolicy(0.5).block_threshold(WholeBlock(torch.ones(1, dtype=torch.bool)))
@@ -95,15 +94,6 @@ def _inputs(log_ratio, sequence, logp_old=None, counted=None):
         logp_old=torch.full_like(log_ratio, -1.0) if logp_old is None else torch.tensor(logp_old, dtype=torch.float64),
         sampler_log_ratio=log_ratio,
     )
-
-
-def test_each_measure_by_hand():
-    # p_old = 1/4, p_sampler = 1/2: D = -log 2
-    old = torch.tensor([0.25], dtype=torch.float64).log()
-    log_ratio = torch.tensor([0.5], dtype=torch.float64).log()
-    expected = {"k1": math.log(2), "k2": math.log(2) ** 2 / 2, "k3": 0.5 - 1 + math.log(2), "tv": 0.25}
-    for measure, value in expected.items():
-        assert sampler_divergence(log_ratio, old, measure).item() == pytest.approx(value)
 
 
 @pytest.mark.parametrize(

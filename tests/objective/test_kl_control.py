@@ -70,12 +70,6 @@ def test_beta_stays_within_its_bounds_and_the_held_updates_are_counted():
     assert controller.num_bounded == 3
 
 
-def test_a_hundred_steps_at_twice_the_target_do_not_explode():
-    # k = 1 gives e^20 = 4.9e8; the default gives e^2.
-    controller = KLController(ProportionalKL(beta=0.05, target=0.05))
-    assert [controller.update(0.1, 64) for _ in range(100)][-1] == pytest.approx(0.05 * math.exp(2))
-
-
 @pytest.mark.parametrize("name", ["beta", "rollout_factor", "num_guarded", "num_bounded"])
 def test_a_controller_starts_from_its_rule_alone(name):
     start = {"beta": 0.1, "rollout_factor": 1.0, "num_guarded": 0, "num_bounded": 0}
@@ -102,7 +96,7 @@ def test_a_resumed_controller_goes_on_where_it_stopped():
     assert resumed.update(0.04, 64) == controller.update(0.04, 64)
 
 
-def test_the_state_of_something_else_is_refused():
+def test_a_state_with_other_names_is_refused():
     with pytest.raises(CheckpointError, match="given beta"):
         KLController(FixedKL(0.1)).load_state_dict({"beta": 1.0})
     with pytest.raises(CheckpointError, match="an empty one"):

@@ -140,7 +140,7 @@ def test_flags_of_other_sequences_are_refused():
         TokenMean()(COUNTS, STEP, truncated=(True,))
 
 
-def test_a_constant_length_that_nobody_filled_in_is_refused():
+def test_a_constant_length_without_max_new_tokens_is_refused():
     with pytest.raises(InputError, match="max_new_tokens=None"):
         ConstantLength()(COUNTS, STEP)
 

@@ -1,7 +1,6 @@
-"""Several sources of prompts, each with its share of every block, in an order that a checkpoint can hold.
+"""The order of prompts of several sources, each with its share of every block; resumable.
 
-Only the order inside a source is random. The next source is the one furthest behind its share, so that every block has
-each source's share, to a prompt or two.
+The next prompt comes from the source that is furthest behind its share. Only the order inside a source is random.
 """
 
 import math
@@ -36,15 +35,15 @@ class MixedOrder:
     def __init__(
         self, members: Mapping[str, Sequence[int]], weights: Mapping[str, float], *, seed: int, most: int
     ) -> None:
-        whole = math.fsum(weights[name] for name in members)
-        self.shares = {name: weights[name] / whole for name in members}
+        total = math.fsum(weights[name] for name in members)
+        self.shares = {name: weights[name] / total for name in members}
         for name, indices in members.items():
             needed = most_of(self.shares[name], most, len(members))
             if len(indices) < needed:
                 raise DataError(
-                    needed=f"at least {needed} prompts of the source {name!r}, as many as one draw of {most} may take "
-                    f"at a share of {self.shares[name]:.3g}",
-                    given=f"{len(indices)}, after what is held out",
+                    needed=f"at least {needed} prompts of the source {name!r}, as many as one request for {most} may "
+                    f"take at a share of {self.shares[name]:.3g}",
+                    given=f"{len(indices)}, without those held out",
                     remedy="Give more data, or lower its weight or rollout.prompts_per_block.",
                 )
         self._members = {name: tuple(indices) for name, indices in members.items()}
@@ -52,20 +51,20 @@ class MixedOrder:
         self._orders = {name: PromptOrder(len(m), derived_seed(seed, "source", name)) for name, m in members.items()}
 
     def next(self, count: int) -> list[int]:
-        """The next ``count`` indices of prompts, the sources in turn."""
-        turns = [self._turn() for _ in range(count)]
-        found = {name: iter(order.next(turns.count(name))) for name, order in self._orders.items()}
-        return [self._members[name][next(found[name])] for name in turns]
+        """The next ``count`` indices of prompts."""
+        sources = [self._next_source() for _ in range(count)]
+        drawn = {name: iter(order.next(sources.count(name))) for name, order in self._orders.items()}
+        return [self._members[name][next(drawn[name])] for name in sources]
 
-    def _turn(self) -> str:
-        """The source that is furthest behind, counted as drawn from."""
+    def _next_source(self) -> str:
+        """The source that is furthest behind its share; counts the prompt as drawn from it."""
         drawn = sum(self._drawn.values()) + 1
         name = max(self._drawn, key=lambda each: self.shares[each] * drawn - self._drawn[each])
         self._drawn[name] += 1
         return name
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as plain numbers."""
+        """What the next prompts depend on, as plain numbers."""
         orders = {name: order.state_dict() for name, order in self._orders.items()}
         return {"shares": self.shares, "drawn": dict(self._drawn), "orders": orders}
 
@@ -87,7 +86,7 @@ class MixedOrder:
 
 
 def most_of(share: float, count: int, num_sources: int) -> int:
-    """The largest number of prompts that one request takes of a source: below ``share * count + num_sources``.
+    """The most prompts that one request for ``count`` takes from a source: below ``share * count + num_sources``.
 
     Example:
         >>> most_of(0.75, 4, 2), most_of(0.75, 100, 2)

@@ -1,4 +1,4 @@
-"""Rows to prompts: chat template, tokens, counted drops and a resumable order.
+"""Rows of a data set to prompts: chat template, tokenization, counts of what is dropped, and a resumable order.
 
 Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
 """
@@ -63,16 +63,16 @@ def load_prompts(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of a data set, tokenized exactly as an engine reads them.
+    """The prompts of a data set, tokenized as every engine reads them.
 
-    A chat template brings its own special tokens; plain text gets the tokenizer's start token, if it adds one, and
-    never an end token.
+    The chat template writes its own special tokens. Plain text gets the start token that the tokenizer adds, if any,
+    and no end token.
 
     Args:
-        options: which data, see ``sources``.
+        options: where the rows come from (``data.sources``).
         tokenizer: the policy's.
-        max_prompt_tokens: longer prompts are dropped and counted, or an error.
-        too_long: which of the two.
+        max_prompt_tokens: the most tokens of a prompt.
+        too_long: whether a longer one is dropped and counted, or an error.
         tools: for the chat template, in OpenAI's form.
         chat_template_kwargs: further variables of the chat template.
 
@@ -83,7 +83,7 @@ def load_prompts(
         DataError: a row that is malformed, lacks its prompt, repeats an id or (by ``too_long``) is too long; no prompt
             left.
         ConfigurationError: a system prompt or a conversation without a chat template.
-        UnavailableError: a library or the network is absent.
+        UnavailableError: a library or the network is missing.
 
     Example:
         >>> import tempfile
@@ -121,12 +121,12 @@ def prompts_of_rows(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """``load_prompts`` of rows that are already in memory, under our column names.
+    """``load_prompts`` for rows in memory.
 
     Args:
         rows: with a column ``prompt``.
         options: ``system`` and ``template``.
-        tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as there.
+        tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as for ``load_prompts``.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -147,9 +147,11 @@ def prompts_of_rows(
     ids = _row_ids(rows)
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
     messages = [_messages(row, options, tokenizer) for row, _ in filled]
-    of_template = dict(chat_template_kwargs) if tools is None else {**chat_template_kwargs, "tools": list(tools)}
+    variables = dict(chat_template_kwargs)
+    if tools is not None:
+        variables["tools"] = list(tools)
     texts = [
-        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer, of_template)
+        _plain_text(row, options) if conversation is None else _chat_text(row, conversation, tokenizer, variables)
         for (row, _), conversation in zip(filled, messages, strict=True)
     ]
     places = [row.place for row, _ in filled]
@@ -203,10 +205,10 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> S
 
 
 class PromptOrder:
-    """An endless order over prompts: each epoch is a permutation made from (seed, epoch).
+    """An endless order over prompts: each epoch is a permutation that (seed, epoch) determines.
 
-    A request that runs over the end of an epoch moves its prompts to the end of the next one, so that it names none
-    twice.
+    Where a request crosses the end of an epoch, the prompts it took from the old epoch come last in the new one, so
+    that no request holds a prompt twice.
 
     Args:
         num_prompts: at least 1.
@@ -247,7 +249,7 @@ class PromptOrder:
         return drawn
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that decides what comes next, as plain numbers."""
+        """What the next prompts depend on, as plain numbers."""
         return {
             "num_prompts": self.num_prompts,
             "seed": self.seed,
@@ -300,7 +302,7 @@ def _row_ids(rows: Sequence[Row]) -> list[str]:
 
 
 def _is_empty(row: Row) -> bool:
-    """No text to read: null, blank, no messages, or a last message without text."""
+    """Whether a prompt is null, blank, without messages, or ends with a message without text."""
     prompt = row.values["prompt"]
     if isinstance(prompt, list) and prompt and isinstance(prompt[-1], dict):
         prompt = prompt[-1].get("content")
@@ -310,7 +312,7 @@ def _is_empty(row: Row) -> bool:
 
 
 def _messages(row: Row, options: Rendered, tokenizer: PreTrainedTokenizerBase) -> tuple[dict[str, str], ...] | None:
-    """The conversation that goes through the chat template, or None for plain text."""
+    """The conversation for the chat template; None for plain text."""
     prompt = row.values["prompt"]
     system = [] if options.system is None else [{"role": "system", "content": options.system}]
     if isinstance(prompt, str):
@@ -362,12 +364,12 @@ def _chat_text(
     row: Row,
     messages: Sequence[Mapping[str, str]],
     tokenizer: PreTrainedTokenizerBase,
-    of_template: Mapping[str, Any],
+    variables: Mapping[str, Any],
 ) -> str:
     from jinja2 import TemplateError
 
     try:
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **of_template)
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True, **variables)
     except TemplateError as error:
         raise DataError(
             needed="a conversation that the tokenizer's chat template accepts",
@@ -379,7 +381,7 @@ def _chat_text(
 def _token_ids(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, chat: Sequence[bool], places: Sequence[str]
 ) -> list[Int64[numpy.ndarray, "L"]]:
-    """Tokens of each text; plain text starts with the tokenizer's start token if the tokenizer adds one."""
+    """Token ids of each text; plain text begins with the start token if the tokenizer adds one."""
     if not texts:
         return []
     try:
@@ -397,7 +399,7 @@ def _token_ids(
 def _not_tokenized(
     texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, places: Sequence[str], error: Exception
 ) -> DataError:
-    """The error for texts of which the tokenizer refuses one; names the first, and the character if it is one."""
+    """The error for the first text that the tokenizer refuses, with its place, and the character if one is refused."""
 
     def refuses(text: str) -> bool:
         try:

@@ -1,4 +1,4 @@
-"""The packed rows that each rank trains on in an optimizer step: whole groups by cost, equally many rows a rank."""
+"""The packed rows that each rank trains on in an optimizer step."""
 
 from collections.abc import Sequence
 
@@ -15,16 +15,17 @@ def rows_by_rank(
     num_ranks: int,
     packing: Packing,
 ) -> list[tuple[tuple[int, ...], ...]]:
-    """The sequences of a step for each rank, in packed rows; every rank has equally many rows, some of them empty.
+    """Packed rows of a step for each rank: whole groups, divided by cost.
 
-    Equal numbers keep the collectives of a sharded model in step. An empty row adds nothing to the loss.
+    Every rank has equally many rows, so that all ranks of a sharded model call each collective. Some rows may be empty;
+    they add nothing to the loss.
 
     Args:
         step: of ``plan_epoch``.
         groups: the sequence indices of each group of the block.
         inputs: the block's packed inputs.
         num_ranks: R.
-        packing: of the step's own micro-batches.
+        packing: the one that ``plan_epoch`` was given.
 
     Returns:
         ``[R][K]`` rows of sequence indices.
@@ -40,12 +41,12 @@ def rows_by_rank(
     if num_ranks == 1:
         return [step.micro_batches]
     group_of = {s: g for g, members in enumerate(groups) for s in members}
-    read = {s for row in step.micro_batches for s in row}
-    whole: dict[int, list[int]] = {}
+    trained = {s for row in step.micro_batches for s in row}
+    by_group: dict[int, list[int]] = {}
     for s in step.sequences:
-        if s in read:
-            whole.setdefault(group_of[s], []).append(s)
-    members = list(whole.values())
+        if s in trained:
+            by_group.setdefault(group_of[s], []).append(s)
+    members = list(by_group.values())
     costs = [packing.cost(each, inputs) for each in members]
     rows = [packing.rows([s for i in share for s in members[i]], inputs) for share in shares_by_cost(costs, num_ranks)]
     longest = max(len(each) for each in rows)

@@ -1,6 +1,6 @@
-"""Sources of rows: a file, the hub, or a generator. Every row knows where it was read.
+"""Sources of rows: a file, the hub, or a generator. Every row carries its place, for error messages.
 
-A data set of prompts is held in memory, so that ids can be checked; there is no streaming.
+Rows are read into memory, not streamed: ids are checked to be unique.
 """
 
 import difflib
@@ -22,7 +22,7 @@ from logitless.hub import use_cache_if_unreachable
 
 @dataclass(frozen=True, kw_only=True)
 class Rendered:
-    """How a row becomes text, common to all sources.
+    """How a row becomes text; common to all sources.
 
     Args:
         system: the conversation's first message, or the template's ``{system}``.
@@ -104,14 +104,14 @@ class HubData(Rendered):
 
 @dataclass(frozen=True, kw_only=True)
 class ReasoningGymData(Rendered):
-    """Prompts of a procedural reasoning-gym task: no download, and as many as wanted.
+    """Prompts that a reasoning-gym task generates, without a download.
 
-    Each row has the columns ``answer`` and ``entry``, the entry as its own verifier needs it.
+    Each row has the columns ``answer`` and ``entry``; the task's own verifier needs the entry.
 
     Args:
         task: for example ``chain_sum``.
         size: number of rows.
-        seed: rows of another seed are other rows, but may repeat questions (see ``without_overlap``).
+        seed: of the generator. Two seeds give different rows, which may repeat questions (see ``without_overlap``).
         options: the task's own settings, for example ``{"max_terms": 3}``.
         system, template: as for ``FileData``.
 
@@ -129,13 +129,13 @@ class ReasoningGymData(Rendered):
 
 @dataclass(frozen=True, kw_only=True)
 class GuessingData(Rendered):
-    """Prompts of the guessing game, `rollout.environment: {name: guessing}`: a range each, and a number in it.
+    """Prompts of the guessing game, `rollout.environment: {name: guessing}`: each names a range of numbers.
 
-    Each row has the column ``secret``.
+    Each row has the column ``secret``, a number of that range.
 
     Args:
         size: number of rows.
-        seed: rows of another seed are other rows.
+        seed: of the generator.
         low, high: every range lies between them.
         system, template: as for ``FileData``.
 
@@ -162,10 +162,10 @@ class GuessingData(Rendered):
 
 
 DataOptions: TypeAlias = Annotated[FileData | HubData | ReasoningGymData | GuessingData, Field(discriminator="name")]
-"""A field of this type in a pydantic model is told apart by ``name``; unknown keys are errors."""
+"""pydantic chooses the class by ``name``; unknown keys are errors."""
 
 SourceName: TypeAlias = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""Of a source or a held-out set; metrics carry it."""
+"""Name of a source or a held-out set; part of the names of its metrics."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,7 +192,8 @@ class MixedData:
     """Prompts of several sources; each has its share of every block, to a prompt or two.
 
     Args:
-        sources: by a name of your own, which metrics (``source/<name>/...``), ids and a reward's ``sources`` use.
+        sources: by names of your choice, which appear in metrics (``source/<name>/...``) and ids, and which a reward's
+            ``sources`` refers to.
 
     Raises:
         ConfigurationError: fewer than two sources, or a reserved name.
@@ -219,12 +220,12 @@ class MixedData:
 
 
 RESERVED_SOURCES = frozenset({"train", "held_out"})
-"""What the prompts of a single source, and those of ``data.held_out``, are called."""
+"""Names of a single source's prompts and of those of ``data.held_out``."""
 
 TrainingData: TypeAlias = Annotated[
     FileData | HubData | ReasoningGymData | GuessingData | MixedData, Field(discriminator="name")
 ]
-"""``DataOptions``, or several of them."""
+"""``DataOptions``, or a mixture of them."""
 
 
 @dataclass(frozen=True)
@@ -236,11 +237,11 @@ class Row:
 
 
 def read_rows(options: DataOptions) -> tuple[Row, ...]:
-    """All rows under our column names, each with the same columns (None where a row lacks one).
+    """All rows, their columns renamed as ``columns`` says; a column that a row lacks is None.
 
     Raises:
         DataError: no such file, split, task or column; a row that cannot be read.
-        UnavailableError: the library or the network that this source needs is absent.
+        UnavailableError: the library or the network that this source needs is missing.
 
     Example:
         >>> row = read_rows(ReasoningGymData(task="chain_sum", size=1, seed=7))[0]
@@ -406,7 +407,7 @@ def _guessing_rows(options: GuessingData) -> tuple[Row, ...]:
 
 
 def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tuple[Row, ...]:
-    """The rows under our names; the first row's order of columns, later columns after it."""
+    """The rows with columns renamed; columns in the order in which the rows first have them."""
     theirs = list(dict.fromkeys(name for row in rows for name in row.values))
     ours_of = {their: our for our, their in columns.items()}
     if len(ours_of) != len(columns):

@@ -1,6 +1,6 @@
 """How the ranks of a run are arranged: copies of the weights, shards of a copy, parts of one sequence.
 
-    rank = (replica * shard + place) * sequence + part
+    rank = (replica * shard + shard_index) * sequence + part
 
     replicate 2, shard 2, sequence 2:   weights   [0 1 2 3] [4 5 6 7]        shards of one copy
                                         data      [0 2 4 6] [1 3 5 7]        different sequences
@@ -50,8 +50,8 @@ class Arrangement:
 
         Args:
             world: number of ranks.
-            replicate, shard, sequence: wanted; ``shard="auto"`` is what the others leave.
-            whole: every rank holds all weights: what ``auto`` leaves is replicated, not sharded.
+            replicate, shard, sequence: wanted numbers; ``shard="auto"`` is ``world / (replicate * sequence)``.
+            whole: every rank holds all weights; ``shard="auto"`` then makes copies instead of shards.
 
         Raises:
             ConfigurationError: their product is not ``world``.
@@ -80,7 +80,7 @@ class Arrangement:
 
     @property
     def words(self) -> str:
-        """For a log."""
+        """A description for the log."""
         copies = "1 copy" if self.replicate == 1 else f"{self.replicate} copies"
         cut = f", {'each ' if self.replicate > 1 else ''}sharded over {self.weights}" if self.is_sharded else ""
         split = f"; every sequence split over {self.sequence}" if self.sequence > 1 else ""
@@ -88,9 +88,6 @@ class Arrangement:
 
     def mesh(self, device: str, timeout: timedelta | None = None) -> "DeviceMesh":
         """The mesh for FSDP2: (replicate, weights), or weights alone with one copy. A collective.
-
-        Groups are made one by one. ``init_device_mesh`` would split them off the group of all ranks, which crashes
-        (SIGSEGV) unless that is the first group of the process (torch 2.11 and 2.13), and it takes no timeout.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
@@ -100,15 +97,17 @@ class Arrangement:
 
         if self.replicate == 1:  # the group of all ranks itself
             return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
+        # One group at a time: init_device_mesh would split them off the group of all ranks, which crashes (SIGSEGV)
+        # unless that is the first group of the process (torch 2.11 and 2.13), and it takes no timeout.
         ranks = torch.arange(self.replicate * self.weights).view(self.replicate, self.weights)
         groups = [_own_group(ranks.T.tolist(), timeout), _own_group(ranks.tolist(), timeout)]
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
     def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """This rank's group with other sequences, and its group with parts of the same ones. A collective.
+        """This rank's ``data`` and ``sequence`` group, as of ``Ranks``. A collective.
 
         Args:
-            timeout: as of ``mesh``.
+            timeout: of one collective; None for torch's own.
         """
         world = self.replicate * self.shard * self.sequence
         if self.sequence == 1:

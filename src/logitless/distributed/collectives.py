@@ -1,8 +1,8 @@
 """Collectives as functions of tensors: gathers, sums and exchanges over the ranks of a group.
 
-The loss is the sum of the ranks' parts, and gradients are summed over ranks. Ranks that share a sequence exchange
-tokens for heads (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each has some of a row's tokens and all heads, but in
-the attention all tokens and some heads. One all-to-all changes between the two, another back.
+The loss is the sum of the ranks' parts, and gradients are summed over ranks. Ranks that share a sequence follow Ulysses
+(Jacobs et al. 2023, arXiv:2309.14509): a rank has some of the tokens and all heads, except in attention, where it has
+all tokens and some heads. One all-to-all before attention and one after it change between the two.
 """
 
 from collections.abc import Callable
@@ -22,11 +22,11 @@ def gather_over_group(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     ``y = cat(x_0, x_1, ...)`` on every rank; lengths may differ, 0 included
 
     Args:
-        group: the ranks that share the data; None for one rank alone, without a process group.
+        group: the ranks that share the data; None for a single rank, without a process group.
 
     Returns:
         A collective: every rank calls it equally often, in the same order, with tensors of one dtype that differ in
-        their first dimension at most. It synchronizes with a GPU: gather columns together.
+        their first dimension at most. It synchronizes with the GPU: gather several columns as one tensor.
 
     Example:
         >>> gather_over_group(None)(torch.tensor([1.0, 2.0]))
@@ -41,7 +41,7 @@ def _gather(rows: Shaped[Tensor, "n *rest"], group: ProcessGroup) -> Shaped[Tens
     lengths = [torch.empty(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
     dist.all_gather(lengths, torch.full_like(lengths[0], len(rows)), group=group)
     counts: list[int] = torch.cat(lengths).tolist()
-    # Ranks send equally many rows: the collective of unequal ones exists on NCCL only.
+    # padded to equally many rows: only NCCL gathers unequal ones
     sent = rows.new_zeros((max(counts), *rows.shape[1:]))
     sent[: len(rows)] = rows.detach()
     received = [torch.empty_like(sent) for _ in counts]
@@ -57,7 +57,7 @@ def sum_over_group(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     Gradient: ``dL/dx_r = sum_s dL_s/dy`` with ``L = sum_s L_s``, L_s being the part that rank s computes.
 
     Args:
-        group: the ranks that share the data; None for one rank alone, without a process group.
+        group: the ranks that share the data; None for a single rank, without a process group.
 
     Returns:
         A collective: every rank calls it equally often, in the same order, with the same shape, and all or none with a
@@ -90,15 +90,15 @@ def _sum(part: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join: int) -> Shaped[Tensor, "..."]:
-    """All-to-all: cut a tensor along one dimension, and join the pieces of all ranks along another.
+    """All-to-all: split a tensor along one dimension, and join the pieces of all ranks along another.
 
     ``y_r = cat_s(x_s.chunk(S, split)[r], join)``. Gradient: the reverse exchange.
 
     Args:
         x: of the same shape on every rank; S divides ``split``.
         group: of S ranks.
-        split: dimension that is whole here and is cut.
-        join: dimension that is cut here and becomes whole.
+        split: dimension that is whole before and split after.
+        join: dimension that is split before and whole after.
     """
     return _Exchange.apply(x, group, split, join)  # type: ignore[no-untyped-call]
 
@@ -108,7 +108,7 @@ def pieced_together(
 ) -> Float[Tensor, "N C"]:
     """All N rows on every rank, each computed by one of them.
 
-    Gradient: of this rank's rows. All ranks compute the same loss from all rows, so no exchange is needed.
+    Gradient: each rank takes that of its rows. All ranks compute the same loss, so nothing is exchanged.
 
     Args:
         rows: of this rank.

@@ -1,7 +1,8 @@
-"""Exit reasons of ranks, kept in their store, so that a broken connection gets a name.
+"""Why each rank ended, in the ranks' common store.
 
-A rank whose collective fails knows that another is gone, not which. So each rank that ends with an error writes it
-down, and one that only lost its connection reads what the others wrote. A rank without a reason was killed, or hangs.
+A rank whose collective fails knows that another rank is gone, not which one. So each rank that ends with an error
+records it, and a rank that only lost its connection reads what the others recorded. A rank without a record was killed,
+or hangs.
 """
 
 import json
@@ -10,15 +11,14 @@ import time
 from torch._C._distributed_c10d import Store
 
 GRACE_SECONDS = 5.0
-"""How long a rank waits for the others' reasons."""
-
+"""How long a rank waits for the others' records."""
 
 MOST_CHARACTERS = 1000
-"""Of an error's text that another rank repeats."""
+"""Of an error's text."""
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error as another rank repeats it.
+    """An error's class and text, as another rank reports it.
 
     Example:
         >>> in_one_line(OSError(28, "No space left on device")), in_one_line(KeyboardInterrupt())
@@ -32,15 +32,15 @@ class ExitReasons:
     """The exit reasons of all ranks.
 
     Args:
-        store: that the ranks met in.
+        store: common to the ranks.
         rank: this one.
         world: number of ranks.
 
     Example:
         >>> from torch.distributed import HashStore
-        >>> roll = ExitReasons(HashStore(), 0, 1)
-        >>> roll.say("out of memory", lost=False)
-        >>> roll.of_others()
+        >>> exit_reasons = ExitReasons(HashStore(), 0, 1)
+        >>> exit_reasons.record("out of memory", lost=False)
+        >>> exit_reasons.of_others()
         []
     """
 
@@ -48,28 +48,33 @@ class ExitReasons:
         self.rank, self.world = rank, world
         self._store = store
 
-    def say(self, text: str, *, lost: bool) -> None:
-        """Write down why this rank ends.
+    def record(self, text: str, *, lost: bool) -> None:
+        """Record why this rank ends.
 
         Args:
             text: the error.
-            lost: whether it is only a lost connection.
+            lost: whether only a connection was lost.
         """
         self._store.set(self._key(self.rank), json.dumps({"text": text, "lost": lost}))
 
     def of_others(self) -> list[str]:
-        """The ranks without a reason, and the reasons other than a lost connection."""
+        """What ended the other ranks: those without a record, and records other than of a lost connection."""
         others = [rank for rank in range(self.world) if rank != self.rank]
-        until = time.monotonic() + GRACE_SECONDS
-        while (silent := [rank for rank in others if not self._store.check([self._key(rank)])]) and (
-            time.monotonic() < until
-        ):
+        deadline = time.monotonic() + GRACE_SECONDS
+        silent = self._without_record(others)
+        while silent and time.monotonic() < deadline:
             time.sleep(0.05)
+            silent = self._without_record(silent)
         found = [f"rank {rank}, which says nothing: killed, or hung" for rank in silent]
         for rank in others:
-            if rank not in silent and not (said := json.loads(self._store.get(self._key(rank))))["lost"]:
-                found.append(f"rank {rank}: {said['text']}")
+            if rank not in silent:
+                record = json.loads(self._store.get(self._key(rank)))
+                if not record["lost"]:
+                    found.append(f"rank {rank}: {record['text']}")
         return found
+
+    def _without_record(self, ranks: list[int]) -> list[int]:
+        return [rank for rank in ranks if not self._store.check([self._key(rank)])]
 
     def _key(self, rank: int) -> str:
         return f"ended/{rank}"

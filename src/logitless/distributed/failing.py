@@ -1,4 +1,4 @@
-"""A failure on one rank ends the work on all of them, with one error that says what failed where.
+"""A failure on one rank ends the work on all ranks, with an error that says what failed on which rank.
 
 A rank that fails outside a collective tells the others. One that fails inside leaves, which breaks its connections;
 ``ranks_of_environment`` then tells the others which rank left and why.
@@ -17,18 +17,18 @@ class SharedWork:
     """Work that several ranks do at the same time.
 
     Attributes:
-        is_heard: whether the other ranks wait for this one's word, or will.
+        can_report: whether this rank can tell the others of a failure; False inside a collective.
     """
 
     def __init__(self) -> None:
-        self.is_heard = True
+        self.can_report = True
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Inside, ranks exchange data: one that fails here cannot tell the others."""
-        self.is_heard = False
+        """Inside, ranks exchange data: a rank that fails here cannot tell the others."""
+        self.can_report = False
         yield
-        self.is_heard = True  # not where it failed
+        self.can_report = True  # not where it failed
 
 
 @contextmanager
@@ -39,7 +39,7 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
     ``TrainingError``.
 
     Args:
-        ranks: all of them enter the block; inside, none waits for another except in ``SharedWork.collective``.
+        ranks: all of them enter the block; inside it they wait for each other only in ``SharedWork.collective``.
         work: what must succeed, as a noun phrase; ``needed`` of the others' error.
 
     Raises:
@@ -57,26 +57,26 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
     except BaseException as error:
         if ranks.world == 1 or isinstance(error, LostRankError):
             raise
-        if not shared.is_heard:
-            if isinstance(error, EngineError):  # whoever saves a checkpoint for it would wait for the others
+        if not shared.can_report:
+            if isinstance(error, EngineError):  # saving a checkpoint for it would wait for the other ranks
                 raise TrainingError(needed=error.needed, given=error.given, remedy=error.remedy) from error
             raise
         failure = error
     try:
-        said = ranks.all_gather_object(None if failure is None else _words_of(failure))
+        failures = ranks.all_gather_object(None if failure is None else _described(failure))
     except LostRankError:
         if failure is not None:
             raise failure from None
         raise
-    first = next((rank for rank, words in enumerate(said) if words is not None), None)
+    first = next((rank for rank, each in enumerate(failures) if each is not None), None)
     if first is None:
         return
     if failure is not None and (first == ranks.rank or not isinstance(failure, Exception)):
         raise failure
-    raise _error_of(said[first], work, first) from failure
+    raise _error_of(failures[first], work, first) from failure
 
 
-def _words_of(error: BaseException) -> list[str]:
+def _described(error: BaseException) -> list[str]:
     """[class, needed, given, remedy] of one of our errors; [text] of any other."""
     if isinstance(error, LogitlessError):
         kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
@@ -84,9 +84,9 @@ def _words_of(error: BaseException) -> list[str]:
     return [in_one_line(error)]
 
 
-def _error_of(words: list[str], work: str, rank: int) -> LogitlessError:
-    """What the other ranks raise."""
-    match words:
+def _error_of(described: list[str], work: str, rank: int) -> LogitlessError:
+    """The error that the other ranks raise."""
+    match described:
         case [kind, needed, given, remedy]:
             error: LogitlessError = getattr(errors, kind)(
                 needed=needed, given=f"{given} (on rank {rank})", remedy=remedy
@@ -94,6 +94,6 @@ def _error_of(words: list[str], work: str, rank: int) -> LogitlessError:
             return error
     return TrainingError(
         needed=f"{work} on every rank",
-        given=f"{words[0]} (on rank {rank})",
+        given=f"{described[0]} (on rank {rank})",
         remedy="Look for that rank's traceback; --resume goes on from the last checkpoint.",
     )

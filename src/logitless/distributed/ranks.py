@@ -1,8 +1,8 @@
 """The processes that train one policy together, and their collectives.
 
-Every rank runs the same code in the same order, also a rank alone, where each method is the identity. The loss is the
-sum of the ranks' parts, and gradients are summed, never averaged. Objects travel as JSON, so that no rank can make
-another run code.
+Every rank runs the same code in the same order. On a single rank every method returns its argument. The loss is the sum
+of the ranks' parts, and gradients are summed, never averaged. Objects travel as JSON, not as pickles, so that no rank
+can make another run code.
 """
 
 import ctypes
@@ -24,18 +24,15 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from logitless.distributed import gradient_sums
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.collectives import gather_over_group, sum_over_group
 from logitless.distributed.exit_reasons import ExitReasons, in_one_line
-from logitless.distributed.sharding import is_sharded
 from logitless.distributed.shares import every_nth
-from logitless.distributed.tree import TreeSum
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
 _PR_SET_PDEATHSIG = 1
-BUCKET_BYTES = 64 * 2**20  # of gradients that are summed in one collective; bounds the copy
-ALONE_BYTES = 8 * 2**20  # a gradient from which on its sum is a collective of its own, without a copy
 NCCL_FAULTS_HERE = (
     "unhandled cuda error",
     "unhandled system error",
@@ -43,7 +40,7 @@ NCCL_FAULTS_HERE = (
     "invalid argument",
     "invalid usage",
 )
-"""NCCL results (``ncclGetErrorString``) that mean a failure of this rank, not of another."""
+"""NCCL results (``ncclGetErrorString``) that mean that this rank failed, not another."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +48,9 @@ class Ranks:
     """The ranks of a run. Methods are collectives unless they say otherwise: all ranks call them, in the same order.
 
     Args:
-        data: ranks with different sequences; None for one rank alone.
-        sequence: ranks with parts of the same sequences; None if every sequence lies on one rank.
-        all: every rank of the run; None if ``data`` has them all.
+        data: ranks with different sequences; None for a single rank.
+        sequence: ranks with parts of the same sequences; None if every sequence is on one rank.
+        all: every rank of the run; None if ``data`` is all of them.
         timeout: of one collective; None for torch's own.
 
     Example:
@@ -74,7 +71,7 @@ class Ranks:
         return cls()
 
     def arranged(self, arrangement: Arrangement) -> "Ranks":
-        """The same ranks with groups for each dimension."""
+        """The same ranks with a group for each dimension of the arrangement."""
         if self.world == 1:
             return self
         data, sequence = arrangement.groups(self.timeout)
@@ -125,21 +122,21 @@ class Ranks:
         return max(self.all_gather_object(number))
 
     def any(self, condition: bool) -> bool:
-        """Whether it holds on any rank; for decisions that all ranks must take alike."""
+        """Whether the condition holds on any rank."""
         return any(self.all_gather_object(bool(condition)))
 
     def all_gather_object(self, value: Any) -> list[Any]:
-        """The value of each rank, by rank, as JSON: tuples come back as lists.
+        """The value of each rank, by rank; sent as JSON, so that tuples come back as lists.
 
         Raises:
             TypeError: a value that is not JSON.
         """
         if self._everyone is None:
             return [value]
-        return [json.loads(said) for said in self.all_gather_bytes(json.dumps(value).encode())]
+        return [json.loads(text) for text in self.all_gather_bytes(json.dumps(value).encode())]
 
     def all_gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of each rank, by rank; for many numbers."""
+        """The bytes of each rank, by rank."""
         if self._everyone is None:
             return [mine]
         gather = gather_over_group(self._everyone)
@@ -149,25 +146,25 @@ class Ranks:
             return [part.numpy().tobytes() for part in torch.split(whole, lengths)]
 
     def broadcast_object(self, value: Any) -> Any:
-        """The value of rank 0 on every rank; the others' is ignored."""
+        """The value of rank 0, on every rank."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def first_on_nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-        """The first rank of each machine, by torchrun's LOCAL_RANK; without it, all are on one.
+        """The rank on each machine with torchrun's LOCAL_RANK 0; without LOCAL_RANK, all are on one machine.
 
         Example:
             >>> Ranks.alone().first_on_nodes({})
             (0,)
         """
         local = environment.get("LOCAL_RANK", "")
-        said = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
-        return tuple(rank for rank, place in enumerate(said) if place == 0)
+        local_ranks = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
+        return tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0)
 
     def shared(self, count: int, among: Sequence[int] | None = None) -> range:
-        """Indices of this rank's share of things of unknown cost, such as prompts to sample for. Not a collective.
+        """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective.
 
         Args:
-            count: number of things.
+            count: number of items.
             among: the ranks that take a share; None: all.
 
         Example:
@@ -203,18 +200,18 @@ class Ranks:
 
         Args:
             what: digests or versions by name.
-            remedy: for the error.
+            remedy: of the error.
 
         Raises:
-            ConfigurationError: on every rank, with the names that differ and the ranks that stand alone.
+            ConfigurationError: on every rank, with the names that differ and the ranks that differ from rank 0.
 
         Example:
             >>> Ranks.alone().check_same({"recipe": "a1"}, "Start all with the same.")
         """
-        said = self.all_gather_object(dict(what))
-        differ = [name for name in what if any(each.get(name) != said[0].get(name) for each in said)]
+        of_ranks = self.all_gather_object(dict(what))
+        differ = [name for name in what if any(each.get(name) != of_ranks[0].get(name) for each in of_ranks)]
         if differ:
-            others = [rank for rank, each in enumerate(said) if each != said[0]]
+            others = [rank for rank, each in enumerate(of_ranks) if each != of_ranks[0]]
             raise ConfigurationError(
                 needed=f"the same {', '.join(differ)} on all {self.world} ranks",
                 given=f"others on rank {', '.join(map(str, others))} than on rank 0",
@@ -222,7 +219,7 @@ class Ranks:
             )
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         self.all_gather_object(None)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -232,125 +229,30 @@ class Ranks:
         for float64 parameters, in a fixed order.
 
         Args:
-            parameters: the same on every rank, in the same order; frozen and sharded ones are left out.
+            parameters: the same on every rank, in the same order; frozen and sharded ones are skipped.
         """
-        if self._everyone is None:
-            return
-        trained = [p for p in parameters if p.requires_grad and not is_sharded(p)]
-        if not trained:
-            return
-        with _all_present():
-            has = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            dist.all_reduce(has, op=dist.ReduceOp.MAX, group=self._everyone)
-            with_gradient = [p for p, there in zip(trained, has.tolist(), strict=True) if there]
-            _finish(_Sum(bucket, self._everyone) for bucket in _buckets(with_gradient))
+        if self._everyone is not None:
+            with _all_present():
+                gradient_sums.sum_gradients(parameters, self._everyone)
 
     def sum_gradients_in_order(self, parameters: Iterable[nn.Parameter]) -> None:
-        """``sum_gradients`` along the tree of ``tree.py``: bitwise identical for any number of ranks.
+        """``sum_gradients`` along the tree of ``tree.py``: the sum is bitwise the same for any number of ranks.
 
         Every rank receives the gradients of all the others.
 
         Args:
-            parameters: whole on every rank, with the sums of this rank's subtree.
+            parameters: unsharded; each ``.grad`` is the sum of this rank's subtree.
         """
-        if self._everyone is None:
-            return
-        trained = [p for p in parameters if p.requires_grad]
-        if not trained:
-            return
-        with _all_present():
-            mine = torch.tensor([p.grad is not None for p in trained], dtype=torch.uint8, device=trained[0].device)
-            of_all = mine.new_empty(self.world * len(mine))
-            dist.all_gather_into_tensor(of_all, mine, group=self._everyone)
-            having = of_all.view(self.world, -1).bool().T.tolist()  # of each parameter, the ranks
-            ranks_of = {id(p): has for p, has in zip(trained, having, strict=True)}
-            with_gradient = [p for p in trained if any(ranks_of[id(p)])]
-            _finish(
-                _SumInOrder(bucket, [ranks_of[id(p)] for p in bucket], self._everyone)
-                for bucket in _buckets(with_gradient, BUCKET_BYTES // self.world)
-            )
-
-
-def _finish(sums: "Iterable[_Sum | _SumInOrder]") -> None:
-    """Finish each sum once the next has begun."""
-    under_way: _Sum | _SumInOrder | None = None
-    for begun in sums:
-        if under_way is not None:
-            under_way.finish()
-        under_way = begun
-    if under_way is not None:
-        under_way.finish()
-
-
-class _SumInOrder:
-    """One bucket of ``sum_gradients_in_order``, added along the tree while the next bucket travels.
-
-    Args:
-        bucket: parameters with a gradient on some rank.
-        having: for each parameter, which ranks have a gradient.
-        group: of the ranks.
-    """
-
-    def __init__(self, bucket: list[nn.Parameter], having: list[list[bool]], group: dist.ProcessGroup) -> None:
-        self._bucket, self._having = bucket, having
-        self._flat = _flat(bucket)
-        self._parts = self._flat.new_empty(len(having[0]) * len(self._flat))
-        self._work = dist.all_gather_into_tensor(self._parts, self._flat, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the sums to the gradients."""
-        self._work.wait()
-        parts, sizes = self._parts.chunk(len(self._having[0])), [p.numel() for p in self._bucket]
-        if all(map(all, self._having)):
-            (whole,) = _along_tree([[part] for part in parts])
-            sums: list[Tensor | None] = list(torch.split(whole, sizes)) if whole is not None else []
-        else:
-            split = [torch.split(part, sizes) for part in parts]
-            sums = [
-                _along_tree([[split[rank][i] if there else None] for rank, there in enumerate(has)])[0]
-                for i, has in enumerate(self._having)
-            ]
-        for parameter, found in zip(self._bucket, sums, strict=True):
-            if found is not None:
-                _set_gradient(parameter, found)
-
-
-def _along_tree(of_ranks: list[list[Tensor | None]]) -> list[Tensor | None]:
-    """The sums of the ranks' tensors."""
-    total = TreeSum()
-    for tensors in of_ranks:
-        total.add(tensors)
-    return total.whole()
-
-
-class _Sum:
-    """One bucket of ``sum_gradients``, reduced while the next is flattened. A gradient alone in its bucket is not
-    copied.
-    """
-
-    def __init__(self, bucket: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-        self._bucket, self._flat = bucket, None
-        gradient = bucket[0].grad
-        in_place = len(bucket) == 1 and gradient is not None and gradient.dtype == _sum_dtype(bucket[0])
-        if not (in_place and gradient is not None and gradient.is_contiguous()):
-            self._flat = gradient = _flat(bucket)
-        self._work = dist.all_reduce(gradient, op=dist.ReduceOp.SUM, group=group, async_op=True)
-
-    def finish(self) -> None:
-        """Write the sum to the gradients."""
-        assert self._work is not None
-        self._work.wait()
-        if self._flat is not None:
-            parts = torch.split(self._flat, [p.numel() for p in self._bucket])
-            for p, total in zip(self._bucket, parts, strict=True):
-                _set_gradient(p, total)
+        if self._everyone is not None:
+            with _all_present():
+                gradient_sums.sum_gradients_in_order(parameters, self._everyone)
 
 
 @contextmanager
 def ranks_of_environment(
     device: str, environment: Mapping[str, str] = os.environ, *, timeout_seconds: int = 1800
 ) -> Iterator[Ranks]:
-    """The ranks that ``torchrun`` started, connected until the end of the block; one alone without torchrun.
+    """The ranks that ``torchrun`` started, connected until the end of the block; a single rank without torchrun.
 
     Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. CPU tensors travel by gloo, CUDA tensors by NCCL. A
     rank that fails leaves the block, so that the others' next collective raises.
@@ -358,7 +260,7 @@ def ranks_of_environment(
     Args:
         device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU numbered LOCAL_RANK becomes the current one.
         environment: variables.
-        timeout_seconds: of one collective; longer than the longest rollout or checkpoint of one rank. Past it, waiting
+        timeout_seconds: of one collective; must be longer than any rank's rollout or checkpoint. After it, waiting
             ranks end with an error that names the missing ones.
 
     Raises:
@@ -398,10 +300,10 @@ def ranks_of_environment(
     )
     ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
     try:
-        with _called_by_name(ExitReasons(PrefixStore(f"roll-{life}", store), rank, world)):
+        with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world)):
             yield ranks
     finally:
-        # A group that is still referred to would end its threads with the interpreter, which can abort the process.
+        # Threads of a group that is still referred to would end with the interpreter, which can abort the process.
         for each in (ranks, *ranks._derived):
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
@@ -409,7 +311,7 @@ def ranks_of_environment(
 
 
 def _end_with_parent() -> None:
-    """Have the kernel kill this process when torchrun is gone, also if it is stopped or hangs. Linux only."""
+    """Have Linux kill this process when torchrun ends, even while it hangs."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
@@ -425,23 +327,23 @@ def restarted(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 @contextmanager
-def _called_by_name(roll: ExitReasons) -> Iterator[None]:
-    """Record why this rank ends; if another is gone, raise an error that says which."""
+def _naming_lost_ranks(exit_reasons: ExitReasons) -> Iterator[None]:
+    """Record why this rank ends; if that is a lost connection, raise an error that says which rank is gone."""
     try:
         yield
     except BaseException as error:
         lost = isinstance(error, LostRankError) or _is_of_connection(error)
         try:
-            roll.say(in_one_line(error), lost=lost)
-            others = roll.of_others() if lost else []
-        except RuntimeError:  # the rank with the store is gone too
+            exit_reasons.record(in_one_line(error), lost=lost)
+            others = exit_reasons.of_others() if lost else []
+        except RuntimeError:  # the rank that holds the store is gone too
             others = ["the rank that started first, and perhaps others"]
         if not lost:
             raise
         missing = f"without {'; '.join(others)}" if others else "where a connection ended and no other rank says why"
         raise LostRankError(
-            needed=f"all {roll.world} ranks",
-            given=f"on rank {roll.rank}, {missing} ({_in_short(error)})",
+            needed=f"all {exit_reasons.world} ranks",
+            given=f"on rank {exit_reasons.rank}, {missing} ({_in_short(error)})",
             remedy="Look for the message of the rank that failed first; --resume goes on from the last checkpoint.",
         ) from error
 
@@ -453,7 +355,7 @@ def _in_short(error: BaseException) -> str:
 
 
 def _is_of_connection(error: BaseException) -> bool:
-    """Whether torch reports a lost process, in a collective of FSDP2."""
+    """Whether torch reports a lost process, in a collective of FSDP2 too."""
     text = str(error).lower()
     words = ("gloo", "nccl", "connection closed", "connection reset", "timed out")
     return _is_of_collectives(error) and (isinstance(error, dist.DistError) or any(word in text for word in words))
@@ -462,8 +364,7 @@ def _is_of_connection(error: BaseException) -> bool:
 def _is_of_collectives(error: BaseException) -> bool:
     """Whether a collective raised because another process is gone.
 
-    gloo raises a plain ``RuntimeError``; NCCL and the store a ``DistError``. NCCL's result then tells a failed CUDA
-    call of this rank from a lost peer.
+    gloo raises a plain ``RuntimeError``; NCCL and the store raise a ``DistError``.
     """
     text = str(error)
     here = "NCCL" in text and any(result in text for result in NCCL_FAULTS_HERE)
@@ -485,43 +386,9 @@ def _numbers(environment: Mapping[str, str]) -> tuple[int, int, int]:
     return rank, world, local
 
 
-def _sum_dtype(parameter: Tensor) -> torch.dtype:
-    return torch.float64 if parameter.dtype == torch.float64 else torch.float32
-
-
-def _flat(bucket: list[nn.Parameter]) -> Tensor:
-    """The gradients flattened, in the dtype of their sum; 0 where there is none."""
-    dtype = _sum_dtype(bucket[0])
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).reshape(-1).to(dtype) for p in bucket])
-
-
-def _set_gradient(parameter: nn.Parameter, total: Tensor) -> None:
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
-    parameter.grad.copy_(total.view_as(parameter))
-
-
-def _buckets(parameters: list[nn.Parameter], most_bytes: int | None = None) -> Iterator[list[nn.Parameter]]:
-    """The parameters in order, in buckets of one dtype and device; a large parameter has its own."""
-    most_bytes = BUCKET_BYTES if most_bytes is None else most_bytes
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for p in parameters:
-        num_bytes = p.numel() * _sum_dtype(p).itemsize
-        differs = bucket and (_sum_dtype(p), p.device) != (_sum_dtype(bucket[0]), bucket[0].device)
-        alone = max(num_bytes, size if len(bucket) == 1 else 0) >= ALONE_BYTES
-        if bucket and (differs or alone or size + num_bytes > most_bytes):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(p)
-        size += num_bytes
-    if bucket:
-        yield bucket
-
-
 @contextmanager
 def _all_present() -> Iterator[None]:
-    """A failing collective says that a rank is gone, and which."""
+    """Turn the error of a failed collective into a ``LostRankError``."""
     try:
         yield
     except RuntimeError as error:
@@ -529,6 +396,6 @@ def _all_present() -> Iterator[None]:
             raise
         raise LostRankError(
             needed=f"all {dist.get_world_size()} ranks",
-            given=f"an end of the connection to one of them on rank {dist.get_rank()} ({error})",
+            given=f"a lost connection to one of them, on rank {dist.get_rank()} ({error})",
             remedy="Look for the message of the rank that failed first.",
         ) from error

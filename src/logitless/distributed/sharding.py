@@ -1,9 +1,8 @@
-"""A model whose weights are sharded over ranks by FSDP2, and whole while it samples.
+"""A model whose weights are sharded over ranks by FSDP2, and unsharded while it samples.
 
-``fully_shard`` cuts every parameter by rows. A unit (a decoder layer, say) is gathered before its forward and backward
-and released after each; gradients are summed over ranks, never averaged. ``gather`` makes all weights whole until
-``release``, because decoding cannot wait for other ranks at every token. FSDP2 is imported only by runs with shards,
-since that takes seconds.
+``fully_shard`` splits every parameter by rows. A unit (such as a decoder layer) is gathered before its forward and
+backward and resharded after each; gradients are summed over ranks, never averaged. Sampling calls ``gather`` for all
+weights and then ``release``, because decoding cannot wait for other ranks at every token.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+# torch.distributed.fsdp and torch.distributed.tensor take seconds to import: only functions that need them do
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,7 +24,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, sharing its memory; any other tensor as it is.
+    """This rank's rows of a sharded tensor, without a copy; any other tensor unchanged.
 
     Example:
         >>> x = torch.zeros(2)
@@ -34,17 +35,17 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered on every rank (a collective); any other as it is."""
+    """A sharded tensor gathered on every rank (a collective); any other unchanged."""
     return tensor.full_tensor().detach() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
 def is_spare_copy(tensor: Tensor) -> bool:
-    """Whether a copy of lower number has this rank's rows too."""
+    """Whether a replica of a lower number holds the same rows."""
     return is_sharded(tensor) and tensor.device_mesh.ndim > 1 and tensor.device_mesh.get_coordinate()[0] > 0  # type: ignore[attr-defined]
 
 
 def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Offset of this rank's part in each dimension of the whole, and its shape.
+    """Offset of this rank's part in each dimension of the whole tensor, and the part's shape.
 
     Example:
         >>> start_and_shape(torch.zeros(2, 3))
@@ -60,7 +61,7 @@ def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded like another of its shape.
+    """This rank's part of an unsharded tensor, if it were sharded like another of its shape.
 
     Example:
         >>> part_of(torch.ones(2), torch.zeros(2))
@@ -71,28 +72,24 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 
 
 def sharded_like(value: Tensor, like: Tensor) -> Tensor:
-    """A whole tensor sharded like another of its shape, on that one's device."""
+    """An unsharded tensor sharded like another of its shape, on that one's device."""
     part = part_of(value, like).to(like.device)
-    if not is_sharded(like):
-        return part
-    from torch.distributed.tensor import DTensor
-
-    cut: Any = like
-    return DTensor.from_local(
-        part.contiguous(), cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
-    )
+    return _with_shards(like, part.contiguous()) if is_sharded(like) else part
 
 
 def shards_on(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor, or one whose shards wait on the host, on the device that uses it."""
+    """A tensor whose shards may be offloaded to the host, moved to ``device``."""
     if not is_sharded(tensor) or tensor.device == device:
         return tensor
+    return _with_shards(tensor, tensor.to_local().to(device, non_blocking=True))  # type: ignore[attr-defined]
+
+
+def _with_shards(like: Any, part: Tensor) -> Tensor:
+    """A DTensor with the layout of ``like`` and other values: ``part`` on this rank."""
     from torch.distributed.tensor import DTensor
 
-    cut: Any = tensor
-    part = cut.to_local().to(device, non_blocking=True)
     return DTensor.from_local(
-        part, cut.device_mesh, cut.placements, run_check=False, shape=cut.shape, stride=cut.stride()
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
 
 
@@ -100,7 +97,7 @@ def sum_over_shards(part: Tensor, like: Tensor) -> Tensor:
     """All-reduce (sum) over the ranks of a sharded tensor, in place.
 
     Args:
-        part: of this rank, such as the squares of its rows.
+        part: this rank's, such as the sum of squares of its rows.
         like: the sharded tensor.
     """
     sharded: Any = like
@@ -112,18 +109,18 @@ class ShardedModel:
     """FSDP2 around the units of a model.
 
     Args:
-        model: that the units are of.
-        units: modules that are gathered as one, in the order of the forward; a module that holds other units comes
-            after them and takes what they leave.
-        mesh: of one dimension, or two: copies and shards.
+        model: the whole model.
+        units: modules of it that are gathered at once, in the order of the forward pass; a module that contains other
+            units comes after them and shards the parameters they leave.
+        mesh: (shards), or (copies, shards).
         dtype: of gathered weights and products; None for their own. Shards and gradients keep the shards' dtype.
-        on_host: shards wait in the host's memory; for what is not trained.
-        made_same: called with the weights of a unit, still whole, and with all buffers, before they are cut; fills
-            weights on ``meta`` and aligns buffers that are made otherwise than they are read.
+        on_host: offload the shards to the host; for weights that are not trained.
+        made_same: broadcasts, in place, all buffers, and the weights of each unit before they are sharded; so ranks
+            that built the model on ``meta`` get their values.
 
     Attributes:
-        parameters: the shards by name; the same objects while weights are whole.
-        is_whole: whether all weights are here.
+        parameters: the shards by name; the same objects while weights are gathered.
+        is_whole: whether all weights are gathered.
     """
 
     def __init__(
@@ -146,7 +143,7 @@ class ShardedModel:
         if made_same is not None:
             made_same(model.buffers())
         for unit in units:
-            _make_room(unit, mesh.device_type)
+            _allocate(unit, mesh.device_type)
             own = [p for p in unit.parameters() if not is_sharded(p)]
             for parameter in own:
                 parameter.data = parameter.data.to(mesh.device_type)
@@ -158,7 +155,7 @@ class ShardedModel:
             wrapped.set_gradient_divide_factor(1.0)
             wrapped.set_force_sum_reduction_for_comms(True)
             if dtype is not None:
-                wrapped.register_forward_pre_hook(_take_wide_gradients)
+                wrapped.register_forward_pre_hook(_accumulate_in_float32)
             self.units.append(wrapped)
         self._tie()
         self.parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
@@ -181,7 +178,7 @@ class ShardedModel:
         self.is_whole = True
 
     def release(self) -> None:
-        """Free what other ranks own."""
+        """Free the gathered weights; this rank keeps its shards."""
         if not self.is_whole:
             return
         for unit in self.units:
@@ -191,7 +188,7 @@ class ShardedModel:
         self.is_whole = False
 
     def _tie(self) -> None:
-        """Tie weights that a module outside of the units shares with one inside, shards or whole."""
+        """Tie the weights that a module outside of the units shares with one inside, as FSDP2 replaces them."""
         for module, name, owner, name_there in self._tied:
             setattr(module, name, getattr(owner, name_there))
 
@@ -208,8 +205,8 @@ def unsharded_names(model: nn.Module, units: Iterable[nn.Module]) -> list[str]:
     return [name for name, parameter in model.named_parameters() if id(parameter) not in held]
 
 
-def _make_room(unit: nn.Module, device: str) -> None:
-    """Allocate the weights of a unit that are on ``meta``; tied ones stay one."""
+def _allocate(unit: nn.Module, device: str) -> None:
+    """Allocate the weights of a unit that are on ``meta``; tied weights stay tied."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in unit.modules():
         for name, weight in module._parameters.items():
@@ -232,8 +229,8 @@ def _tied_from_outside(model: nn.Module, units: Sequence[nn.Module]) -> list[tup
     ]
 
 
-def _take_wide_gradients(module: nn.Module, _: Any) -> None:
-    """Take float32 gradients of rounded weights."""
+def _accumulate_in_float32(module: nn.Module, _: Any) -> None:
+    """Keep float32 gradients of 16-bit weights."""
     for parameter in module.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.grad_dtype = torch.float32

@@ -1,12 +1,13 @@
-"""Sums along a binary tree of micro-batches: one order whatever the number of ranks.
+"""Sums along a binary tree of micro-batches: the same order of additions for any number of ranks.
 
     positions of 5 micro-batches in a tree of 8:     0 4 2 . 1 . 3 .
     one rank                                        (0 4 2 . 1 . 3 .)
     two ranks                                       (0 4 2 .)(1 . 3 .)
     four ranks                                      (0 4)(2 .)(1 .)(3 .)
 
-Micro-batch i stands at the bit-reversed i, so that ranks have about equally many. A rank sums its subtree; the ranks'
-sums are added along the rest of the tree, in pairs, left to right. A missing leaf adds nothing.
+Micro-batch i has the position whose binary digits are those of i reversed, so that ranks have about equally many. A
+rank sums its subtree; the ranks' sums are added along the rest of the tree, in pairs, left to right. A missing leaf
+adds nothing.
 """
 
 from typing import TypeAlias
@@ -51,7 +52,7 @@ class TreeSum:
         self._nodes: list[tuple[int, Sums]] = []
 
     def add(self, leaf: Sums) -> None:
-        """Add the next leaf, which takes over its tensors; None adds nothing."""
+        """Add the next leaf, whose tensors are overwritten; None adds nothing."""
         level, node = 0, leaf
         while self._nodes and self._nodes[-1][0] == level:
             node = [_pair(left, right) for left, right in zip(self._nodes.pop()[1], node, strict=True)]

@@ -1,8 +1,8 @@
 """The rows of all ranks scored together, each rank against its shard of the vocabulary.
 
-The alternative to ``sharded``, where shards travel: here hidden states do, ``N D`` numbers instead of ``V D``. The work
-and the result are the same. The collectives of a backward have one order: the upstream gradients are gathered, the head
-sums the gradient of the hidden states, and every rank keeps its rows.
+The alternative to ``sharded``: hidden states are gathered (``N D`` numbers) instead of shards broadcast (``V D``). Work
+and result are the same. A backward's collectives have a fixed order: gather the incoming gradients, then sum the
+gradient of the hidden states, of which every rank keeps its rows.
 """
 
 from dataclasses import replace
@@ -32,13 +32,13 @@ def token_scores_of_all(
     backend: Backend | Literal["auto"] = "auto",
     memory_budget: int | None = None,
 ) -> TokenScores:
-    """Log-probabilities and entropies of this rank's targets; all ranks call, also those without rows.
+    """Log-probabilities and entropies of this rank's targets; all ranks call this, also those without rows.
 
     Args:
-        hidden: of this rank.
+        hidden: this rank's.
         head: its weight is a DTensor sharded by rows over a mesh of one dimension; bias and LoRA factors are sharded
             alike, or replicated.
-        target: of this rank.
+        target: this rank's.
         temperature, backend, memory_budget: as for ``token_scores``.
 
     Raises:
@@ -63,7 +63,7 @@ def token_scores_of_all(
         lora_a=None if head.lora_a is None else _whole(head.lora_a),
     )
     scores = token_scores(
-        _OfAll.apply(hidden, own, group),  # type: ignore[no-untyped-call]
+        _GatherRows.apply(hidden, own, group),  # type: ignore[no-untyped-call]
         shard,
         gather_over_group(group)(target),
         temperature=temperature,
@@ -71,7 +71,7 @@ def token_scores_of_all(
         memory_budget=memory_budget,
         group=group,
     )
-    logp, entropy = _Own.apply(torch.stack([scores.logp, scores.entropy], 1), own, group).unbind(1)  # type: ignore[no-untyped-call]
+    logp, entropy = _OwnRows.apply(torch.stack([scores.logp, scores.entropy], 1), own, group).unbind(1)  # type: ignore[no-untyped-call]
     return TokenScores(logp, entropy)
 
 
@@ -80,7 +80,7 @@ def _rows(tensor: Any) -> Tensor:
 
 
 def _whole(tensor: Any) -> Tensor:
-    """Gathered; its gradient, which the head sums, is the same on every rank."""
+    """The gathered tensor; the head sums its gradient, so that it is the same on every rank."""
     if not is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import Replicate
@@ -88,7 +88,7 @@ def _whole(tensor: Any) -> Tensor:
     return tensor.full_tensor(grad_placements=[Replicate()])
 
 
-class _OfAll(Function):
+class _GatherRows(Function):
     """All-gather of rows; backward keeps this rank's rows of the summed gradient."""
 
     @staticmethod
@@ -101,7 +101,7 @@ class _OfAll(Function):
         return gradient[ctx.own], None, None
 
 
-class _Own(Function):
+class _OwnRows(Function):
     """This rank's rows; backward gathers the gradients of all."""
 
     @staticmethod

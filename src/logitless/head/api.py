@@ -1,4 +1,4 @@
-"""The head's public function: it checks arguments and chooses a backend."""
+"""The head's public function: it checks arguments and picks a backend."""
 
 import functools
 import logging

@@ -1,9 +1,8 @@
-"""Scores by blocks of the vocabulary, on any device, within a memory budget.
+"""The chunked backend: blocks of the vocabulary, on any device, within a memory budget.
 
-Equal to ``reference`` to rounding, slower than the fused kernels: forward and backward each form the logits once (four
-matrix products). Tiles of logits are processed in pure torch, or on a GPU with Triton in one pass of a kernel
-(``kernels/tiles.py``). A block of columns meets all rows, so that the weight's gradient of a block is one product,
-rounded once. Rows are cut only where they alone exceed the budget.
+Equal to ``reference`` to rounding. Slower than ``fused``: forward and backward each compute the logits (four matrix
+products). A tile of logits is processed in torch, or on a GPU with Triton by one kernel (``kernels/tiles.py``). A tile
+spans all rows unless they exceed the budget, so that a block of the weight's gradient is one product, rounded once.
 """
 
 import functools
@@ -38,7 +37,7 @@ MIN_ROWS, MIN_COLUMNS = 16, 512
 """Tiles are not made smaller than this, however small the budget."""
 
 FLOOR = -1e4
-"""Stands for -inf in differences of logits: exp of it is exactly 0, and so is 0 times it."""
+"""Stands for -inf in differences of logits: its exp is exactly 0, and 0 times it is 0."""
 
 
 def token_scores(
@@ -48,8 +47,8 @@ def token_scores(
     *,
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
-    anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing: rows are anchored at their maximum,
-    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - and rows without gradient are seen when it arrives
+    anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - rows are anchored at their maximum
+    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - known once the gradient arrives
     group: ProcessGroup | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, a block of the vocabulary at a time.
@@ -66,7 +65,7 @@ def token_scores(
         target: [N] int64.
         temperature: divides the logits; a number or [N].
         memory_budget: bytes for temporaries of size rows x columns; by default 256 MiB off CUDA and a 32nd of the
-            device's memory on CUDA, so that tile sizes, and last bits, depend on nothing that changes during a run.
+            device's memory on CUDA. Tile sizes depend on it, and with them the last bits of results.
         anchor, nonzero: hints for other backends.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
 
@@ -144,14 +143,14 @@ def default_budget(device: torch.device) -> int:
 
 
 class _Call(NamedTuple):
-    """What a call fixes besides tensors.
+    """The arguments of a call that are no tensors.
 
     Args:
         product: the dtype that operands are rounded to.
         narrow: the dtype in which the wide products then take them.
         wide: the dtype of their results, of logits and of every sum.
         one_pass: whether kernels go over a tile, each once, in place of torch's operations.
-        gain: of the wide products, what undoes the mean error of matrix units that truncate (docs/numerics.md).
+        gain: factor of the wide products that undoes the mean error of matrix units that truncate (docs/numerics.md).
         inside: logits are ``outside * tanh(inside * product)``, or with None ``outside * product``.
     """
 
@@ -176,12 +175,12 @@ class _Head(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """Some rows as they are multiplied.
+    """Rows, as the products take them.
 
     Args:
         hidden: [n, D], in the dtype of the wide products.
         low: [n, R] lora_scale * hidden @ lora_a.T, in the logits' dtype, or None.
-        target: [n] counted from the first column at hand.
+        target: [n] index among the columns of a tile.
         outside: [n] what multiplies the logits last, or None for 1.
     """
 
@@ -196,7 +195,7 @@ class _Rows(NamedTuple):
 
 
 class _Slopes(NamedTuple):
-    """What the backward knows of each row with a gradient.
+    """Values of each row with a gradient, for the backward.
 
     The gradient of the products' output is ``factor * u``, with u of the order of a probability:
 
@@ -206,9 +205,9 @@ class _Slopes(NamedTuple):
         top: the maximum that exponentials are relative to.
         over: -1 / sum_v exp(z_v - top).
         offset: entropy - log sum_v exp(z_v - top).
-        at_target: u_y, made of the other columns' sum so that it is exact when p_y is nearly 1.
+        at_target: u_y, computed from the other columns' sum so that it is exact when p_y is nearly 1.
         grad_logp, grad_entropy: the incoming gradients, scaled so that the larger one is 1 in size; None for none.
-        factor: what was taken out, with the derivative of scale and temperature.
+        factor: their common factor, times the derivative of scale and temperature.
     """
 
     top: Tensor
@@ -224,7 +223,7 @@ class _Slopes(NamedTuple):
 
 
 class _Scored(NamedTuple):
-    """What the forward leaves of each row: ``Partial.top`` and ``others``, the sum over all v, and the results."""
+    """Values of each row that the forward saves: ``Partial.top`` and ``others``, the sum over all v, the results."""
 
     top: Tensor
     others: Tensor
@@ -280,14 +279,14 @@ class _TokenScores(torch.autograd.Function):
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
         nonzero = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
-            all_live = len(nonzero) == len(hidden)
+            all_nonzero = len(nonzero) == len(hidden)
             target, outside = _at(nonzero, target, outside)
-            rows = _rows(hidden if all_live else hidden[nonzero], head, target, outside, ctx.call)
+            rows = _rows(hidden if all_nonzero else hidden[nonzero], head, target, outside, ctx.call)
             grad_logp, grad_entropy = _at(nonzero, grad_logp, grad_entropy)
             slopes = _slopes(_Scored(*_at(nonzero, *scored)), outside, grad_logp, grad_entropy, ctx.call)
-            of_live, *of_head = _gradients(head, rows, slopes, ctx.needs_input_grad[:5], ctx.call)
-            of_hidden = None if of_live is None else of_live.to(hidden.dtype)
-            if of_hidden is not None and not all_live:
+            of_rows, *of_head = _gradients(head, rows, slopes, ctx.needs_input_grad[:5], ctx.call)
+            of_hidden = None if of_rows is None else of_rows.to(hidden.dtype)
+            if of_hidden is not None and not all_nonzero:
                 of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_hidden)
         of_weight, *small = of_head
         summed = [sharded.summed_like(g, x) for g, x in zip(small, (bias, lora_a, lora_b), strict=True)]
@@ -307,7 +306,7 @@ def _rows(hidden: Tensor, head: _Head, target: Tensor, outside: Tensor | None, c
 
 
 def _block(head: _Head, shard: Shard, columns: slice, call: _Call) -> _Head:
-    """Some columns of a shard as they are multiplied: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
+    """Some columns of a shard, as the products take them: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
     among_all = slice(shard.first + columns.start, shard.first + columns.stop)
     return _Head(
         weight=shard.weight[columns].to(call.product).to(call.narrow),
@@ -318,7 +317,7 @@ def _block(head: _Head, shard: Shard, columns: slice, call: _Call) -> _Head:
 
 
 def _multiplied(factor: Tensor, call: _Call) -> Tensor:
-    """A LoRA factor as it is multiplied: rounded like the weight, in the logits' dtype."""
+    """A LoRA factor as the products take it: rounded like the weight, in the logits' dtype."""
     return factor.to(call.product).to(call.wide)
 
 
@@ -348,7 +347,7 @@ def _tile_sums(rows: _Rows, block: _Head, call: _Call) -> Tensor:
         z.mul_(call.inside).tanh_()
     if rows.outside is not None:
         z *= rows.outside[:, None]
-    # A shard may hold nothing but padding, masked with -inf; its maximum must be a number all the same.
+    # a shard of padding, masked with -inf, needs a finite maximum too
     top = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
     owned, column = _owned(rows.target, z.shape[1])
     target_logit = torch.where(owned, z.gather(1, column).squeeze(1), 0)
@@ -389,16 +388,16 @@ def _gradients(
 ) -> tuple[Tensor | None, ...]:
     """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
     sums = _Sums(head, rows, slopes, needed, call)
-    travels = is_sharded(head.weight)
+    is_dtensor = is_sharded(head.weight)
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     of_weight = None
-    of_shards = sharded.GradientOfShards(head.weight) if travels else None
+    of_shards = sharded.GradientOfShards(head.weight) if is_dtensor else None
     for shard in shards(head.weight, call.product):
-        dtype = call.wide if travels else head.weight.dtype
+        dtype = call.wide if is_dtensor else head.weight.dtype
         of_shard = torch.zeros_like(shard.weight, dtype=dtype) if sums.for_weight else None
         for columns in _slices(len(shard.weight), size.columns):
             block = _block(head, shard, columns, call)
-            # Summed in place where the gradient is wide enough, else beside it, and rounded once.
+            # in place if the gradient's dtype is wide; else a copy, rounded once
             of_block = None if of_shard is None else of_shard[columns].to(call.wide)
             for some in _slices(len(rows.target), size.rows):
                 sums.add(some, shard.first + columns.start, block, of_block)
@@ -420,7 +419,7 @@ def _gradients(
 class _Sums:
     """Sums of gradients over tiles, in the logits' dtype; None where not needed.
 
-    float16 loses small numbers: there the weight's gradient is in units of ``unit``, the largest factor.
+    With float16 the weight's gradient is divided by ``unit``, the largest factor, so that small values survive.
     """
 
     def __init__(self, head: _Head, rows: _Rows, slopes: _Slopes, needed: Sequence[bool], call: _Call) -> None:
@@ -455,7 +454,7 @@ class _Sums:
             self.of_low[some].addmm_(u, block.lora_b)
 
     def of_hidden_and_lora_a(self) -> tuple[Tensor | None, Tensor | None]:
-        """What is complete when all columns were seen, those of the group's other ranks included."""
+        """Gradients that are sums over all columns, those of the group's other ranks included."""
         call, of_hidden, of_lora_a = self.call, self.of_hidden, None
         if self.of_low is not None and self.lora_a is not None:
             if self.for_lora_a:
@@ -472,7 +471,7 @@ class _Sums:
 
 
 def _logit_gradient(rows: _Rows, block: _Head, slopes: _Slopes, call: _Call, *, wide: bool) -> tuple[Tensor, Tensor]:
-    """u of ``_Slopes`` for one tile, where ``wide`` asks for it, and as operand; three buffers of its size at most."""
+    """u of ``_Slopes`` for one tile: in the logits' dtype (if ``wide``), and as operand. At most three tile buffers."""
     z = _product(rows, block, call)
     if call.one_pass:
         from logitless.head.kernels import launch
@@ -526,13 +525,13 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def _owned(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
-    """Whether each row's target is one of the columns at hand, and the column [n, 1] (0 where it is not)."""
+    """Whether each row's target is in the tile, and its column [n, 1] (0 if it is not)."""
     owned = (target >= 0) & (target < columns)
     return owned, torch.where(owned, target, 0)[:, None]
 
 
 def _write_target(matrix: Tensor, target: Tensor, value: Tensor) -> None:
-    """Set each row's target column, where it is at hand."""
+    """Set each row's target column, if it is in the tile."""
     owned, column = _owned(target, matrix.shape[1])
     matrix.scatter_(1, column, torch.where(owned, value, matrix.gather(1, column).squeeze(1))[:, None])
 
@@ -542,20 +541,20 @@ def _slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _multiplied_in(hidden: Tensor) -> torch.dtype:
-    """The dtype of the operands of wide products: hidden's own where its products can be kept in float32."""
+    """The dtype of the operands of wide products: hidden's if the device can multiply it into float32."""
     if hidden.dtype in (torch.float32, torch.float64) or _float32_output(hidden.device, hidden.dtype):
         return hidden.dtype
     return torch.float32
 
 
 def _has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there."""
+    """Whether Triton kernels run on this device."""
     return device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
 
 
 @functools.cache
 def _float32_output(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this torch multiplies half-precision matrices into float32 on this device; says so where it cannot."""
+    """Whether torch can multiply half-precision matrices into float32 on this device; warns if it cannot."""
     if device.type != "cuda":
         return False
     operand = torch.zeros(16, 16, device=device, dtype=dtype)

@@ -1,8 +1,8 @@
 """Which rank holds which columns of the logits.
 
-Three cases: this rank has the whole weight; a process group shares the vocabulary (``group``), every rank multiplies
-the same rows with its own columns, and sums over columns are all-reduced; or the weight is a DTensor sharded over ranks
-with rows of their own, and each shard is broadcast in turn. Collectives depend on no number from a device.
+Three cases: this rank has the whole weight; a process group shares the vocabulary (``group``), so that every rank
+multiplies the same rows with its own columns, and sums over columns are all-reduced; or the weight is a DTensor sharded
+over ranks with rows of their own, and each shard is broadcast in turn. Collectives never wait for a value on the GPU.
 """
 
 from collections.abc import Iterator
@@ -18,12 +18,12 @@ from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import GradientOfShards, Shard
 
 UNSEEN = -3e38
-"""The logit of a target whose shard has not arrived yet: its exponential is 0 under every anchor."""
+"""Stands for the logit of a target whose shard has not arrived yet: its exponential is 0 for every anchor."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns that this rank's rows are multiplied with.
+    """The columns of logits that this rank computes.
 
     Args:
         weight: [V, D] whole, this rank's rows of it (with ``group``), or a DTensor sharded by rows.
@@ -65,31 +65,31 @@ class Columns:
     @property
     def kept_width(self) -> int:
         """Columns of a matrix that holds every shard's block, each starting at a multiple of 16 bytes."""
-        return self.num_shards * self._room
+        return self.num_shards * self._padded_width
 
     def kept_block(self, shard: Shard) -> slice:
-        """Where a shard's columns are kept."""
-        first = shard.first // self.most * self._room
+        """A shard's columns in that matrix."""
+        first = shard.first // self.most * self._padded_width
         return slice(first, first + len(shard.weight))
 
     def kept_place(self, target: Tensor) -> Tensor:
-        """Where each target's column is kept."""
-        return target if self.num_shards == 1 else target + target // self.most * (self._room - self.most)
+        """Each target's column in that matrix."""
+        return target if self.num_shards == 1 else target + target // self.most * (self._padded_width - self.most)
 
     @property
-    def _room(self) -> int:
+    def _padded_width(self) -> int:
         return -(-self.most // 8) * 8
 
     def shards_in_turn(self, dtype: torch.dtype) -> Iterator[Shard]:
-        """Every shard in order; one that is broadcast arrives in ``dtype``."""
+        """Every shard in order, broadcast in ``dtype`` if there are several."""
         return sharded.shards(self.weight, dtype)
 
     def from_first(self, target: Tensor) -> Tensor:
-        """Targets counted from this rank's first column."""
+        """Targets as indices among this rank's columns."""
         return target if self.group is None else vocab_parallel.within_shard(target, len(self.weight), self.group)
 
     def target_logits(self, like: Tensor) -> Tensor:
-        """Placeholders for the logits of targets, until their owner fills them in."""
+        """A buffer for the logits of targets, with placeholders until their columns are computed."""
         return torch.full_like(like, UNSEEN if self.num_shards > 1 else 0.0)
 
     def summed(self, partial: Tensor) -> Tensor:
@@ -110,8 +110,8 @@ class Columns:
         dist.all_gather(parts, vectors, group=self.group)
         return torch.stack(parts, dim=1)
 
-    def room_for_gradient(self, shard: Shard) -> Tensor:
-        """Buffer for the gradient of a shard: float32 where it is summed, over ranks or with an existing gradient."""
+    def gradient_buffer(self, shard: Shard) -> Tensor:
+        """Buffer for the gradient of a shard: float32 if it is summed over ranks or with an existing gradient."""
         if self.summed_into is not None:
             if self.summed_into.grad is None:
                 return torch.empty_like(self.weight, dtype=torch.float32)
@@ -125,16 +125,14 @@ class Columns:
         return GradientOfShards(self.weight) if is_sharded(self.weight) else None
 
     def as_weight(self, gradient: Tensor | None) -> Tensor | None:
-        """The gradient of this rank's rows, sharded as the weight is; None if it is in the parameter's gradient
-        already.
-        """
+        """The gradient of this rank's rows, sharded like the weight; None if ``summed_into.grad`` has it."""
         if self.summed_into is not None:
             self.summed_into.grad = gradient
             return None
         return sharded.like(self.weight, gradient) if is_sharded(self.weight) else gradient
 
     def without_rows(self, dtype: torch.dtype, *, trained: bool) -> Tensor | None:
-        """A rank without rows takes part in every broadcast and adds nothing."""
+        """The weight's gradient on a rank without rows, which must take part in every collective."""
         if self.summed_into is not None:
             return None
         if trained and not is_sharded(self.weight):
@@ -142,5 +140,5 @@ class Columns:
         gradient = self.gradient_of_shards() if trained else None
         for shard in self.shards_in_turn(dtype):
             if gradient is not None:
-                gradient.add(self.room_for_gradient(shard).zero_(), shard)
+                gradient.add(self.gradient_buffer(shard).zero_(), shard)
         return None if gradient is None else self.as_weight(gradient.mine())

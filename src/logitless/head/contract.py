@@ -1,8 +1,8 @@
 """Checked arguments and the dtype rule of every backend of the head.
 
-Products are between operands rounded to ``hidden.dtype``; logits, and everything made of them, are float32 (float64 for
-float64). A float32 weight under bfloat16 hidden states is rounded to bfloat16 for the product, while its gradient stays
-float32. Autocast changes nothing.
+Matrix products take operands rounded to ``hidden.dtype``; logits, and everything computed from them, are float32
+(float64 for float64). A float32 weight with bfloat16 hidden states is rounded to bfloat16 for the product; its gradient
+stays float32. Autocast changes nothing.
 """
 
 import math
@@ -34,7 +34,7 @@ def checked(
 ) -> tuple[LMHead, Tensor, float | Tensor]:
     """The head as an ``LMHead``, the targets as int64 and the temperature in the logits' dtype, or an error.
 
-    On an accelerator values are checked without a synchronization: a target out of range is a device-side assertion.
+    On a GPU values are checked without a synchronization: a target out of range is a device-side assertion.
 
     Raises:
         InputError: shapes, dtypes or devices that do not fit; a target out of range; a temperature that is not positive
@@ -67,7 +67,9 @@ def checked(
             _check_device(name, value, hidden, f"Move it: {name}.to(hidden.device).")
     if memory_budget is not None and memory_budget < 0:
         raise InputError(
-            needed="a memory budget of 0 bytes or more", given=str(memory_budget), remedy="Leave it at None to default."
+            needed="a memory budget of 0 bytes or more",
+            given=str(memory_budget),
+            remedy="Leave it at None for the default.",
         )
     if group is not None and is_sharded(head.weight):
         raise InputError(
@@ -87,7 +89,7 @@ def checked(
 
 
 def _check_head(head: LMHead, hidden: Tensor) -> int:
-    """Refuse a head that does not fit the hidden states; its vocabulary."""
+    """The size of the head's vocabulary, if its shapes fit the hidden states."""
     width = hidden.shape[1]
     vocabulary = head.weight.shape[0] if head.weight.dim() == 2 else 0
     rank = head.lora_a.shape[0] if head.lora_a is not None else 0
@@ -144,7 +146,7 @@ def _checked_temperature(temperature: float | Tensor, num_rows: int, dtype: torc
 
 
 def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
-    """Raise unless all elements hold: at once on the CPU, asynchronously on a device."""
+    """Raise unless the condition holds everywhere: at once on the CPU, asynchronously on a GPU."""
     if condition.device.type == "meta":
         return
     if condition.device.type == "cpu":
@@ -165,14 +167,14 @@ def logits_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def without_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """A region in which autocast changes no dtype."""
+    """Disable autocast inside."""
     if not torch.amp.is_autocast_available(device.type):
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """A region whose current CUDA device is this one: Triton launches its kernels on the current device."""
+    """Make this GPU the current device inside: Triton launches kernels on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

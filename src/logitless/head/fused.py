@@ -1,8 +1,8 @@
-"""Scores by Triton kernels: exponentials are kept from the forward's product, so that a step needs three products.
+"""The fused backend: Triton kernels that keep exponentials from the forward, so that a step takes three products.
 
-Equal to ``reference`` to rounding. The exponentials E_v = exp(z_v - anchor) are kept in the operands' dtype, and with
-``c_n = -dloss/dlogp_n / Z_n`` the gradients are two products, ``c * (E W)`` and ``E^T (c * hidden)``, E_y being -S.
-Rows beyond ``memory_budget`` are recomputed in the backward, with one more product. docs/head.md has construction,
+Equal to ``reference`` to rounding. The forward keeps E_v = exp(z_v - anchor) in the operands' dtype, with E_y = -S.
+With ``c_n = -dloss/dlogp_n / Z_n`` the gradients are then two products, ``c * (E W)`` and ``E^T (c * hidden)``. Rows
+beyond ``memory_budget`` are recomputed in the backward, with one more product. See docs/head.md for construction,
 memory and times.
 """
 
@@ -25,10 +25,10 @@ from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 SHARE = 2
-"""By default kept exponentials take at most one part in SHARE of the memory that torch has not allocated."""
+"""By default kept exponentials take at most 1/SHARE of the memory that torch has not allocated."""
 
 VECTORS = 320
-"""Bytes a row of all vectors of length N."""
+"""Bytes a row takes in all vectors of length N."""
 
 OLDEST = (8, 0)
 """Lowest compute capability with bfloat16 and tf32 products."""
@@ -52,7 +52,7 @@ def why_not(hidden: Tensor) -> str | None:
 
 
 def _unsupported(hidden: Tensor) -> str | None:
-    """What holds on any device, the interpreter included."""
+    """``why_not``, for reasons that hold on any device."""
     if hidden.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"hidden states are {str(hidden.dtype).removeprefix('torch.')}, the kernels take 16 and 32 bit floats"
     try:
@@ -131,7 +131,7 @@ def peak_bytes(
 
     most = -(-vocabulary // shards)
     plan = MemoryPlan.of(num_rows, shards * (-(-most // 8) * 8), torch.bfloat16, memory_budget=memory_budget)
-    anew = num_rows - plan.kept_rows
+    recomputed = num_rows - plan.kept_rows
     total = plan.kept_bytes + VECTORS * num_rows
     if plan.kept_rows or shared:
         total += 2 * num_rows * width
@@ -139,13 +139,13 @@ def peak_bytes(
         total += 4 * num_rows * width
     if shards > 1:
         total += 4 * plan.kept_rows * width + (12 if shards > 2 else 10) * most * width
-    if anew:
-        columns = passes.block_width(anew, width, most, variant=gpu)
-        lent = shards == 1 and passes.lent_columns(anew * columns, columns, vocabulary, vocabulary * width)
-        total += 2 * anew * (passes.lent_width(columns, gpu) if lent else columns)
-        total += 4 * anew * width if columns < vocabulary else 0
+    if recomputed:
+        columns = passes.block_width(recomputed, width, most, variant=gpu)
+        lent = shards == 1 and passes.scratch_columns(recomputed * columns, columns, vocabulary, vocabulary * width)
+        total += 2 * recomputed * (passes.last_block_width(columns, gpu) if lent else columns)
+        total += 4 * recomputed * width if columns < vocabulary else 0
         total += 4 * columns * width if plan.kept_rows else 0
-        return total + shares(anew, columns, whole=columns >= vocabulary)
+        return total + shares(recomputed, columns, whole=columns >= vocabulary)
     return total + shares(plan.kept_rows, most, whole=shards == 1)
 
 
@@ -190,10 +190,9 @@ def token_scores(
 
     Equals: ``reference.token_scores``.
     Ranks: with ``group`` a step sends six numbers a row in five small collectives, and the gradients of hidden and
-    lora_a
-        are summed over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other, once in
-        the forward and once in the backward, beside the products; rows are then anchored at their largest logit in the
-        first tile of the first shard, and again when a later shard has a logit far above that.
+        lora_a are summed over the ranks in float32. The shards of an FSDP2 weight are broadcast one after the other,
+        once in the forward and once in the backward, beside the products; rows are then anchored at their largest logit
+        in the first tile of the first shard, and again when a later shard has a logit far above that.
     Memory: docs/head.md, "Memory"; beyond kept exponentials, about ``8 N V / 256`` bytes of partial sums in the forward
         and ``2 N D`` in the backward (``6 N D`` and a block of logit gradients when rows are recomputed).
     Accumulation: float32; every gradient is rounded once.
@@ -225,7 +224,7 @@ def token_scores(
 
 @dataclass(frozen=True)
 class _Call:
-    """What a call fixes besides tensors."""
+    """The arguments of a call that are no tensors."""
 
     scale: float
     softcap: float | None
@@ -236,7 +235,7 @@ class _Call:
     trained: bool
 
     def columns(self, weight: Tensor) -> Columns:
-        """Which columns the rows meet, and which ranks hold them."""
+        """The columns of this weight."""
         return Columns(weight.detach(), self.group, summed_into=weight if sums_in_float32(weight) else None)
 
     def head(self, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None) -> LMHead:
@@ -285,7 +284,7 @@ class _TokenScores(torch.autograd.Function):
                 budget = default_budget(hidden.device) if call.memory_budget is None else call.memory_budget
             kept_dtype = variants.kept_dtype(hidden.dtype)
             plan = MemoryPlan.of(len(hidden), columns.kept_width, kept_dtype, memory_budget=budget)
-            # Ranks that share the vocabulary may keep different numbers of rows; their order must be the same.
+            # ranks that share the vocabulary may keep different numbers of rows, and need the same order
             if nonzero is not None and (columns.shared or 0 < plan.kept_rows < len(hidden)):
                 order = torch.sort(nonzero, descending=True, stable=True).indices
                 rows = rows[order]
@@ -322,7 +321,7 @@ class _TokenScores(torch.autograd.Function):
         if grad_logp is None and grad_entropy is None:
             if not is_sharded(weight):
                 return (None,) * 5 + not_differentiated
-            grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait for this one
+            grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait in collectives
         columns = ctx.columns
         of_small: Sequence[Tensor | None]
         if not len(hidden):
@@ -333,7 +332,7 @@ class _TokenScores(torch.autograd.Function):
             order, rows, *fields = saved
             kept, ctx.kept = ctx.kept, None
             if grad_entropy is not None and ctx.call.softcap is not None:
-                kept = None  # it holds E times the softcap's slope, of which log p cannot be read
+                kept = None  # E times the softcap's slope, from which log p cannot be computed
             with on_device(hidden.device), without_autocast(hidden.device):
                 of_hidden, of_weight, *of_small = passes.gradients(
                     passes.State(*fields),

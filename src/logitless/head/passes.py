@@ -24,22 +24,21 @@ LOG2E = 1 / math.log(2)
 BLOCK_BYTES = 192 * 2**20
 """Approximate size of a block of recomputed logit gradients."""
 
+SCRATCH_RATIO = 8
+"""A weight gradient this many times as large as a block of logit gradients lends its memory to the block.
 
-LENT = 8
-"""A weight gradient so many times as large serves as scratch for a block of logit gradients.
-
-The last columns cost more time: at 4 times, a hidden size of 4096, a step took 4% longer, at 10 times 1%.
+The last columns then take more time: at a ratio of 4 (hidden size 4096) a step took 4% longer, at 10 1%.
 """
 
-FULL = 0.9
-"""A block of columns whose weight gradient fills less of its rounds of the grid is made narrower."""
+MIN_FILL = 0.9
+"""A block is made narrower if its weight gradient fills a smaller part of its rounds of the grid."""
 
 
 class State(NamedTuple):
-    """What the forward knows of each row; logits and anchors in bits.
+    """Values of each row that the forward saves; logits and anchors in bits (base 2).
 
     Args:
-        target: [N] counted from the first column that this rank meets.
+        target: [N] index among this rank's columns.
         multiplier: bits per unit of the product (of tanh, with a softcap).
         anchor, others, target_logit, slope: a, S, z_y and the softcap's slope at the target.
         logp, entropy, normaliser, rounding: see ``launch.Scores``.
@@ -82,7 +81,7 @@ class Gradients(NamedTuple):
 
 
 def form(hidden: Tensor, head: LMHead) -> Form:
-    """How the kernels multiply these hidden states with the head's columns."""
+    """How the kernels multiply these hidden states with any columns of the head."""
     return Form(
         product=hidden.dtype,
         inner=1.0 if head.softcap is None else head.scale / head.softcap,
@@ -92,11 +91,11 @@ def form(hidden: Tensor, head: LMHead) -> Form:
 
 
 def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
-    """The columns of a shard as the kernels multiply them, rounded to hidden's dtype."""
+    """A shard's columns of the head, rounded to hidden's dtype and aligned for the kernels."""
     columns = slice(shard.first, shard.first + len(shard.weight))
     weight, low = shard.weight.to(form.product), None
     if head.lora_b is not None:
-        low = _beside([head.lora_b[columns].to(form.product)] * _addends(form.product), align=8)
+        low = _side_by_side([head.lora_b[columns].to(form.product)] * _addends(form.product), align=8)
     aligned = weight.data_ptr() % 16 == 0
     return Operands(
         form.product,
@@ -122,17 +121,17 @@ def scored(
 ) -> tuple[State, Tensor | None]:
     """The scores of every row, and the exponentials of the first ``kept_rows`` rows.
 
-    Without a given anchor a row is anchored at its target's logit, or where the weight arrives shard by shard (FSDP2)
-    at its largest logit among the first tile of columns, because the target's shard may arrive last.
+    Without a given anchor, a row's anchor is its target's logit. If the weight arrives shard by shard (FSDP2), where
+    the target's shard may be last, it is the largest logit in the first tile of columns.
     """
-    how = form(hidden, head)
+    product_form = form(hidden, head)
     multiplier = _by_row((head.scale if head.softcap is None else head.softcap) * LOG2E, temperature, hidden)
-    low = low_rows(hidden, head, how.variant)
+    low = low_rows(hidden, head, product_form.variant)
     target_logit, slope = columns.target_logits(multiplier), torch.ones_like(multiplier)
-    kept = launch.kept_rows(kept_rows, columns.kept_width, how.variant, hidden.device) if kept_rows else None
+    kept = launch.kept_rows(kept_rows, columns.kept_width, product_form.variant, hidden.device) if kept_rows else None
     sums = None
     for shard in columns.shards_in_turn(hidden.dtype):
-        multiplied = operands(how, head, shard)
+        multiplied = operands(product_form, head, shard)
         rows = Rows(hidden, low, multiplier, _counted_from(shard.first, target))
         launch.target_logits(multiplied, rows, target_logit, slope)
         columns.summed(target_logit)
@@ -148,10 +147,10 @@ def scored(
         block = None if kept is None else kept[:, place]
         sums = _anchored_sums(multiplied, rows, target_logit, start, before, block, kept_rows, columns)
         if kept is not None and before is not None:
-            launch.rescale_rows(kept[:, : place.start], before.anchor, sums.anchor, how.variant)
+            launch.rescale_rows(kept[:, : place.start], before.anchor, sums.anchor, product_form.variant)
     assert sums is not None
     own = columns.kept_place(target)
-    scores = launch.row_scores(how, sums, target_logit, slope, own, columns.kept_width, kept)
+    scores = launch.row_scores(product_form, sums, target_logit, slope, own, columns.kept_width, kept)
     return State(target, multiplier, sums.anchor, sums.others, target_logit, slope, *scores), kept
 
 
@@ -159,7 +158,7 @@ def _anchored_sums(
     multiplied: Operands, rows: Rows, target_logit: Tensor, anchor: Tensor, before: Sums | None, kept: Tensor | None,
     num_kept: int, columns: Columns,
 ) -> Sums:  # fmt: skip
-    """S and T of every row, those of ``before`` included; E of these columns into ``num_kept`` rows of ``kept``.
+    """S and T of every row, added to those of ``before``; writes E of these columns to ``num_kept`` rows of ``kept``.
 
     Rows whose sums leave the range are recomputed with their maximum as the anchor.
     """
@@ -207,48 +206,50 @@ def gradients(
     """Gradients of the head's inputs: from kept exponentials for the first rows, with recomputed logits for the rest.
 
     Args:
-        state, hidden, grad_logp, grad_entropy: by row of the forward.
+        state, hidden, grad_logp, grad_entropy: by row, in the forward's order.
         kept: E of the first rows; it is overwritten.
-        order: [N] the row of the result that each of these rows belongs to; None where they are in its order.
+        order: [N] the caller's row of each of these rows; None if they are the same.
     """
-    how = form(hidden, head)
+    product_form = form(hidden, head)
     num_kept = 0 if kept is None else len(kept)
     place = torch.arange(len(hidden), device=hidden.device) if order is None else order
     logit = _LogitGradient.of(state, grad_logp, grad_entropy)
-    sink = _Sink(how, columns, head, hidden, needed)
-    before = anew = None
+    sums = _Sums(product_form, columns, head, hidden, needed)
+    before = recomputed = None
     width = columns.most
     if kept is not None:
         rows = slice(num_kept)
-        before = _from_kept(
-            state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], how, columns, head, needed
+        before = _kept_part(
+            state.part(rows), logit.part(rows), hidden[rows], kept, place[rows], product_form, columns, head, needed
         )
     if num_kept < len(hidden):
         rows = slice(num_kept, None)
-        lent = sink.hidden_as_scratch() if kept is None else None
-        anew = _anew(state.part(rows), logit.part(rows), hidden[rows], place[rows], how, head, needed, lent)
-        width = block_width(len(anew.part.hidden), hidden.shape[1], columns.most, variant=how.variant)
+        lent = sums.hidden_as_scratch() if kept is None else None
+        recomputed = _recomputed_rows(
+            state.part(rows), logit.part(rows), hidden[rows], place[rows], product_form, head, needed, lent
+        )
+        width = block_width(len(recomputed.part.hidden), hidden.shape[1], columns.most, variant=product_form.variant)
     for shard in columns.shards_in_turn(hidden.dtype):
-        sink.open(shard)
+        sums.open(shard)
         here = None if kept is None else kept[:, columns.kept_block(shard)]
         if before is not None and here is not None:
-            sink.add_rows(before, here, 0)
-        for first, room in [(0, None)] if anew is None else sink.rooms(len(anew.part.hidden), width):
+            sums.add_rows(before, here, 0)
+        for first, scratch in [(0, None)] if recomputed is None else sums.blocks(len(recomputed.part.hidden), width):
             pieces = []
             if before is not None and here is not None:
-                pieces.append((before, here if room is None else here[:, first : first + room.shape[1]]))
-            if anew is not None and room is not None:
-                anew.logit_gradient(sink.multiplied, first, room)
-                pieces.append((anew.part, room[:, : len(shard.weight) - first]))
-            sink.add_columns(pieces, first)
-            if anew is not None:  # last: the rows' gradient may lie where their hidden states do
-                sink.add_rows(*pieces[-1], first)
-        sink.close(shard)
-    return sink.gradients()
+                pieces.append((before, here if scratch is None else here[:, first : first + scratch.shape[1]]))
+            if recomputed is not None and scratch is not None:
+                recomputed.logit_gradient(sums.multiplied, first, scratch)
+                pieces.append((recomputed.part, scratch[:, : len(shard.weight) - first]))
+            sums.add_columns(pieces, first)
+            if recomputed is not None:  # last: the rows' gradient may overwrite their hidden states
+                sums.add_rows(*pieces[-1], first)
+        sums.close(shard)
+    return sums.gradients()
 
 
 class _LogitGradient(NamedTuple):
-    """Incoming gradients by row, and the gradient in the target's logit; nats."""
+    """Incoming gradients by row, and the gradient of the target's logit; nats."""
 
     logp: Tensor
     entropy: Tensor | None
@@ -273,14 +274,14 @@ class _LogitGradient(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Rows that enter the products, those with a gradient first.
+    """Rows as the products take them, those with a gradient first: slot j holds row ``chosen.source[j]``.
 
     Args:
-        hidden: [slots, D], times ``factor`` where there is one; 0 in free slots.
-        chosen: which rows these are among the part's.
-        row_of_slot: which rows these are in the result.
-        factor: [slots] what turns products with E into gradients, or None.
-        low: [slots, padded] what lora_b and the bias are multiplied with, side by side; or None.
+        hidden: [slots, D], times ``factor`` if there is one; 0 in free slots.
+        chosen: rows of the part by slot.
+        row_of_slot: rows of the result by slot.
+        factor: [slots] what products with E are multiplied with to be gradients, or None.
+        low: [slots, padded] the other factors of lora_b's and the bias's gradient, side by side; or None.
         sums: sums over the columns so far.
     """
 
@@ -294,14 +295,14 @@ class _Part(NamedTuple):
 
 @dataclass
 class _RowSums:
-    """Float32 products of a part's logit gradients with all columns so far: of the weight and of lora_b."""
+    """A part's logit gradients times the weight (``wide``) and lora_b (``low``), over the columns so far; float32."""
 
     wide: Tensor | None = None
     low: Tensor | None = None
 
 
-class _Anew(NamedTuple):
-    """A part whose logit gradients are recomputed a block of columns at a time."""
+class _Recomputed(NamedTuple):
+    """Rows without kept exponentials: their logit gradients are recomputed a block of columns at a time."""
 
     part: _Part
     wide: Tensor
@@ -327,14 +328,15 @@ class _Anew(NamedTuple):
         )
 
 
-def _from_kept(
-    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, how: Form, columns: Columns,
+def _kept_part(
+    state: State, logit: _LogitGradient, hidden: Tensor, kept: Tensor, place: Tensor, form: Form, columns: Columns,
     head: LMHead, needed: Needed,
 ) -> _Part:  # fmt: skip
-    """Moves rows of ``kept`` with a gradient to the front; with an entropy gradient, turns it into the gradient of both
-    first.
+    """The rows with kept exponentials. Moves those with a gradient to the front of ``kept``.
+
+    With an entropy gradient, ``kept`` first becomes the logit gradient of both results.
     """
-    factor = -state.multiplier * how.slope / state.normaliser
+    factor = -state.multiplier * form.slope / state.normaliser
     if logit.entropy is None:
         factor = factor * logit.logp * state.rounding
     else:
@@ -343,46 +345,44 @@ def _from_kept(
         factor = factor * torch.where(stored == 0, 1.0, exact / stored)
         launch.add_entropy_gradient(
             kept, logit.nonzero, columns.kept_place(state.target), exact, -torch.log2(state.normaliser), logit.logp,
-            logit.entropy, state.entropy, how.variant,
+            logit.entropy, state.entropy, form.variant,
         )  # fmt: skip
     chosen = launch.compaction(logit.nonzero)
-    launch.move_rows(kept, chosen, how.variant)
+    launch.move_rows(kept, chosen, form.variant)
     factor = factor[chosen.source]
-    scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, how.variant.kept)
-    low = _low_columns(scaled, factor, chosen, head, how) if needed.bias or needed.lora_b else None
+    scaled = launch.gather_rows(hidden, chosen.source, factor, chosen.taken, form.variant.kept)
+    low = _low_columns(scaled, factor, chosen, head, form) if needed.bias or needed.lora_b else None
     return _Part(
         hidden=scaled, chosen=chosen, row_of_slot=place[chosen.source], factor=factor, low=low, sums=_RowSums()
     )
 
 
-def _anew(
-    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, how: Form, head: LMHead, needed: Needed,
+def _recomputed_rows(
+    state: State, logit: _LogitGradient, hidden: Tensor, place: Tensor, form: Form, head: LMHead, needed: Needed,
     lent: Tensor | None,
-) -> _Anew:  # fmt: skip
-    """Rows with a gradient first, with the inputs of their logit gradients; ``lent`` is scratch for their hidden
-    states.
-    """
+) -> _Recomputed:  # fmt: skip
+    """The rows to recompute, those with a gradient first; ``lent`` is scratch for their hidden states."""
     chosen = launch.compaction(logit.nonzero)
     rows = launch.gather_rows(hidden, chosen.source, None, chosen.taken, hidden.dtype, lent)
-    low = _low_columns(rows, None, chosen, head, how) if needed.bias or needed.lora_b else None
+    low = _low_columns(rows, None, chosen, head, form) if needed.bias or needed.lora_b else None
     moved = state.part(chosen.source)
     row_of_slot = place[chosen.source]
-    return _Anew(
+    return _Recomputed(
         part=_Part(hidden=rows, chosen=chosen, row_of_slot=row_of_slot, factor=None, low=low, sums=_RowSums()),
-        wide=launch.widened(rows, low_rows(rows, head, how.variant)),
+        wide=launch.widened(rows, low_rows(rows, head, form.variant)),
         state=moved,
         logit=logit.part(chosen.source),
         log_normaliser=moved.anchor + torch.log2(moved.normaliser),
     )
 
 
-class _Sink:
-    """Gradients as they fill: rows of hidden states, then blocks of columns of the head."""
+class _Sums:
+    """Accumulates the gradients of all inputs, shard by shard and a block of columns at a time."""
 
-    def __init__(self, how: Form, columns: Columns, head: LMHead, hidden: Tensor, needed: Needed) -> None:
-        self._form, self._of_ranks, self._head, self._needed = how, columns, head, needed
+    def __init__(self, form: Form, columns: Columns, head: LMHead, hidden: Tensor, needed: Needed) -> None:
+        self._form, self._of_ranks, self._head, self._needed = form, columns, head, needed
         self._dtype = hidden.dtype
-        dtype = torch.float32 if columns.shared else hidden.dtype  # what is still to be summed is not rounded
+        dtype = torch.float32 if columns.shared else hidden.dtype  # rounded once, after the sum over ranks
         self._hidden = torch.zeros_like(hidden, dtype=dtype) if needed.hidden else None
         self._lent = False
         self._weight: Tensor | None = None
@@ -392,36 +392,36 @@ class _Sink:
         self._lora_a: Tensor | None = None
 
     def hidden_as_scratch(self) -> Tensor | None:
-        """The hidden gradient as scratch until the last ``add_rows``; None where it is in use."""
+        """The hidden gradient's memory, as scratch until the last ``add_rows``; None if its dtype is not hidden's."""
         self._lent = self._hidden is not None and self._hidden.dtype == self._dtype
         return self._hidden if self._lent else None
 
     def open(self, shard: Shard) -> None:
-        """Begin a shard."""
+        """Start a shard."""
         self.multiplied = operands(self._form, self._head, shard)
-        self._weight = self._of_ranks.room_for_gradient(shard) if self._needed.weight else None
+        self._weight = self._of_ranks.gradient_buffer(shard) if self._needed.weight else None
 
-    def rooms(self, rows: int, width: int) -> Iterator[tuple[int, Tensor]]:
-        """Blocks of the shard's columns in order: the first column of each, and scratch for so many rows' logit
+    def blocks(self, rows: int, width: int) -> Iterator[tuple[int, Tensor]]:
+        """Blocks of the shard's columns in order: the first column of each, and scratch [rows, columns] for logit
         gradients.
 
-        Where the weight's gradient is large, its rows that are written last are the scratch; memory is allocated only
-        for the columns of these rows, in narrower blocks.
+        If the weight's gradient is large, the scratch is its end, which is written last. Memory is then allocated for
+        the columns of the end only, in narrower blocks.
         """
         columns, weight, variant = len(self.multiplied.weight), self._weight, self._form.variant
         free = 0
         if weight is not None and not self._of_ranks.adds and variant.tma and weight.is_contiguous():
             lent = weight.view(-1).view(variant.kept)
-            free = lent_columns(rows * width, width, columns, len(lent))
+            free = scratch_columns(rows * width, width, columns, len(lent))
             if free:
-                room = lent[-rows * width :].view(rows, width)
-                yield from ((first, room) for first in range(0, free, width))
-                width = lent_width(width, variant)
-        room = torch.empty(rows, width, dtype=variant.kept, device=self.multiplied.weight.device)
-        yield from ((first, room) for first in range(free, columns, width))
+                scratch = lent[-rows * width :].view(rows, width)
+                yield from ((first, scratch) for first in range(0, free, width))
+                width = last_block_width(width, variant)
+        scratch = torch.empty(rows, width, dtype=variant.kept, device=self.multiplied.weight.device)
+        yield from ((first, scratch) for first in range(free, columns, width))
 
     def close(self, shard: Shard) -> None:
-        """End a shard."""
+        """Finish a shard."""
         if self._weight is not None:
             if self._shards is None:
                 self._mine = self._weight
@@ -430,9 +430,9 @@ class _Sink:
             self._weight = None
 
     def add_rows(self, part: _Part, k: Tensor, first: int) -> None:
-        """Add what the shard's columns from ``first`` on give to the gradients of hidden states and lora_a.
+        """Add the part of the shard's columns from ``first`` on to the gradients of hidden states and lora_a.
 
-        Blocks come in order; sums over them stay float32 and are rounded once, with the last.
+        Blocks come in order. Their sum is float32, and rounded once, with the last block.
         """
         multiplied, head, count, sums = self.multiplied, self._head, part.chosen.taken, part.sums
         variant = multiplied.variant
@@ -459,7 +459,7 @@ class _Sink:
         weight = multiplied.weight[block]
         if last:
             if self._lent:
-                self._hidden.zero_()  # rows that are not nonzero keep this
+                self._hidden.zero_()  # the gradient of rows that are left out
             launch.row_product(
                 k, weight, self._hidden, count, variant, row_of_slot=part.row_of_slot, factor=part.factor, base=before,
                 whole=whole,
@@ -471,10 +471,7 @@ class _Sink:
             launch.row_product(k, weight, sums.wide, count, variant, base=before)
 
     def add_columns(self, pieces: list[tuple[_Part, Tensor]], first: int) -> None:
-        """Set the gradients of weight, lora_b and bias in the shard's rows from ``first`` on.
-
-        All parts come in one call, so that each of these rows is written once.
-        """
+        """Set the gradients of weight, lora_b and bias in the shard's rows from ``first`` on, from all parts."""
         block = slice(first, first + pieces[0][1].shape[1])
         among_all = slice(self.multiplied.first + block.start, self.multiplied.first + block.stop)
         if self._weight is not None:
@@ -487,7 +484,7 @@ class _Sink:
             self._chain(low, self._columns[among_all])
 
     def gradients(self) -> Gradients:
-        """Every gradient, complete: those of replicated inputs are summed over ranks that share the vocabulary."""
+        """The complete gradients; those of replicated inputs are summed over ranks that share the vocabulary."""
         head, columns = self._head, self._columns
         rank = 0 if head.lora_b is None else head.lora_b.shape[1]
         mine = self._mine if self._shards is None else self._shards.mine()
@@ -503,7 +500,7 @@ class _Sink:
         )
 
     def _chain(self, products: list[tuple[Tensor, Tensor, Tensor]], out: Tensor, *, adds: bool = False) -> None:
-        """The sum of k.T @ h over all (k, h, taken), float32 until the last; with ``adds`` on top of ``out``."""
+        """``out = sum k.T @ h`` over all (k, h, taken), rounded once; with ``adds``, ``out +=`` that."""
         base = out if adds else None
         for k, h, taken in products[:-1]:
             wide = out if out.dtype == torch.float32 else torch.empty(out.shape, dtype=torch.float32, device=out.device)
@@ -529,34 +526,34 @@ def _like(value: Tensor | None, gradient: Tensor | None) -> Tensor | None:
 
 
 def _addends(dtype: torch.dtype) -> int:
-    """How many numbers of this dtype it takes to hold a float32 to about its precision, as their sum."""
+    """How many numbers of this dtype represent a float32, as their sum, to about its precision."""
     return 1 if dtype == torch.float32 else 2
 
 
 def low_rows(hidden: Tensor, head: LMHead, variant: Variant) -> Tensor | None:
-    """With LoRA, lora_scale * hidden @ lora_a.T, as addends in hidden's dtype that stand beside each other."""
+    """With LoRA, ``lora_scale * hidden @ lora_a.T`` as addends in hidden's dtype, side by side."""
     if head.lora_a is None:
         return None
     lora_a = head.lora_a.to(hidden.dtype).contiguous()
     return launch.low_rows(hidden, lora_a, head.lora_scale, variant, addends=_addends(hidden.dtype))
 
 
-def _low_columns(hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, how: Form) -> Tensor:
-    """What lora_b's gradient and the bias's are products with, in slot order; 0 in free slots.
+def _low_columns(hidden: Tensor, factor: Tensor | None, chosen: Compaction, head: LMHead, form: Form) -> Tensor:
+    """Factors of the gradients of lora_b and bias, by slot; 0 in free slots.
 
-    lora_scale * hidden @ lora_a.T of a part's hidden states, which have its factor, and beside it the factor.
+    ``lora_scale * hidden @ lora_a.T``, where hidden includes the part's factor, and beside it the factor.
     """
     taken = torch.arange(len(hidden), device=hidden.device) < chosen.taken
     ones = taken.float() if factor is None else torch.where(taken, factor, 0.0)
     columns = [ones[:, None]]
     if head.lora_a is not None:
-        low_a = head.lora_a.to(how.product).to(hidden.dtype)
+        low_a = head.lora_a.to(form.product).to(hidden.dtype)
         columns.insert(0, head.lora_scale * _product(hidden, low_a.T))
-    return _padded(torch.cat(columns, 1).to(how.variant.kept))
+    return _padded(torch.cat(columns, 1).to(form.variant.kept))
 
 
-def _beside(columns: list[Tensor], *, align: int) -> Tensor:
-    """Blocks of columns beside each other, with zeros up to a multiple of ``align``."""
+def _side_by_side(columns: list[Tensor], *, align: int) -> Tensor:
+    """Matrices side by side, with zero columns up to a multiple of ``align``."""
     width = sum(c.shape[1] for c in columns)
     if -width % align:
         columns = [*columns, columns[0].new_zeros(len(columns[0]), -width % align)]
@@ -564,7 +561,7 @@ def _beside(columns: list[Tensor], *, align: int) -> Tensor:
 
 
 def _padded(matrix: Tensor) -> Tensor:
-    """Columns of zeros after the matrix, up to a width that a tile can have."""
+    """The matrix with zero columns up to a power of two, at least 16, which a tile can have."""
     width = matrix.shape[1]
     return torch.nn.functional.pad(matrix, (0, max(16, 1 << (width - 1).bit_length()) - width)).contiguous()
 
@@ -581,30 +578,30 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def block_width(rows: int, width: int, vocabulary: int, *, variant: Variant) -> int:
-    """Columns of a block of logit gradients: about BLOCK_BYTES, or fewer where a round of the grid would stay empty."""
+    """Columns of a block of logit gradients: about BLOCK_BYTES, or fewer to fill rounds of the grid."""
     tile, step = variant.weight, variant.score.columns
     across = -(-width // tile.columns)
     most = max(step, BLOCK_BYTES // (rows * variant.kept.itemsize) // step * step)
     rounds = most * across / (tile.rows * variant.programs)
     filling = int(rounds) * variant.programs // across * tile.rows // step * step
-    chosen = most if rounds > FULL * math.ceil(rounds) or filling < step else filling
+    chosen = most if rounds > MIN_FILL * math.ceil(rounds) or filling < step else filling
     return min(chosen, -(-vocabulary // step) * step)
 
 
-def lent_columns(size: int, width: int, columns: int, gradient: int) -> int:
-    """Columns, in whole blocks, whose rows of the weight's gradient come before its last ``size`` of ``gradient``.
+def scratch_columns(size: int, width: int, columns: int, gradient: int) -> int:
+    """Columns, in whole blocks, that can use the last ``size`` of ``gradient`` entries of the weight's gradient.
 
-    0 where they are not LENT times as much.
+    Those whose own entries come before. 0 if the gradient is not SCRATCH_RATIO times as large as ``size``.
 
     Example:
-        >>> lent_columns(16384 * 6144, 6144, 128256, 128256 * 8192)
+        >>> scratch_columns(16384 * 6144, 6144, 128256, 128256 * 8192)
         110592
     """
-    if LENT * size > gradient:
+    if SCRATCH_RATIO * size > gradient:
         return 0
     return (columns - -(-columns * size // gradient)) // width * width
 
 
-def lent_width(width: int, variant: Variant) -> int:
-    """Columns of the last blocks, whose logit gradients find no scratch in the weight's gradient."""
+def last_block_width(width: int, variant: Variant) -> int:
+    """Columns of the last blocks, whose logit gradients need memory of their own."""
     return max(variant.score.columns, width // 4 // variant.score.columns * variant.score.columns)

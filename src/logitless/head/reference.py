@@ -1,4 +1,4 @@
-"""The reference: full logits and plain autograd, at the price of several [N, V] tensors."""
+"""The reference backend: full logits and plain autograd, in the memory of several [N, V] tensors."""
 
 from typing import Any
 
@@ -54,8 +54,8 @@ def token_scores(
         delta_v = z_v - z_y;   Z = 1 + sum_{v != y} exp(delta_v)
         logp = -log Z;   entropy = log Z - sum_v exp(delta_v) delta_v / Z
 
-    Differences to the target's logit keep ``logp`` and its gradient exact when p_y is nearly 1. A NaN in a hidden state
-    reaches the weight's gradient, and the backward belongs outside of autocast.
+    Differences to the target's logit keep ``logp`` and its gradient exact when p_y is nearly 1. Run the backward
+    outside of autocast.
 
     Raises:
         UnavailableError: a memory budget is given.
@@ -89,7 +89,7 @@ def _rounded(value: Tensor, product: torch.dtype) -> Tensor:
 
 
 class _Rounded(torch.autograd.Function):
-    """A tensor rounded to the products' dtype and widened again; its gradient is not rounded."""
+    """Round a tensor to the products' dtype and widen it again; the gradient is not rounded."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, product: torch.dtype) -> Tensor:

@@ -1,9 +1,9 @@
 """A weight sharded by rows over ranks with different tokens (FSDP2): its shards are broadcast in turn.
 
-Each rank scores its own tokens against one shard while the next one travels. The gradient of a shard is summed over the
-ranks, while the next shard is multiplied, and stays with its owner. All ranks call the head and run backward together,
-also those without tokens. The collectives of a backward have one order: the first shard; then, shard by shard, the next
-one and the sum of its gradient; then the sums of bias, lora_a and lora_b. DTensor is imported only where one is met,
+Each rank scores its own tokens against one shard while the next is broadcast. The gradient of a shard is reduced to its
+owner while the next shard is multiplied. All ranks call the head and run backward together, also those without tokens.
+The collectives of a backward have a fixed order: the first shard's broadcast; for each shard, the next one's broadcast
+and the reduction of its gradient; then the sums of bias, lora_a and lora_b. DTensor is imported inside functions,
 because that takes seconds.
 """
 
@@ -20,11 +20,11 @@ from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
 
 AHEAD = 1
-"""Shards, and sums of gradients, in flight while another is multiplied; 0 waits for each."""
+"""Shards, and reductions of gradients, under way while another shard is multiplied; 0 waits for each."""
 
 
 class Shard(NamedTuple):
-    """Some rows of a weight: the offset in the whole, the rows, and their owner."""
+    """Rows of a weight: the index of the first, the rows, and the rank that owns them."""
 
     first: int
     weight: Tensor
@@ -32,7 +32,7 @@ class Shard(NamedTuple):
 
 
 def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
-    """All shards in order, in the ``dtype`` they travel in; a weight that is not sharded as it is.
+    """All shards in order, broadcast in ``dtype``; an unsharded weight unchanged, as the only shard.
 
     Example:
         >>> [shard.weight.shape for shard in shards(torch.zeros(11, 4), torch.float32)]
@@ -62,13 +62,13 @@ def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
 
 
 def _arrived(shard: Shard, work: dist.Work) -> Shard:
-    """The shard, once it is here; on a GPU the device waits and the host does not."""
+    """The shard after its broadcast; on a GPU only the stream waits."""
     work.wait()
     return shard
 
 
 def most_rows(weight: Tensor) -> int:
-    """Rows of the largest shard, which is every shard but the last of those that have any.
+    """Rows of the largest shard; all shards have as many, but the last and empty ones.
 
     Example:
         >>> most_rows(torch.zeros(11, 4))
@@ -78,7 +78,7 @@ def most_rows(weight: Tensor) -> int:
 
 
 class GradientOfShards:
-    """The gradient of a sharded weight, shard by shard; each is reduced while the next one is made.
+    """The gradient of a sharded weight; each shard's is reduced while the next is computed.
 
     Args:
         weight: the DTensor.
@@ -86,24 +86,24 @@ class GradientOfShards:
 
     def __init__(self, weight: Tensor) -> None:
         self._weight, self._group = weight, _group(weight)
-        self._under_way: tuple[Tensor, int, dist.Work] | None = None
+        self._reducing: tuple[Tensor, int, dist.Work] | None = None
         self._mine: Tensor | None = None
 
     def add(self, gradient: Tensor, shard: Shard) -> None:
-        """Begin to reduce all ranks' gradients of a shard; takes over the tensor."""
+        """Start to reduce all ranks' gradients of a shard; the tensor is overwritten."""
         work = dist.reduce(gradient, group=self._group, group_dst=shard.owner, async_op=True)
         assert work is not None
-        before, self._under_way = self._under_way, (gradient, shard.owner, work)
+        before, self._reducing = self._reducing, (gradient, shard.owner, work)
         if before is not None:
             self._keep(*before)
         if not AHEAD:
             self.mine()
 
     def mine(self) -> Tensor | None:
-        """The sum of the rows that this rank owns, or None; to be called after the last ``add``."""
-        if self._under_way is not None:
-            self._keep(*self._under_way)
-            self._under_way = None
+        """The summed gradient of this rank's rows, or None without rows; call it after the last ``add``."""
+        if self._reducing is not None:
+            self._keep(*self._reducing)
+            self._reducing = None
         return self._mine
 
     def _keep(self, gradient: Tensor, owner: int, work: dist.Work) -> None:
@@ -115,7 +115,7 @@ class GradientOfShards:
 
 
 def like(weight: Tensor, local: Tensor | None) -> Tensor:
-    """A tensor sharded as ``weight`` is, from this rank's rows of it (None where it owns none)."""
+    """A tensor sharded like ``weight``, from this rank's rows of it (None if it owns none)."""
     from torch.distributed.tensor import DTensor
 
     assert isinstance(weight, DTensor)
@@ -128,8 +128,8 @@ def like(weight: Tensor, local: Tensor | None) -> Tensor:
 def whole(tensor: Tensor | None) -> Tensor | None:
     """A small tensor (bias, LoRA factor), gathered if sharded, in float32 or wider.
 
-    For use inside an autograd function, which sums its gradient by ``summed_like``: as nodes of the graph these
-    collectives could run in another order on another rank.
+    For use inside an autograd function, with ``summed_like`` for its gradient: as nodes of the graph, ranks might run
+    these collectives in different orders.
 
     Example:
         >>> whole(torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -144,13 +144,13 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """The gradient of a small tensor in its dtype; where that is sharded, summed over ranks and sharded like it.
+    """The gradient of a small tensor in its dtype; if that is sharded, summed over ranks and sharded like it.
 
     Accumulation: in the dtype of ``gradient``, rounded after the sum.
 
     Args:
-        gradient: of the whole tensor, this rank's part of the sum.
-        tensor: as the caller gave it.
+        gradient: of the gathered tensor, this rank's part of the sum.
+        tensor: the caller's.
 
     Example:
         >>> summed_like(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
@@ -167,7 +167,7 @@ def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None
     for dimension in range(mesh.ndim):
         dist.all_reduce(total, group=mesh.get_group(dimension))
     everywhere = DTensor.from_local(total.to(tensor.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return everywhere.redistribute(placements=tensor.placements)  # each rank keeps its part; nothing travels
+    return everywhere.redistribute(placements=tensor.placements)  # each rank keeps its part, without communication
 
 
 def _local(weight: Any) -> Tensor:
@@ -175,7 +175,7 @@ def _local(weight: Any) -> Tensor:
 
 
 def _group(weight: Any) -> ProcessGroup:
-    """The ranks that have one copy of the weight together."""
+    """The ranks that together hold one copy of the weight."""
     *copies, rows = weight.placements
     if not rows.is_shard(0) or len(copies) > 1 or not all(placement.is_replicate() for placement in copies):
         raise InputError(
@@ -187,5 +187,5 @@ def _group(weight: Any) -> ProcessGroup:
 
 
 def _copies(weight: Any) -> ProcessGroup | None:
-    """The ranks that have this rank's rows; None if it alone has them."""
+    """The ranks that hold the same rows; None if only this rank does."""
     return None if weight.device_mesh.ndim == 1 else weight.device_mesh.get_group(0)

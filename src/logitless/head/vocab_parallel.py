@@ -1,9 +1,9 @@
 """A vocabulary sharded over a process group.
 
 Rank r holds the contiguous rows ``weight[offset_r : offset_r + V_r]`` of the head (and of ``bias`` and ``lora_b``);
-hidden states, targets and ``lora_a`` are replicated. Each rank reduces its columns to four numbers a row, one gather of
-[4, N] completes them, and one sum makes the gradient of what is replicated. Partial sums travel with their maximum, so
-that no log-prob is too small for them.
+hidden states, targets and ``lora_a`` are replicated. Each rank reduces its columns to four numbers a row, and one
+gather of [4, N] completes them; the gradients of replicated inputs are summed. Partial sums are relative to their own
+maximum, so that they never underflow.
 """
 
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ from logitless.head.contract import require
 
 
 class Partial(NamedTuple):
-    """Sums over the columns v != y of one shard (or block of it), relative to its own maximum; each [N].
+    """Sums over the columns v != y of a shard or block, relative to its own maximum; each [N].
 
     Args:
-        top: max over the part's logits, the target's included.
+        top: its largest logit, the target's included.
         others: sum of exp(z_v - top) over v != y.
         weighted: sum of exp(z_v - top) (z_v - top) over v != y.
-        target_logit: z_y where the part holds the target, else 0.
+        target_logit: z_y if it holds the target, else 0.
     """
 
     top: Tensor
@@ -44,7 +44,7 @@ def merged(parts: Sequence[Partial]) -> Partial:
     """
     tops, others, weighted, target_logit = (torch.stack(column) for column in zip(*parts, strict=True))
     top = tops.amax(0)
-    # A part that is 1e4 nats below the top adds exactly 0, also when all of it is masked with -inf.
+    # -1e4 instead of -inf: a part that is masked with -inf then adds exactly 0, not NaN
     below = (tops - top).clamp(min=-1e4)
     scale = below.exp()
     return Partial(
@@ -56,7 +56,7 @@ def merged(parts: Sequence[Partial]) -> Partial:
 
 
 def gathered(partial: Partial, group: ProcessGroup) -> Partial:
-    """The sums over the whole vocabulary, merged in rank order: bitwise identical on every rank."""
+    """The sums over the whole vocabulary, merged in rank order; bitwise identical on every rank."""
     mine = torch.stack(partial)
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
@@ -64,7 +64,7 @@ def gathered(partial: Partial, group: ProcessGroup) -> Partial:
 
 
 def within_shard(target: Int[Tensor, "N"], num_rows: int, group: ProcessGroup) -> Int[Tensor, "N"]:
-    """Targets counted from this rank's first row; does not synchronize.
+    """Targets as indices among this rank's rows; does not synchronize with the GPU.
 
     Raises:
         InputError: a target beyond the whole vocabulary (on CUDA: a device-side assertion).

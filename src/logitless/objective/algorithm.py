@@ -15,12 +15,12 @@ from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, Weighting
 from logitless.types import TokenBatch
 
-_FINENESS: tuple[Level, ...] = ("token", "turn", "sequence")
+_FINE_TO_COARSE: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
 @dataclass(frozen=True)
 class Algorithm:
-    """The composition that a paper stands for. Parts that do not go together are refused.
+    """A whole algorithm, such as a paper's: loss, advantage, weighting and KL control.
 
     Args:
         objective: the loss.
@@ -77,9 +77,13 @@ class Algorithm:
             >>> algorithm("grpo").silent_without_advantage, algorithm("bnpo").silent_without_advantage
             (True, False)
         """
-        own_mean = isinstance(self.weighting, MicroBatchTokenMean)  # of each micro-batch, whoever is in it
-        steered = self.kl_in_reward or self.kl_control is not None
-        return not (own_mean or steered) and self.value_loss is None and is_silent_without_advantage(self.objective)
+        depends_on_micro_batch = isinstance(self.weighting, MicroBatchTokenMean)
+        uses_kl = self.kl_in_reward or self.kl_control is not None
+        return (
+            not (depends_on_micro_batch or uses_kl)
+            and self.value_loss is None
+            and is_silent_without_advantage(self.objective)
+        )
 
     def check_completions(self, completions_per_prompt: int) -> None:
         """Refuse a single completion a prompt where the advantage compares completions.
@@ -98,13 +102,13 @@ class Algorithm:
         needs_values = self.advantage is not None and self.advantage.needs_values
         if needs_values and self.value_loss is None:
             raise ConfigurationError(
-                needed=f"a value loss beside {_name(self.advantage)}, for the value head to learn from",
+                needed=f"a value loss with {_name(self.advantage)}, to train the value head",
                 given="none",
                 remedy="Set algorithm.value_loss: {coefficient: 0.5, clip: 0.2}, or algorithm.preset: ppo.",
             )
         if self.value_loss is not None and not needs_values:
             raise ConfigurationError(
-                needed="an advantage that reads values beside a value loss",
+                needed="an advantage that reads values, with a value loss",
                 given=_name(self.advantage),
                 remedy="Set algorithm.advantage: {name: gae}, or choose a preset without a value loss.",
             )
@@ -122,7 +126,7 @@ class Algorithm:
             )
         if self.kl_in_reward and (self.advantage is None or self.advantage.reads_functions):
             raise ConfigurationError(
-                needed="an advantage that reads one reward a completion, for the KL to be taken off",
+                needed="an advantage that reads one reward a completion, from which the KL is subtracted",
                 given=_name(self.advantage),
                 remedy="Set kl.placement: loss.",
             )
@@ -135,20 +139,20 @@ class Algorithm:
         shared = [surrogate.level]
         if surrogate.reads == "any" and ratio.advantages is None:
             shared.append(ratio.level)
-        fine = _FINENESS.index(self.advantage.level(kl_in_reward=self.kl_in_reward))
-        if fine < max(_FINENESS.index(level) for level in shared):
+        fine = _FINE_TO_COARSE.index(self.advantage.level(kl_in_reward=self.kl_in_reward))
+        if fine < max(_FINE_TO_COARSE.index(level) for level in shared):
             raise ConfigurationError(
                 needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
-                given=f"{self.advantage.name}, an advantage a {_FINENESS[fine]}",
+                given=f"{self.advantage.name}, an advantage a {_FINE_TO_COARSE[fine]}",
                 remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
             )
 
 
 def is_silent_without_advantage(objective: Objective) -> bool:
-    """Whether a zero-advantage sequence adds nothing to the gradient, and changes nothing for the others.
+    """Whether zero-advantage sequences have no gradient and do not affect other sequences.
 
-    The loss is called to find out: its gradient at advantage 0, and whether it gathers other sequences. A KL or an
-    entropy bonus always has a gradient.
+    Calls the loss with advantages of 0, and sees whether there is a gradient and whether it gathers tokens of other
+    sequences. A KL or an entropy bonus always has a gradient.
 
     Example:
         >>> from logitless.objective.surrogate import Nll
@@ -158,10 +162,10 @@ def is_silent_without_advantage(objective: Objective) -> bool:
     if objective.kl is not None or objective.entropy_bonus is not None:
         return False
     logp, entropy, batch, generator = _probe()
-    looked: list[Tensor] = []
+    gathered: list[Tensor] = []
 
     def gather(rows: Tensor) -> Tensor:
-        looked.append(rows)
+        gathered.append(rows)
         return rows
 
     output = objective(
@@ -173,11 +177,11 @@ def is_silent_without_advantage(objective: Objective) -> bool:
         generator=generator,
     )
     assert output.grad_logp is not None
-    return not looked and not bool(output.grad_logp.count_nonzero())
+    return not gathered and not bool(output.grad_logp.count_nonzero())
 
 
 def _probe() -> tuple[Tensor, Tensor, TokenBatch, torch.Generator]:
-    """Log-probs, entropies and a batch of any numbers, of policies 3 nats apart, whose advantages are all 0."""
+    """Random log-probs, entropies and a batch with advantages of 0, from policies up to 3 nats apart."""
     num_tokens, nats = 256, 3.0
     generator = torch.Generator().manual_seed(0)
 

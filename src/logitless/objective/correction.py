@@ -1,6 +1,6 @@
 """Sampler correction: the importance weight of the trainer's old policy to the engine that sampled.
 
-``c = exp(D)`` with D from ``logp_old - logp_sampler``. It multiplies the surrogate's loss, not the KL, without
+``c = exp(D)`` with D from ``logp_old - logp_sampler``. It multiplies the surrogate's loss, not the KL, and has no
 gradient.
 """
 
@@ -56,7 +56,7 @@ def correction_log_weight(log_ratio: Float[Tensor, "N"], ranges: Ranges, level: 
 def bounded_weight(
     weight: Float[Tensor, "N"], mode: Mode, weight_min: float | None, weight_max: float | None
 ) -> Float[Tensor, "N"]:
-    """``truncate``: clip to [min, max]; ``mask``: 0 outside of [min, max]. A bound of None does not bound.
+    """``truncate``: clip to [min, max]; ``mask``: 0 outside of [min, max]. None: no bound.
 
     Source: truncation, Ionides 2008 and https://fengyao.notion.site/off-policy-rl; mask, Liu et al. 2025, When Speed
         Kills Stability.
@@ -67,7 +67,7 @@ def bounded_weight(
         >>> bounded_weight(torch.tensor([0.1, 1.0, 9.0]), "mask", 0.5, 3.0)
         tensor([0., 1., 0.])
     """
-    # No weight is near the largest number: what it multiplies would overflow, and 0 times that is NaN.
+    # a larger weight could overflow in a product, and 0 times infinity is NaN
     weight = weight.clamp(max=math.sqrt(torch.finfo(weight.dtype).max))
     bounded = weight if weight_min is None and weight_max is None else weight.clamp(weight_min, weight_max)
     return bounded if mode == "truncate" else torch.where(bounded == weight, weight, 0.0)

@@ -40,7 +40,7 @@ def token_covariance(
 @shaped
 def num_chosen(fraction: float, num_tokens: Int[Tensor, ""]) -> Int[Tensor, ""]:
     """``max(1, floor(fraction N))``."""
-    # In whole numbers: 0.29 * 100 is a little below 29 in floating point.
+    # as a fraction: 0.29 * 100 is a little below 29 in floating point
     exact = Fraction(str(fraction)).limit_denominator(10**9)
     return (num_tokens * exact.numerator // exact.denominator).clamp(min=1)
 
@@ -68,7 +68,7 @@ def _own_rows(gathered: Tensor, number: int, gather: GatherOverRanks) -> Tensor:
     """This rank's rows of a gathered tensor."""
     if gather is one_rank:
         return gathered
-    # A callable tells no rank its place. A mark that no other rank has does; nothing but the place depends on it.
+    # The gather does not tell which rows are this rank's. A number that no other rank has marks them.
     mark = uuid.uuid4().int % 2**52 + 1
     return gathered[gather(torch.full((number,), mark, dtype=torch.float64, device=gathered.device)) == mark]
 

@@ -1,4 +1,4 @@
-"""Metrics of an optimizer step, from the vectors of its losses: no second pass, no synchronization.
+"""Metrics of an optimizer step, from its ``ObjectiveOutput``: no second pass, no synchronization.
 
 Each is a plain mean, quantile or count over the step's trained tokens, without the loss's weights.
 """
@@ -33,15 +33,15 @@ def effective_fraction(weight: Float[Tensor, "N"], counted: Bool[Tensor, "N"]) -
 def step_diagnostics(
     outputs: Sequence[ObjectiveOutput], *, gather: GatherOverRanks = one_rank
 ) -> dict[str, Float[Tensor, ""]]:
-    """The numbers of an optimizer step.
+    """The metrics of an optimizer step.
 
     Args:
         outputs: of every micro-batch of the step on this rank, at least one, all of the same objective.
-        gather: over all ranks; every rank then gets the numbers of the whole step.
+        gather: over all ranks; every rank gets the metrics of the whole step.
 
     Returns:
-        float64 scalars on the outputs' device, by the names under which docs/metrics.md says what they are. One whose
-        vectors the objective does not have is left out.
+        float64 scalars on the outputs' device, by their names in docs/metrics.md; those that the objective has no
+        vectors for are left out.
 
     Example:
         >>> from logitless.objective.objective import Objective
@@ -72,7 +72,7 @@ def step_diagnostics(
 
 
 def _of_ratio(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """What the bounds cut, by side and by the sign of the advantage, and the ratio at the configured level."""
+    """Clipped fractions by bound and by the sign of the advantage; the ratio at the configured level."""
     numbers, trained, advantage = {}, vectors["trained"], vectors["advantage"]
     if "clipped_low" in vectors:
         low, high = vectors["clipped_low"], vectors["clipped_high"]
@@ -89,7 +89,7 @@ def _of_ratio(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _of_divergences(vectors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """KL(old || policy), so that d is ``logp_old - logp``; KL(policy || reference), d unclamped; the loss's KL term."""
+    """KL(old || policy), with ``d = logp_old - logp``; KL(policy || reference), d unclamped; the loss's KL term."""
     numbers, trained = {}, vectors["trained"]
     differences = {"old": vectors.get("token_log_ratio"), "ref": vectors.get("log_ratio_ref")}
     for policy, difference in differences.items():
@@ -134,7 +134,7 @@ _VECTORS = (
 
 
 def _whole_step(outputs: Sequence[ObjectiveOutput], gather: GatherOverRanks) -> dict[str, Tensor]:
-    """The vectors that there are, over micro-batches and ranks, in one exchange."""
+    """The outputs' vectors, concatenated over micro-batches and gathered over ranks in one collective."""
     parts = {name: [getattr(each, name) for each in outputs] for name in _VECTORS}
     parts |= {f"dropped_{name}": [each.dropped[name] for each in outputs] for name in outputs[0].dropped}
     vectors = {name: torch.cat(part) for name, part in parts.items() if part[0] is not None}

@@ -1,4 +1,4 @@
-"""KL to the reference: three estimators from one sampled token, in the loss or in the reward.
+"""KL to the reference: three estimators from a sampled token, in the loss or in the reward.
 
 ``d = logp - logp_ref`` of tokens sampled from the policy. Names k1, k2, k3 are Schulman's. In a loss the expected
 **gradient** counts:
@@ -130,7 +130,7 @@ class KLPenalty:
         object.__setattr__(self, "estimator", _ALIASES.get(self.estimator, self.estimator))
         if self.estimator == "k1" and self.ratio_corrected is None:
             raise ConfigurationError(
-                needed="an estimator whose gradient has a meaning in the loss",
+                needed="an estimator with a nonzero expected gradient in the loss",
                 given="k1 without ratio correction, whose expected gradient is 0",
                 remedy="Set ratio_corrected='token', use k2 or k3, or put k1 in the reward.",
             )

@@ -1,7 +1,7 @@
 """The entropy bonus: a term of the loss with its own weights, and an adaptive coefficient.
 
-``loss += -coefficient * sum_t v_t kept_t H_t``. Its denominator is independent of the policy loss's, so that a
-coefficient means the same for every objective.
+``loss += -coefficient * sum_t v_t kept_t H_t``. The weights v are its own, so that a coefficient means the same for
+every policy loss.
 """
 
 import math
@@ -12,8 +12,8 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from logitless.errors import CheckpointError, ConfigurationError, InputError
-from logitless.objective.inputs import check_knobs, shaped
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.inputs import check_knobs, restore_state, shaped
 
 
 @shaped
@@ -134,7 +134,7 @@ class EntropyController:
 
     @property
     def applied(self) -> float:
-        """The coefficient to use now."""
+        """The coefficient for the next step."""
         adaptive = self.bonus.adaptive
         return self.coefficient if adaptive is None or self.last_entropy <= adaptive.target else 0.0
 
@@ -161,10 +161,4 @@ class EntropyController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore ``state_dict``."""
-        if set(state) != {"coefficient", "last_entropy"}:
-            raise CheckpointError(
-                needed="an entropy controller's state (coefficient, last_entropy)",
-                given=", ".join(sorted(state)) or "an empty one",
-                remedy="Load a checkpoint of this version.",
-            )
-        self.coefficient, self.last_entropy = state["coefficient"], state["last_entropy"]
+        restore_state(self, state, ("coefficient", "last_entropy"))

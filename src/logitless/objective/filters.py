@@ -1,4 +1,4 @@
-"""Filters: tokens whose policy loss is dropped, without gradient; their weight stays in every denominator."""
+"""Filters: they set the policy loss of tokens to 0; the tokens' weight stays in every denominator."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ def off_policy_keep(
 
     Args:
         logp: [N] the trained policy.
-        logp_sampled: [N] the policy that sampled: the sampler's where known, else the old one's.
+        logp_sampled: [N] the sampler's if known, else the old policy's.
         advantage: [N].
         ranges: the sequences.
         threshold: nats a token, 0.5.
@@ -114,7 +114,7 @@ class TokenFilter(ABC):
 
     Attributes:
         name: what recipes and metrics call it.
-        narrows_entropy_bonus: whether the tokens that it drops leave the entropy bonus, too.
+        narrows_entropy_bonus: whether the tokens that it drops leave the entropy bonus as well.
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -137,7 +137,7 @@ class TokenFilter(ABC):
         return frozenset()
 
     def block_threshold(self, block: WholeBlock) -> Float[Tensor, ""]:
-        """That threshold, from the tokens of the block on all ranks."""
+        """The threshold, from the block's tokens on all ranks."""
         del block
         raise NotImplementedError(f"{self.name!r} has no threshold of the block")
 
@@ -166,8 +166,8 @@ class OffPolicy(TokenFilter):
         Raises:
             InputError: the batch has neither.
         """
-        drawn = inputs.logp_sampler if inputs.logp_sampler is not None else required(inputs.logp_old, "logp_old")
-        return off_policy_keep(inputs.logp, drawn, inputs.advantage, inputs.sequences, self.threshold)
+        sampled = inputs.logp_sampler if inputs.logp_sampler is not None else required(inputs.logp_old, "logp_old")
+        return off_policy_keep(inputs.logp, sampled, inputs.advantage, inputs.sequences, self.threshold)
 
 
 @dataclass(frozen=True)
@@ -276,8 +276,7 @@ def sampler_divergence(
 class SamplerRejection(TokenFilter):
     """Drop tokens, or whole sequences, where the old policy is too far from the sampler.
 
-    Several may be combined, also with a ``SamplerCorrection``; each looks at all tokens, so their order does not
-    matter.
+    Several may be combined, also with a ``SamplerCorrection``. Each sees all tokens: their order does not matter.
 
     Args:
         measure: see ``sampler_divergence``.
@@ -306,13 +305,13 @@ class SamplerRejection(TokenFilter):
         low = -float("inf") if self.min is None else self.min
         if self.measure != "k1" and (self.min is not None or self.max <= 0):
             raise ConfigurationError(
-                needed=f"a positive max and no min for {self.measure}, which is 0 where both agree and never below",
+                needed=f"a positive max and no min for {self.measure}, which is never negative",
                 given=f"min={self.min}, max={self.max}",
                 remedy="Set max alone, or measure: k1.",
             )
         if not low < self.max or (self.measure == "k1" and not low < 0 < self.max):
             raise ConfigurationError(
-                needed="min < 0 < max, for k1 is 0 where both agree",
+                needed="min < 0 < max for k1, which is 0 where both policies agree",
                 given=f"min={self.min}, max={self.max}",
                 remedy="Use for example min: -0.7 and max: 0.7, ratios of 2 and 1/2.",
             )
@@ -341,7 +340,7 @@ class SamplerRejection(TokenFilter):
         distance = sampler_divergence(log_ratio, required(inputs.logp_old, "logp_old"), self.measure)
         if self.over == "token":
             return self._within(distance)
-        if self.over == "sequence_max":  # no token over the bound: a sum, which sequences split over ranks have too
+        if self.over == "sequence_max":  # as a sum of tokens over the bound, which also works over ranks
             over = (~self._within(distance)).to(distance.dtype)
             return inputs.sequences.spread(inputs.sequences.sum(over)) == 0
         whole = inputs.sequences.sum(distance) if self.over == "sequence_sum" else inputs.sequences.mean(distance)
@@ -372,7 +371,7 @@ def second_moment_bound(
 
 @dataclass(frozen=True)
 class SecondMoment(TokenFilter):
-    """Drop the tokens of a stale block with the largest ``D^2`` until its mean is small.
+    """Drop the tokens with the largest ``D^2 = (logp_old - logp_sampler)^2`` until the mean over the rest is small.
 
     Args:
         max_mean: of ``(logp_old - logp_sampler)^2`` over the kept tokens of the block, nats^2; 0.04.
@@ -380,7 +379,7 @@ class SecondMoment(TokenFilter):
     Raises:
         ConfigurationError: a bound that is not positive.
 
-    Source: M2PO (Zheng et al. 2025), with the mask made once a block, from the scoring pass.
+    Source: M2PO (Zheng et al. 2025); the mask is computed once a block, from the scoring pass.
     """
 
     max_mean: float = 0.04

@@ -1,21 +1,21 @@
-"""Checks of an objective's inputs: known choices, shapes, and required tensors."""
+"""Checks of an objective's inputs: required tensors, options, shapes, and controllers' states."""
 
 import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar, get_args, get_origin, get_type_hints
 
 from torch import Tensor
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import CheckpointError, ConfigurationError, InputError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _REMEDIES = {
-    "logp_old": "Score the batch with the policy that it was drawn from and set TokenBatch.logp_old",
+    "logp_old": "Score the batch with the policy that it was sampled from and set TokenBatch.logp_old",
     "logp_ref": "Score the batch with the reference policy and set TokenBatch.logp_ref",
     "logp_sampler": "Keep the log-probabilities of the engine that sampled and set TokenBatch.logp_sampler",
     "entropy": "Pass the entropy that the head gives beside logp",
@@ -23,6 +23,7 @@ _REMEDIES = {
     "entropy_weight": "Set TokenBatch.entropy_weight to the step's Objective.entropy_weight(...)",
     "turn": "Set TokenBatch.turn",
     "lag": "Set TokenBatch.lag, for example by pack(..., version=...)",
+    "values": "Score the batch with a value head and set AdvantageInputs.values",
     "value": "Score the batch with a policy that has a value head",
     "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
     "value_target": "Set TokenBatch.value_target to that of advantage.Gae",
@@ -54,7 +55,7 @@ def required(value: Tensor | None, name: str) -> Tensor:
 
 
 def check_knobs(part: Any, *finite: str) -> None:
-    """Refuse impossible values of a dataclass that was not read from a validated file.
+    """Refuse impossible values of a dataclass, for one that was not read from a validated recipe.
 
     Args:
         part: a dataclass.
@@ -105,10 +106,26 @@ def known(value: Any, choices: Collection[Any], what: str) -> Any:
     return value
 
 
-def shaped(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorator: refuse tensors whose rank or length does not fit the annotations; a letter is one length.
+def restore_state(controller: Any, state: Mapping[str, float], names: Sequence[str]) -> None:
+    """Set these attributes of a controller from its ``state_dict``.
 
-    Without it a column [N, 1] beside a vector [N] would broadcast to [N, N], and its sum would be a wrong loss.
+    Raises:
+        CheckpointError: the state has other names.
+    """
+    if set(state) != set(names):
+        raise CheckpointError(
+            needed=f"a state of {type(controller).__name__} ({', '.join(names)})",
+            given=", ".join(sorted(state)) or "an empty one",
+            remedy="Load a checkpoint of this version.",
+        )
+    for name, value in state.items():
+        setattr(controller, name, value)
+
+
+def shaped(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: refuse tensors whose rank or length does not fit the annotations; equal letters are equal lengths.
+
+    Without it [N, 1] and [N] would broadcast to [N, N], whose sum is a wrong loss.
 
     Example:
         >>> import torch
@@ -134,7 +151,7 @@ def shaped(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def shapes_of(hints: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], ...]]:
-    """The shapes of each annotated tensor as tuples of letters; open shapes are left out.
+    """The allowed shapes of each annotated tensor as tuples of letters; shapes with ``...`` or ``*`` are left out.
 
     Example:
         >>> from jaxtyping import Float
@@ -172,6 +189,6 @@ def check_shapes(values: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[str
             raise InputError(
                 needed=f"{name} [{', '.join(expected)}]" + (f" with {where}" if known else ""),
                 given=f"a tensor {list(value.shape)}",
-                remedy="Give tensors of the documented ranks: [N, 1] is none of [N], squeeze(1) makes it one.",
+                remedy="Give tensors of the documented ranks; squeeze(1) turns [N, 1] into [N].",
             )
         lengths |= dict(zip(expected, value.shape, strict=True))

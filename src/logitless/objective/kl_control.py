@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
-from logitless.errors import CheckpointError, ConfigurationError, InputError
-from logitless.objective.inputs import check_knobs
+from logitless.errors import ConfigurationError, InputError
+from logitless.objective.inputs import check_knobs, restore_state
 
 Guardrail = Literal["raise_beta", "shorten_rollout"]
 
@@ -43,14 +43,14 @@ class FixedKL:
 
 @dataclass(frozen=True, kw_only=True)
 class _Adaptive:
-    """What the adaptive rules share.
+    """Base of the adaptive rules.
 
     Args:
-        beta: at the start; not 0 for a rule that multiplies it.
+        beta: initial coefficient; not 0 for a rule that multiplies it.
         target: wanted KL, nats a token, mean over tokens; 0.03 to 0.10.
         beta_min, beta_max: bounds after every update.
-        guardrail: where the KL exceeds twice the target: ``raise_beta`` sets ``1.5 * beta`` instead of the rule;
-            ``shorten_rollout`` halves the next rollout's length besides the rule; None does nothing.
+        guardrail: if the KL exceeds twice the target: ``raise_beta`` sets ``1.5 * beta`` instead of applying the rule;
+            ``shorten_rollout`` applies the rule and halves the next rollout's length; None does nothing.
 
     Raises:
         ConfigurationError: a target or gain that is not positive, or a beta outside its bounds.
@@ -94,7 +94,7 @@ class ProportionalKL(_Adaptive):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.beta > 0, "a positive beta, for it is multiplied", f"beta={self.beta}")
+        _require(self.beta > 0, "a positive beta, which this rule multiplies", f"beta={self.beta}")
         _require(self.gain > 0, "a positive gain", f"gain={self.gain}")
 
     def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
@@ -139,7 +139,7 @@ class ZieglerKL(_Adaptive):
     ``beta <- beta * (1 + clip(kl / target - 1, -0.2, 0.2) * num_completions / horizon)``
 
     Args:
-        horizon: completions over which beta changes by up to a fifth.
+        horizon: completions after which beta has changed by a fifth at most.
 
     Equals: verl's ``AdaptiveKLController``, with ``guardrail=None``.
 
@@ -155,7 +155,7 @@ class ZieglerKL(_Adaptive):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require(self.beta > 0, "a positive beta, for it is multiplied", f"beta={self.beta}")
+        _require(self.beta > 0, "a positive beta, which this rule multiplies", f"beta={self.beta}")
         _require(self.horizon > 0, "a positive horizon", f"horizon={self.horizon}")
 
     def next_beta(self, beta: float, kl_mean: float, num_completions: int) -> float:
@@ -175,7 +175,7 @@ class KLController:
 
     Attributes:
         beta: the current coefficient.
-        rollout_factor: for the next rollout's length: 1, or 0.5 after ``shorten_rollout``.
+        rollout_factor: factor of the next rollout's length: 1, or 0.5 after ``shorten_rollout``.
         num_guarded: updates in which the guardrail acted.
         num_bounded: updates in which a bound held beta.
 
@@ -233,14 +233,7 @@ class KLController:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore ``state_dict``."""
-        if set(state) != set(_STATE):
-            raise CheckpointError(
-                needed=f"a KL controller's state ({', '.join(_STATE)})",
-                given=", ".join(sorted(state)) or "an empty one",
-                remedy="Load a checkpoint of this version.",
-            )
-        for name, value in state.items():
-            setattr(self, name, value)
+        restore_state(self, state, _STATE)
 
 
 _STATE = ("beta", "rollout_factor", "num_guarded", "num_bounded")

@@ -2,8 +2,8 @@
 
     loss = sum_t w_t (c_t kept_t l_t + beta kl_t)  -  coefficient * sum_t v_t kept_t H_t
 
-It knows no logits, padding, micro-batches or world size: normalization is in the weights, so that sums over any
-partition of a step agree. Second derivatives are not supported.
+Normalization is in the weights, so that the sum over any partition of a step (micro-batches, ranks) is the same. Second
+derivatives are not supported.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,12 +49,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BlockStatistics:
-    """What the scoring pass settles once a block, so that steps do not depend on how they are cut.
+    """Statistics of a whole block, from the scoring pass.
 
     Args:
-        thresholds: of filters, by name.
+        thresholds: of filters, by their name.
         selected: [N] tokens that a covariance loss selected, or None.
-        correction_mean: of the sampler correction, if it is normalized.
+        correction_mean: mean of the sampler correction, if it is normalized.
     """
 
     thresholds: Mapping[str, Float[Tensor, ""]] = field(default_factory=dict)
@@ -68,12 +68,12 @@ class BlockStatistics:
 
 @dataclass(frozen=True)
 class ObjectiveOutput:
-    """A loss and what diagnostics read; everything but ``loss`` is detached. Tokens of weight 0 hold 0 or False.
+    """A loss, and vectors for diagnostics, which are detached. Tokens of weight 0 hold 0 or False.
 
     Args:
         loss: this micro-batch's part, to be summed over micro-batches and ranks, never averaged.
         token_loss: [N] ``c_t kept_t l_t + beta kl_t``, without the weight.
-        grad_logp: [N] ``d loss / d logp`` with weights; None if no gradient was asked for.
+        grad_logp: [N] ``d loss / d logp`` with weights; None if none was needed.
         trained: [N] tokens with a weight.
         advantage: [N].
         entropy: [N] or None.
@@ -194,7 +194,7 @@ class Objective:
 
     @property
     def reads_scoring_pass(self) -> bool:
-        """Whether a part settles something for the whole block before any step.
+        """Whether a part needs ``block_statistics`` of the scoring pass.
 
         Example:
             >>> Objective().reads_scoring_pass
@@ -258,7 +258,7 @@ class Objective:
         sum_over_ranks: Callable[[Tensor], Tensor] = one_rank,
         generator: torch.Generator | None = None,
     ) -> BlockStatistics | None:
-        """What parts with ``scope="block"`` take from the scoring pass; None if no part does.
+        """Statistics of the scoring pass for parts with ``scope="block"``; None if no part needs any.
 
         Args:
             block: all sequences of the block on this rank, with weights.
@@ -267,7 +267,7 @@ class Objective:
             generator: for ``clip_cov``, seeded differently on every rank.
 
         Returns:
-            Statistics to pass to every call as ``block``; a covariance loss needs ``attach`` before the block is cut.
+            Statistics to pass to every call as ``block``; a covariance loss needs ``attach`` before the block is split.
 
         Raises:
             InputError: ``entropy_old``, ``logp_old`` or the generator is missing.
@@ -427,7 +427,7 @@ class _Step:
         return self.objective.ratio.ranges(self.sequences, self.batch.turn)
 
     def output(self, beta: float | Tensor, entropy_coefficient: float | None) -> ObjectiveOutput:
-        """The equation at the top of this file, from left to right."""
+        """The equation at the top of this file, term by term."""
         objective, batch = self.objective, self.batch
         correction = self.correction()
         terms = self.surrogate(correction)
@@ -528,7 +528,7 @@ class _Step:
 
 
 class _KnownGradient(torch.autograd.Function):
-    """A loss whose gradients are known; backward multiplies and passes them on."""
+    """A loss whose gradients are computed already; backward multiplies them by the incoming one."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: tuple[Tensor, ...], *sources: Tensor) -> Tensor:
@@ -540,7 +540,7 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         refuse_second_derivative(
             "an objective",
-            given="Objective, whose call works out the gradient",
+            given="Objective, whose call computes the gradient",
             remedy="Write the loss out from the functions of logitless.objective.surrogate.",
         )
         return None, None, *(grad * gradient for gradient in ctx.saved_tensors)
@@ -551,7 +551,7 @@ def _detached(value: Tensor | None) -> Tensor | None:
 
 
 def _check_terms(terms: SurrogateTerms, name: str, logp: Tensor) -> None:
-    """Refuse a loss of another shape, which would broadcast silently."""
+    """Refuse a loss without a gradient, or of another shape, which would broadcast silently."""
     if not isinstance(terms, SurrogateTerms):
         raise InputError(
             needed=f"SurrogateTerms from the surrogate {name!r}",
@@ -569,7 +569,7 @@ def _check_terms(terms: SurrogateTerms, name: str, logp: Tensor) -> None:
             raise InputError(
                 needed=f"{part} [N] with N = {len(logp)} from the surrogate {name!r}",
                 given=f"a tensor {list(value.shape)}",
-                remedy="Return one number a token; means and weights are taken around it.",
+                remedy="Return one number a token; weights and means are applied afterwards.",
             )
 
 
@@ -581,7 +581,7 @@ def _check_constant(advantage: Tensor, ranges: Ranges, what: Level) -> None:
         remedy = "Use the ratio 'sequence_token' for advantages per token"
         more = ", or choose advantage_within_sequence='mean' or 'multiply'." if what == "sequence" else "."
         raise InputError(
-            needed=f"one advantage a {what}, for its tokens share one ratio",
+            needed=f"one advantage a {what}, whose tokens share one ratio",
             given=f"advantages that differ inside a {what}",
             remedy=remedy + more,
         )

@@ -1,4 +1,4 @@
-"""Sums and gathers over ranks, given to an objective as callables: it knows no process group."""
+"""Sums and gathers over ranks, which objectives take as callables: they know no process group."""
 
 from collections.abc import Callable
 
@@ -14,5 +14,5 @@ GatherOverRanks = Callable[[Tensor], Tensor]
 
 
 def one_rank(part: Tensor) -> Tensor:
-    """Either of them on a single rank: the identity."""
+    """``SumOverRanks`` and ``GatherOverRanks`` of a single rank: the identity."""
     return part

@@ -1,7 +1,7 @@
-"""A surrogate and an advantage by their import paths, tried on a few numbers before training.
+"""A user's surrogate or advantage, by its import path, tried on a few numbers before training.
 
-The code runs in the trainer's process. Shapes are checked at every call; here finite numbers, a gradient, and the
-stated level of the advantages.
+The code runs in the trainer's process. The trial checks that numbers are finite, that there is a gradient, and that
+advantages have the level they state; shapes are checked at every call.
 """
 
 from collections.abc import Iterator, Mapping
@@ -56,7 +56,7 @@ class OwnSurrogate(_Own):
         key = "algorithm.surrogate.factory"
         surrogate = made(self.factory, self.options, what="a surrogate", key=key)
         _require(isinstance(surrogate, PolicyLoss), "a PolicyLoss", type(surrogate).__name__, self.factory)
-        with _told_as_own(self.factory, self.options):
+        with _naming_factory(self.factory, self.options):
             check_surrogate(surrogate, self.factory)
         return surrogate  # type: ignore[no-any-return]
 
@@ -84,7 +84,7 @@ class OwnAdvantage(_Own):
         """
         estimator = made(self.factory, self.options, what="an advantage", key="algorithm.advantage.factory")
         _require(isinstance(estimator, Estimator), "an Estimator", type(estimator).__name__, self.factory)
-        with _told_as_own(self.factory, self.options):
+        with _naming_factory(self.factory, self.options):
             check_estimator(estimator, self.factory)
         return estimator  # type: ignore[no-any-return]
 
@@ -93,7 +93,7 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
     """Try a surrogate at ratios of 1 and around 1.
 
     Args:
-        surrogate: to be tried.
+        surrogate: the user's.
         factory: its name in errors.
 
     Raises:
@@ -115,7 +115,7 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
         token_weight=torch.full((size,), 1 / size),
         logp_old=None if surrogate.reads == "none" else logp_old,
     )
-    objective, moved = Objective(surrogate=surrogate), False
+    objective, has_gradient = Objective(surrogate=surrogate), False
     block = objective.block_statistics(batch, generator=generator)
     batch = batch if block is None else block.attach(batch)
     for spread in (0.0, 0.1):
@@ -125,15 +125,15 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
         for what, values in (("loss", output.token_loss), ("gradient", output.grad_logp)):
             wrong = int((~values.isfinite()).sum())
             _require(wrong == 0, f"a finite {what} for each token", f"{wrong} of {size} that are not", factory)
-        moved = moved or bool(output.grad_logp.count_nonzero())
-    _require(moved, "a loss that is differentiable in logp", "no gradient for any token", factory)
+        has_gradient = has_gradient or bool(output.grad_logp.count_nonzero())
+    _require(has_gradient, "a loss that is differentiable in logp", "no gradient for any token", factory)
 
 
 def check_estimator(estimator: Estimator, factory: str) -> None:
     """Try an estimator on two prompts with two completions each, one of them unscored.
 
     Args:
-        estimator: to be tried.
+        estimator: the user's.
         factory: its name in errors.
 
     Raises:
@@ -175,8 +175,8 @@ def _require(condition: bool, needed: str, given: str, factory: str) -> None:
 
 
 @contextmanager
-def _told_as_own(factory: str, options: Mapping[str, Any]) -> Iterator[None]:
-    """Turn any error inside into one that names the factory, and the options, whose types nobody checked."""
+def _naming_factory(factory: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Turn any error inside into one that names the factory and its options."""
     try:
         yield
     except ConfigurationError:

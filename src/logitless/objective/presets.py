@@ -1,10 +1,8 @@
-"""Presets: the name of a paper, its own parameters, and the composition that it stands for.
+"""Presets: functions named after a method, with its paper's parameters, that return an ``Algorithm``.
 
-A preset is a plain function that returns an ``Algorithm``; ``PRESETS`` lists them. A paper's epsilon is a distance from
-1 and becomes an absolute bound here. A preset can be taken apart and changed with ``dataclasses.replace``.
-
-``docs/objectives.md`` shows their docstrings: what other libraries call them (one that is not listed does not have it,
-or is not known to), and how those and the paper differ.
+``PRESETS`` lists them. A paper's epsilon is a distance from 1 and becomes an absolute bound here. Change a preset with
+``dataclasses.replace``. ``docs/objectives.md`` shows the docstrings: what other libraries call a preset, and how they
+differ from the paper.
 """
 
 import inspect

@@ -1,8 +1,7 @@
 """Sums, means and returns over the contiguous token ranges of a packed batch: its sequences, or their turns.
 
-Equals ``zeros(B).index_add(0, index, values)``, but bitwise repeatable: each range is summed by itself, in float64 and
-in a fixed order, without atomics, Python loops or synchronization. Ids must not decrease. MPS has no float64 and is not
-supported.
+Sums equal ``zeros(B).index_add(0, index, values)`` and are bitwise repeatable: each range is summed by itself, in
+float64 and in a fixed order, without atomics, Python loops or synchronization. MPS has no float64 and is not supported.
 """
 
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import SumOverRanks
 
 Level = Literal["token", "turn", "sequence"]
-"""How far one number reaches: a single token, an assistant turn, or a whole sequence."""
+"""What one number is for: a token, an assistant turn, or a whole sequence."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Ranges:
         index: [N] non-decreasing range of each token, in ``range(num_ranges)``.
         num_ranges: B, ranges without tokens included.
         counted: [N] tokens that take part; values of the others are never read.
-        sum_over_ranks: where ranges are split over ranks, the sum of a [B] tensor over those ranks, differentiable
-            (its backward sums the gradients over the same ranks); None where every range is whole.
+        sum_over_ranks: where ranges are split over ranks, the differentiable sum of a [B] tensor over those ranks; None
+            if every range is whole.
 
     Example:
         >>> ranges = Ranges(torch.tensor([0, 0, 2]), 3, torch.tensor([True, True, True]))
@@ -59,7 +58,7 @@ class Ranges:
     def sum(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B"]:
         """Sum over the counted tokens of each range; 0 for a range without any.
 
-        Gradient: 1 to every counted token of the range, on whichever rank it lies.
+        Gradient: 1 to every counted token of the range, on every rank.
         """
         return self._total(torch.where(self.counted, values, 0.0).double()).to(values.dtype)
 
@@ -69,9 +68,9 @@ class Ranges:
         return (total / self.counts.clamp(min=1.0)).to(values.dtype)
 
     def spread(self, values: Float[Tensor, "B"]) -> Float[Tensor, "N"]:
-        """The value of its range for every token.
+        """For every token, the value of its range.
 
-        Gradient: summed over the range, as ``sum`` does it.
+        Gradient: summed over the range, as by ``sum``.
         """
         return _Spread.apply(values, self.index, self.offsets)  # type: ignore[no-untyped-call]
 
@@ -109,7 +108,6 @@ def turn_ranges(
         >>> turn_ranges(torch.tensor([0, 0, 0, 1]), 2, torch.tensor([0, 0, 3, 0]), counted).index
         tensor([0, 0, 1, 2])
     """
-    changes = (sequence.diff() != 0) | (turn.diff() != 0)
     if turn.device.type == "cpu":
         _check_turns(sequence, turn, max_turns)
     if max_turns is not None:
@@ -120,8 +118,7 @@ def turn_ranges(
             given="max_turns=None",
             remedy="Set TurnRatio(max_turns=...) to more than the largest turn id.",
         )
-    index = torch.cat([turn.new_zeros(min(1, len(turn))), changes.cumsum(0)])
-    return Ranges(index, len(turn), counted)
+    return Ranges(turn_index(sequence, turn), len(turn), counted)
 
 
 def _check_turns(sequence: Tensor, turn: Tensor, max_turns: int | None) -> None:
@@ -162,7 +159,7 @@ def pay_at_last_token(rewards: Float[Tensor, "K"], owner: Int[Tensor, "N"]) -> F
     """Token rewards: each reward at the last token of its sequence or turn, 0 elsewhere.
 
     Args:
-        rewards: [K], one a sequence or turn; NaN = unscored. One without tokens is dropped.
+        rewards: [K], one a sequence or turn; NaN = unscored. The reward of one without tokens is dropped.
         owner: [N] non-decreasing index into ``rewards``: ``sequence``, or ``turn_index(sequence, turn)``.
 
     Source: arXiv:1909.08593 sec. 2.
@@ -184,7 +181,7 @@ def discounted_returns(
 
     Args:
         token_rewards: [N].
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         discount: in [0, 1].
 
     Source: Sutton and Barto, Reinforcement Learning, 2nd edition, eq. 3.9.
@@ -203,7 +200,7 @@ def discounted_returns(
 
 
 def ends(owner: Tensor) -> Bool[Tensor, "N"]:
-    """[N] which tokens are the last of their run."""
+    """[N] whether each token is the last of its sequence or turn."""
     ends = torch.ones_like(owner, dtype=torch.bool)
     ends[:-1] = owner[1:] != owner[:-1]
     return ends
@@ -224,7 +221,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Spread(torch.autograd.Function):
-    """[B] -> [N]; its gradient is a sum over ranges, where autograd's own would use atomics on CUDA."""
+    """[B] -> [N]; its gradient is a sum over ranges (autograd's own would use atomics on CUDA)."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, index: Tensor, offsets: Tensor) -> Tensor:

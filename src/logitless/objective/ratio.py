@@ -1,4 +1,4 @@
-"""The log ratio of the trained policy to the old one, at the level a surrogate uses it.
+"""The log ratio of the trained policy to the old one, per token, turn or sequence.
 
 ``lr_t = logp - logp_old``, exactly 0 at the first step after scoring. The ratios to the reference and to the sampler
 are in ``divergence`` and ``correction``.
@@ -65,7 +65,7 @@ def sequence_token_log_ratio(log_ratio: Float[Tensor, "N"], ranges: Ranges) -> F
 
 
 class RatioRule(ABC):
-    """Which log ratios are averaged, and which tokens share the result; a frozen dataclass.
+    """Over what log ratios are averaged, and which tokens share the result; a frozen dataclass.
 
     Attributes:
         name: what recipes call it.
@@ -81,7 +81,7 @@ class RatioRule(ABC):
 
     @property
     def advantages(self) -> Literal["mean", "multiply"] | None:
-        """What happens to advantages that differ inside a shared ratio; None: they are an error."""
+        """How advantages that differ inside a shared ratio are combined; None: they are an error."""
         return None
 
     def ranges(self, sequences: Ranges, turn: Int[Tensor, "N"] | None) -> Ranges:

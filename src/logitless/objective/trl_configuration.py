@@ -248,7 +248,7 @@ def _surrogate(values: Mapping[str, Any]) -> Surrogate:
 
 
 def _float32(value: float) -> float:
-    """TRL selects these numbers by sign in a float32 tensor, also in a float64 loss."""
+    """Rounded to float32: TRL selects these numbers in a float32 tensor, also for a float64 loss."""
     return struct.unpack("f", struct.pack("f", value))[0]
 
 

@@ -2,7 +2,7 @@
 
     loss = policy loss  +  coefficient * sum_t v_t * clipped_value_loss_t
 
-The weights v (``value_weight``) are its own: every trained token of the step with a return counts the same.
+The weights v (``value_weight``) are equal for all trained tokens of the step with a return.
 """
 
 from collections.abc import Sequence

@@ -1,12 +1,12 @@
-"""Weights that turn token losses into a loss: ``loss = (token_weight * token_loss).sum()``.
+"""Normalization as a weight for each token: ``loss = (token_weight * token_loss).sum()``.
 
-They are made from counts before an optimizer step's first forward pass, so that every split into micro-batches and
-ranks gives the same loss and gradient. Gradients are summed over both, never averaged.
+Weights come from counts, before an optimizer step's first forward pass. So every split into micro-batches and ranks
+gives the same loss and gradient; gradients are summed over both, never averaged.
 
     weighting(token_counts, totals, truncated=None, dtype=torch.float32) -> token_weight [N]
 
 - ``token_counts``: scored tokens of each sequence, 0 allowed. Give a tuple: a GPU tensor costs a synchronization.
-- ``totals``: ``Totals`` of everything that is normalized over, on all ranks.
+- ``totals``: ``Totals`` of the whole step or block, on all ranks.
 - ``truncated``: one flag a sequence; tokens of flagged completions weigh 0 and leave N_all, not B_all.
 - ``dtype``: of the weights.
 
@@ -285,7 +285,7 @@ class TurnMean(_Scoped):
 
 @dataclass(frozen=True)
 class MicroBatchTokenMean(_Weighting):
-    """Token mean of each micro-batch, averaged over micro-batches; depends on how a step is cut.
+    """Token mean of each micro-batch, averaged over micro-batches; depends on the split into micro-batches.
 
     ``w_t = 1 / (num_micro_batches * N_micro)``, N_micro being the trained tokens of this call
 
@@ -299,9 +299,7 @@ class MicroBatchTokenMean(_Weighting):
     name: Literal["micro_batch_token_mean"] = "micro_batch_token_mean"
 
     def _denominator(self, counts: Tensor, kept: Tensor, totals: Totals) -> Tensor:
-        return (
-            totals.num_steps * totals.num_micro_batches * counts[kept].sum().double()
-        )  # of a step, whatever the scope
+        return totals.num_steps * totals.num_micro_batches * counts[kept].sum().double()
 
 
 Weighting = TokenMean | SequenceMean | ConstantLength | SequenceSum | TurnMean | MicroBatchTokenMean

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from logitless.distributed import Ranks
 from logitless.distributed.exit_reasons import ExitReasons
-from logitless.distributed.ranks import _called_by_name
+from logitless.distributed.ranks import _naming_lost_ranks
 from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
 from logitless.train.collect.one_client import OneClientANode
@@ -144,17 +144,17 @@ def test_whatever_a_rank_meets_while_it_samples_ends_all_ranks():
 def _inside(rank, breaks):
     """What a push ends with that one rank fails in while the other waits for its part of a tensor."""
     ranks = Ranks(data=dist.group.WORLD)
-    roll = ExitReasons(dist.PrefixStore("roll", dist.distributed_c10d._get_default_store()), rank, 2)
+    exit_reasons = ExitReasons(dist.PrefixStore("exit_reasons", dist.distributed_c10d._get_default_store()), rank, 2)
     node, began = OneClientANode(Failing("nowhere"), ranks), time.monotonic()
     try:
-        with _called_by_name(roll):
+        with _naming_lost_ranks(exit_reasons):
             node.load(_weights(ranks, together=True, adapter=False, breaks=breaks), 1)
     except Exception as error:
         found = *_words(error), time.monotonic() - began
         each = error
         while each is not None:  # frames keep the group and its connections, which a process that ends does not
             each.__traceback__, each = None, each.__cause__ or each.__context__
-    del ranks, roll, node
+    del ranks, exit_reasons, node
     gc.collect()
     return found
 

@@ -254,7 +254,7 @@ def test_the_first_step_after_scoring_has_ratio_exactly_1(checkpointing, autocas
         [range(4), range(4, 8)],
         block.packed.inputs,
         tokens_per_step=20,
-        tokens_per_micro_batch=tokens_per_micro_batch,
+        packing=Packing(tokens_per_micro_batch, share_prompts=False),
         seed=1,
     )
     logp = scores_of(policy, block.packed, micro_batches_of(plan), temperature=TEMPERATURE, backend="auto").logp

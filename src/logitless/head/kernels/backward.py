@@ -37,7 +37,7 @@ def clear_rows(
 ):  # fmt: skip
     """Zeros in the rows from ``count`` up to the next multiple of ALIGN (a whole ALIGN when count is 0).
 
-    A launch of its own: these rows may be where ``move_rows`` reads.
+    A separate launch, because ``move_rows`` may read these rows.
     """
     nonzero = tl.load(count).to(tl.int32)
     row = nonzero + tl.program_id(0)
@@ -191,7 +191,7 @@ def store_rows(
 
 @triton.jit
 def share_parts(num_rows, num_tiles, most, room, PROGRAMS: tl.constexpr):
-    """Into how many parts a tile's sum is cut, so that few programs are idle.
+    """Into how many parts a tile's sum is divided, so that few programs are idle.
 
     Tiles come in rounds of PROGRAMS; a last round that is nearly empty takes as long as a full one. A number of parts
     must save a 32nd of the time, and the parts of all rows must fit into ``room`` rows.

@@ -1,6 +1,6 @@
-"""Kernels of the scoring pass: one product of size N x V x D whose epilogue keeps exponentials anchored per row.
+"""Kernels of the head's forward: one product of size N x V x D whose epilogue keeps exponentials anchored per row.
 
-Everything per row is in bits (base 2), so that one multiply-add leads from a product to the argument of ``exp2``:
+Values of rows are in bits (base 2), so that one multiply-add turns a product into the argument of ``exp2``:
 
     z = multiplier_n * product        (with a softcap: multiplier_n * tanh(inner * product))
     E_v = 2^(z_v - anchor_n),   S = sum_{v != y} E_v,   T = sum_{v != y} E_v (z_v - anchor_n)
@@ -9,8 +9,8 @@ Everything per row is in bits (base 2), so that one multiply-add leads from a pr
 per tile and added up afterwards, without atomics: bitwise repeatable, and independent of the other rows.
 
 Tiles are loaded by TMA descriptors (Hopper and later) or with masks (any GPU; needed for lists of rows). No maximum is
-tracked: rows whose exponentials leave the range are found by ``row_scores`` and recomputed with their maximum as the
-anchor.
+tracked: rows whose sums leave the range are flagged by ``partial_sums`` and recomputed with their maximum as the
+    anchor.
 """
 
 import triton
@@ -18,13 +18,15 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
-WIDEST = tl.constexpr(2.0**60)  # a row whose normaliser leaves 1 / WIDEST .. WIDEST is anchored again, at its maximum
+WIDEST = tl.constexpr(
+    2.0**60
+)  # a row whose normaliser leaves 1 / WIDEST .. WIDEST is recomputed with its maximum as the anchor
 NEVER = tl.constexpr(-1e4)  # bits below the anchor at which a column is left out: 2^-1e4 is 0, and so is 0 * -1e4
 
 
 @triton.jit
 def tile_place(tile, num_m, num_n, GROUP: tl.constexpr):
-    """Row and column of a tile when GROUP rows of tiles are walked together, column by column."""
+    """Row and column of a tile, in the order of groups of GROUP rows of tiles, column by column in a group."""
     width = GROUP * num_n
     first = (tile // width) * GROUP
     size = tl.minimum(num_m - first, GROUP)
@@ -47,13 +49,13 @@ def log1p(x):
 
 @triton.jit
 def halves(tile, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns: less shared memory at once."""
+    """The left and the right half of a tile's columns, each of which needs less shared memory."""
     return tl.split(tl.permute(tl.reshape(tile, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
 def row_sums(tile, BM: tl.constexpr, BN: tl.constexpr, HALVED: tl.constexpr):
-    """Over the columns of a tile, or of its halves and then of both."""
+    """Sums over the columns of a tile; if HALVED, of each half and then of both."""
     if HALVED:
         left, right = halves(tile, BM, BN)
         total = tl.sum(left, 1) + tl.sum(right, 1)
@@ -112,7 +114,7 @@ def low_rows(
     N, R, D, C, TWICE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """scale * x @ a.T, row-invariant, which a library's product may not be."""
+    """scale * x @ a.T; row-invariant, unlike a library's product."""
     row = tl.program_id(0) * BM + tl.arange(0, BM)
     cols = tl.program_id(1) * BN + tl.arange(0, BN)
     product = add_product(x, a, tl.zeros((BM, BN), tl.float32), row, row < N, cols, R, D, BK, PRECISION) * scale
@@ -249,9 +251,9 @@ def partial_sums(
     N, parts,
     MAXIMUM: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Adds up (or takes the largest of) the tiles' sums of each row, in tile order; flags rows to be anchored again.
+    """Sum (or maximum) of the tiles' values of each row, in tile order; flags rows that need another anchor.
 
-    ``base_*`` are the sums over columns seen before, relative to an anchor of their own.
+    ``base_*`` are the sums over earlier columns, with their own anchor.
     """
     slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     num_rows = N if count is None else tl.load(count).to(tl.int32)
@@ -291,7 +293,7 @@ def rescale_rows(
     old, new,  # [N] float32, bits
     V, stride, N, BLOCK: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Kept exponentials anchored at ``old`` become those anchored at ``new``, in rows where the two differ."""
+    """Change the anchors of kept exponentials from ``old`` to ``new``, in rows where the two differ."""
     for row in range(tl.program_id(0), N, PROGRAMS):
         before = tl.load(old + row)
         after = tl.load(new + row)

@@ -1,4 +1,4 @@
-"""Kernels as functions of tensors: grid and descriptors from shapes. Nothing here synchronizes."""
+"""The kernels as functions of tensors. Nothing here synchronizes with the GPU."""
 
 import math
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from logitless.head.kernels import backward, forward, tiles
 from logitless.head.kernels.variants import Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
-"""Up to so many rounds of tiles are cut into parts, up to so many: an idle last round would weigh too much there."""
+"""With at most FEW_ROUNDS rounds of tiles, a tile's sum is split into up to FEW_PARTS parts, to fill the last round."""
 
 LOWEST = forward.LOWEST.value
-"""Bits; the least anchor there is."""
+"""The smallest anchor, in bits."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How rows and columns are multiplied, whatever the columns: ``logits = multiplier * f(product)``.
+    """How products become logits, ``multiplier * f(product)``, for any columns.
 
     Args:
         product: the dtype that operands are rounded to.
@@ -44,13 +44,13 @@ class Form:
 
 @dataclass(frozen=True)
 class Operands(Form):
-    """Columns of the head as the kernels multiply them: ``product = hidden @ weight.T + low @ low.T + bias``.
+    """Columns of the head, as the kernels take them: ``product = hidden @ weight.T + low @ low.T + bias``.
 
     Args:
         weight: [V, D] in hidden's dtype.
-        low: [V, E] with LoRA: lora_b, once an addend of ``rows.low``; or None.
+        low: [V, E] with LoRA: lora_b, repeated for each addend of ``rows.low``; or None.
         bias: [V] float32 or None.
-        first: the place of the first column among all that the rows meet.
+        first: index of the first column among all columns.
     """
 
     weight: Tensor
@@ -70,7 +70,7 @@ class Operands(Form):
 
     @cached_property
     def wide(self) -> Tensor:
-        """``low`` beside the weight: a copy, for kernels that read one matrix."""
+        """``[weight, low]``, a copy for kernels that read one matrix."""
         return widened(self.weight, self.low)
 
 
@@ -84,12 +84,12 @@ class Rows(NamedTuple):
 
     @property
     def wide(self) -> Tensor:
-        """``low`` beside the hidden states."""
+        """``[hidden, low]``."""
         return widened(self.hidden, self.low)
 
 
 def widened(matrix: Tensor, low: Tensor | None) -> Tensor:
-    """``low`` beside a matrix, as a copy; the matrix itself where there is none."""
+    """``[matrix, low]`` as a copy; without ``low`` the matrix itself."""
     return matrix if low is None else torch.cat([matrix, low], dim=1)
 
 
@@ -101,11 +101,10 @@ class Compaction(NamedTuple):
 
 
 def compaction(nonzero: Tensor) -> Compaction:
-    """Rows with a gradient ("nonzero") first, as few as possible moved: slot j keeps row j if that is nonzero, else it
-    takes one from the end.
+    """Slots for the rows with a gradient ("nonzero"), first and with as few moves as possible.
 
-    With ``count`` nonzero rows, slots ``0 .. count - 1`` are taken; the i-th free slot takes the i-th nonzero row from
-    ``count`` on.
+    With ``count`` nonzero rows, slots ``0 .. count - 1`` are taken. Slot j keeps row j if that is nonzero; the i-th
+    other slot takes the i-th nonzero row from ``count`` on.
 
     Example:
         >>> found = compaction(torch.tensor([True, False, False, True, True]))
@@ -116,7 +115,7 @@ def compaction(nonzero: Tensor) -> Compaction:
     count = passed[-1:]
     position = torch.arange(1, len(nonzero) + 1, dtype=torch.int32, device=nonzero.device)
     # ``position - passed`` counts the zero rows up to and with row j: 1 at the first free slot, 2 at the second, ...
-    # ``inside`` nonzero rows stand below ``count``, so the n-th beyond it is the (inside + n)-th of all.
+    # ``inside`` nonzero rows are below ``count``, so the n-th one beyond is the (inside + n)-th of all.
     inside = passed[(count - 1).clamp(min=0)]
     beyond = torch.searchsorted(passed, inside + position - passed, out_int32=True)
     return Compaction(source=torch.where(nonzero, position - 1, beyond.clamp(max=len(nonzero) - 1)), taken=count)
@@ -130,13 +129,13 @@ def listed(chosen: Tensor) -> Compaction:
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
-    """A buffer for the exponentials of so many rows, aligned to 16 bytes for TMA."""
+    """A buffer for the exponentials of this many rows, aligned to 16 bytes for TMA."""
     stride = -(-vocabulary // 8) * 8
     return torch.empty(rows, stride, dtype=variant.kept, device=device)
 
 
 def low_rows(hidden: Tensor, lora_a: Tensor, scale: float, variant: Variant, *, addends: int) -> Tensor:
-    """scale * hidden @ lora_a.T as addends in hidden's dtype beside each other, zeros up to a multiple of 8 columns."""
+    """``scale * hidden @ lora_a.T`` as addends in hidden's dtype, side by side, padded to a multiple of 8 columns."""
     (n, d), rank = hidden.shape, len(lora_a)
     width = -(-rank * addends // 8) * 8
     out = torch.zeros(n, width, dtype=hidden.dtype, device=hidden.device)
@@ -149,7 +148,7 @@ def low_rows(hidden: Tensor, lora_a: Tensor, scale: float, variant: Variant, *, 
 
 
 def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: Tensor) -> None:
-    """z_y in bits and the softcap's slope there, of rows whose target is one of these columns."""
+    """z_y in bits, and the softcap's slope there, of rows whose target is in these columns."""
     v, d = operands.weight.shape
     forward.target_logits[(len(target_logit),)](
         rows.hidden, operands.weight, rows.low, operands.low, operands.bias, rows.target, rows.multiplier,
@@ -159,7 +158,7 @@ def target_logits(operands: Operands, rows: Rows, target_logit: Tensor, slope: T
 
 
 class Sums(NamedTuple):
-    """Of each row, relative to its anchor a: S and T over columns v != y."""
+    """S and T of each row, over columns v != y and relative to its anchor."""
 
     anchor: Tensor
     others: Tensor
@@ -188,13 +187,13 @@ class TileSums(NamedTuple):
         self, s: Tensor, t: Tensor, chosen: Compaction | None, anchor: Tensor | None = None, before: Sums | None = None,
         target_logit: Tensor | None = None, flagged: Tensor | None = None, *, maximum: bool = False,
     ) -> None:  # fmt: skip
-        """Adds up the tiles into ``s`` and ``t`` [N], or with ``maximum`` takes their largest into ``s``.
+        """Sum the tiles into ``s`` and ``t`` [N]; with ``maximum``, take their maximum into ``s``.
 
         Args:
             s, t: [N] results.
-            chosen: the rows that the tiles are of, where they are not all.
-            anchor: [N] bits that the tiles are relative to.
-            before: sums over columns seen before, to be added.
+            chosen: the rows of the tiles; None for all.
+            anchor: [N] of the tiles, in bits.
+            before: sums over earlier columns, which are added.
             target_logit, flagged: [N]; ``flagged`` becomes True where the normaliser leaves the range.
             maximum: whether the tiles hold maxima.
         """
@@ -211,11 +210,11 @@ def exp_product(
     operands: Operands, rows: Rows, anchor: Tensor, kept: Tensor | None, num_kept: int, parts: TileSums,
     chosen: Compaction | None, maximum: bool,
 ) -> None:  # fmt: skip
-    """Fills ``parts`` and, where ``kept`` is given, its first ``num_kept`` rows with the exponentials.
+    """Fill ``parts``, and the first ``num_kept`` rows of ``kept`` with the exponentials.
 
     Args:
         anchor: [N] bits.
-        kept: [rows, V or more].
+        kept: [rows, V or more], or None.
         parts: with ``maximum``, its ``s`` gets the largest logit of each tile and nothing else is written.
         chosen: the rows to compute; None for all.
     """
@@ -237,7 +236,7 @@ def exp_product(
 
 
 def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
-    """The largest logit of each row among the first columns, in bits: one tile of the product."""
+    """The largest logit of each row in the first tile of columns, in bits."""
     some = slice(operands.variant.score.columns)
     bias = None if operands.bias is None else operands.bias[some]
     low = None if operands.low is None else operands.low[some]
@@ -248,7 +247,7 @@ def leading_maximum(operands: Operands, rows: Rows) -> Tensor:
 
 
 def rescale_rows(kept: Tensor, old: Tensor, new: Tensor, variant: Variant) -> None:
-    """Anchors kept exponentials at ``new`` that are anchored at ``old``, in place."""
+    """Change the anchors of kept exponentials from ``old`` to ``new``, in place."""
     programs, (rows, width) = variant.programs * 8, kept.shape
     forward.rescale_rows[(programs,)](
         kept, old, new, width, kept.stride(0), rows, BLOCK=4096, PROGRAMS=programs, num_warps=4
@@ -267,10 +266,10 @@ class Scores(NamedTuple):
 def row_scores(
     form: Form, sums: Sums, target_logit: Tensor, slope: Tensor, place: Tensor, width: int, kept: Tensor | None
 ) -> Scores:
-    """Log-prob, entropy and normaliser from the sums; writes the target's entry of ``kept`` where it has a ``place``.
+    """Log-prob, entropy and normaliser from the sums; also writes the target's entry of ``kept``.
 
     Args:
-        place: [N] the target's column in ``kept``, outside of range(width) where another rank has it.
+        place: [N] the target's column in ``kept``; outside of range(width) if another rank has it.
     """
     n = len(place)
     num_kept, stride = (0, 0) if kept is None else (len(kept), kept.stride(0))
@@ -286,7 +285,7 @@ def logit_gradient(
     operands: Operands, rows: Rows, count: Tensor, log_normaliser: Tensor, grad_logp: Tensor, grad_target: Tensor,
     grad_entropy: Tensor | None, entropy: Tensor, first: int, out: Tensor,
 ) -> None:  # fmt: skip
-    """Columns ``first`` to ``first + out.shape[1]`` of the loss's gradient in the products, into ``out``."""
+    """Write columns ``first`` to ``first + out.shape[1]`` of the products' gradient to ``out``."""
     variant, tile = operands.variant, operands.variant.score
     v, d = operands.wide.shape
     n, width = out.shape
@@ -304,7 +303,7 @@ def add_entropy_gradient(
     kept: Tensor, nonzero: Tensor, place: Tensor, entry: Tensor, shift: Tensor, grad_logp: Tensor, grad_entropy: Tensor,
     entropy: Tensor, variant: Variant,
 ) -> None:  # fmt: skip
-    """Makes kept exponentials into logit gradients of both outputs, in place, on nonzero rows."""
+    """Turn kept exponentials of nonzero rows into logit gradients of both results, in place."""
     programs, (rows, width) = variant.programs * 8, kept.shape
     backward.add_entropy_gradient[(programs,)](
         kept, nonzero, place, entry, shift, grad_logp, grad_entropy, entropy, width, kept.stride(0), rows,
@@ -313,7 +312,7 @@ def add_entropy_gradient(
 
 
 def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
-    """Brings nonzero rows to the front, in place, and clears what a step of the weight's product reads beyond them."""
+    """Move nonzero rows to the front, in place, and clear the rows after them that the weight's product also reads."""
     programs, width, stride, align = variant.programs * 8, kept.shape[1], kept.stride(0), 2 * variant.weight.depth
     backward.move_rows[(programs,)](
         kept, chosen.source, chosen.taken, width, stride, BLOCK=4096, PROGRAMS=programs, num_warps=4
@@ -326,7 +325,7 @@ def move_rows(kept: Tensor, chosen: Compaction, variant: Variant) -> None:
 def gather_rows(
     x: Tensor, row_of_slot: Tensor, factor: Tensor | None, count: Tensor, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
-    """Rows of x in slot order, times ``factor`` [slots], zeros in the slots that are not taken; in ``out`` if given."""
+    """Rows of x by slot, times ``factor`` [slots], 0 in free slots; written to ``out`` if given."""
     n, d = len(row_of_slot), x.shape[1]
     out = torch.empty(n, d, dtype=dtype, device=x.device) if out is None else out
     backward.gather_rows[(n,)](
@@ -363,11 +362,11 @@ def row_product(
 
 
 class Sharing(NamedTuple):
-    """How programs may share the tiles of ``row_product``; chosen on the device, by the number of nonzero rows.
+    """Bounds for splitting tiles of ``row_product`` between programs; the GPU decides, by the number of nonzero rows.
 
     Args:
-        most: parts of a tile's sum; 1 for programs that share nothing.
-        room: rows that the parts of all nonzero rows take at most.
+        most: the most parts of a tile's sum; 1: no splitting.
+        room: the most rows that the parts of all nonzero rows may take.
     """
 
     most: int
@@ -375,7 +374,7 @@ class Sharing(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, width: int, vocabulary: int, tile: Tile, variant: Variant, *, whole: bool) -> "Sharing":
-        """Where tiles are few: fewer than a few rounds of programs, or without ``whole`` than half a round.
+        """Split only if tiles are few: at most FEW_ROUNDS rounds of programs, or without ``whole`` half a round.
 
         Example:
             >>> from logitless.head.kernels.variants import hopper
@@ -399,7 +398,7 @@ class Sharing(NamedTuple):
 def column_product(
     k: Tensor, h: Tensor, out: Tensor, count: Tensor, variant: Variant, *, base: Tensor | None = None
 ) -> None:
-    """out = base + k.T @ h over the taken slots; ``out`` [V, D] may be a block of rows of a larger matrix."""
+    """``out = base + k.T @ h`` over the taken slots; ``out`` [V, D] may be rows of a larger matrix."""
     v, stride = out.shape
     k = k[:, :v]
     for strip, tile in _strips(variant, variant.weight, v, stride):
@@ -413,7 +412,7 @@ def column_product(
 
 
 def tile_sums(product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None) -> Tensor:
-    """Maximum, S, T and target's logit [4, n] of a tile of products [n, columns], which is read once."""
+    """Maximum, S, T and the target's logit, as [4, n], of a tile of products [n, columns]."""
     n, columns = product.shape
     sums = product.new_empty(4, n)
     tiles.tile_sums[(n,)](
@@ -427,7 +426,7 @@ def tile_gradient(
     product: Tensor, outside: Tensor | None, target: Tensor, inside: float | None, slopes: Sequence[Tensor | None],
     dtype: torch.dtype, *, wide: bool,
 ) -> Tensor:  # fmt: skip
-    """u of a tile of products in ``dtype``, and with ``wide`` in place of the products too, which are read once.
+    """u of a tile of products, in ``dtype``; with ``wide`` also in place of the products.
 
     Args:
         slopes: [n] each: top, over, offset, at_target, grad_logp and grad_entropy of ``chunked._Slopes``.
@@ -451,9 +450,9 @@ def _strip(matrix: Tensor | None, columns: slice) -> Tensor | None:
 
 
 def _strips(variant: Variant, tile: Tile, rows: int, width: int) -> list[tuple[slice, Tile]]:
-    """Columns cut into strips: a last tile that would be half empty gets a narrower one of its own.
+    """Strips of columns with a tile each: columns that would fill only part of a tile get a narrower one.
 
-    Its tiles are a launch of their own, which pays where there are several rounds of them.
+    That takes a second launch, which pays if there are several rounds of tiles.
     """
     rest = width % tile.columns
     narrow = max(16, triton.next_power_of_2(rest))
@@ -468,7 +467,7 @@ def _strips(variant: Variant, tile: Tile, rows: int, width: int) -> list[tuple[s
 
 
 def _wide(out: Tensor, tile: Tile) -> bool:
-    """Whether a tile of ``out`` is stored in halves, for lack of shared memory."""
+    """Whether shared memory is too small to store a tile of ``out`` at once: it is stored in halves."""
     return out.element_size() * tile.rows * tile.columns > 2**16
 
 

@@ -8,9 +8,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Tile:
-    """Block of the output (rows, columns), depth of a step, row tiles walked together, pipeline stages and warps.
+    """A kernel's output block (rows, columns), depth of a step, row tiles in a group, pipeline stages and warps.
 
-    With ``halves`` a tile is stored in two steps, which needs half the shared memory.
+    With ``halves`` a block is stored in two steps, in half the shared memory.
     """
 
     rows: int
@@ -60,17 +60,17 @@ class Variant:
 
 INTERPRETED = Tile(rows=16, columns=16, depth=16, group=2, stages=1, warps=1)
 WIDE = Tile(rows=128, columns=256, depth=64, group=16, stages=3, warps=8)
-"""For Hopper: what fits its shared memory beside the staging of a stored tile."""
+"""For Hopper: fits its shared memory together with the buffer of a stored tile."""
 
 DEEP = 2048
-"""Hidden size from which an epilogue is a small part of a tile's time."""
+"""Hidden size from which the epilogue takes a small part of a tile's time."""
 
 HOPPER_TRUNCATION = 1.0e-9
 """A bfloat16 product over D on Hopper is 1 - 1.0e-9 D of the exact one, in the mean over D of 896 to 8192."""
 
 
 def truncation(device: torch.device, dtype: torch.dtype) -> float:
-    """What a product of this dtype, summed in float32 by any kernel of this device, loses per unit of its length.
+    """Relative loss, per unit of length, of this device's products of this dtype summed in float32.
 
     Example:
         >>> truncation(torch.device("cpu"), torch.bfloat16)

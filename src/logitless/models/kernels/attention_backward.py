@@ -5,10 +5,12 @@ g = p * (grad_output . v - d) (times the softcap's slope):
 
     grad_query = scale * sum_keys g k,   grad_key = scale * sum_queries g q,   grad_value = sum_queries p grad_output
 
-``query_gradient`` walks keys a tile of queries, ``key_gradient`` walks queries a tile of keys: seven products where
-five are the least, so that nothing is added up by two programs at once. A prompt's keys are seen by all of its
-completions; a tile of keys with many queries is cut into parts by the layout alone, whose sums ``sum_key_parts`` adds
-in order. What a gradient's bits depend on is the layout, and no processor's turn.
+For each tile of queries ``query_gradient`` goes through keys, and for each tile of keys ``key_gradient`` goes through
+queries: seven products instead of the minimum of five, so that no two programs add to the same sum. A prompt's keys
+    have
+the queries of all its completions: a tile of keys with many queries is divided into parts, as the layout determines,
+    and
+``sum_key_parts`` adds their sums in order. Gradients depend on the layout only, not on timing.
 """
 
 import triton
@@ -80,7 +82,7 @@ def query_gradient(
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """Gradient of one tile of queries, and what the gradient of keys needs to know of its rows."""
+    """Gradient of one tile of queries, and the values of its rows that ``key_gradient`` reads."""
     line, key_head, token, head = query_tile(tiles, K, R, BM)
     prefix_row = tl.load(line)
     prefix_length = tl.load(line + 1)
@@ -102,7 +104,7 @@ def query_gradient(
     if branch_rows is not None:
         trunk_length = tl.load(line + 5)
         branches = branch_rows + tl.load(line + 6)
-    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    gathered = trunk_length // BLOCK * BLOCK  # from the block that contains the end of the trunk on
     own = tl.cdiv(prefix_length, BLOCK) * BLOCK
     straddled = own > gathered
     own_shift = own_row - prefix_length
@@ -154,9 +156,10 @@ def add_key_gradient(
     WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, TMA_ROWS: tl.constexpr, TMA_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of a tile of keys and values plus those of the queries in rows ``first`` to ``first + BM // R``.
+    """Gradients of a tile of keys and values, plus the part of queries in rows ``first`` to ``first + BM // R``.
 
-    All is transposed: [keys, queries]. Rows from ``last`` on are of other sequences: an infinite normaliser, no weight.
+    Matrices are transposed: [keys, queries]. Rows from ``last`` on belong to other sequences: an infinite normaliser
+    makes their weights 0.
     """
     tokens: tl.constexpr = BM // R
     first = first + last * 0
@@ -172,7 +175,7 @@ def add_key_gradient(
         queries = tl.load(query + first.to(tl.int64) * query_stride + query_offset, mask=mask, other=0.0)
         grad_outputs = tl.load(grad_output + first.to(tl.int64) * (H * E) + grad_output_offset, mask=mask, other=0.0)
     of_tile = (tile_row + first) * R
-    if TMA_TERMS:  # through pointers these two become dozens of copies of 4 bytes a thread
+    if TMA_TERMS:  # loads through pointers would be dozens of 4-byte copies a thread
         normaliser = tl.where(ok, normaliser_blocks.load([of_tile]), float("inf"))
         d = tl.where(ok, d_blocks.load([of_tile]), 0.0)
     else:
@@ -232,8 +235,8 @@ def key_gradient(
 ):
     """Gradients of a tile of keys and values from a range of rows of queries.
 
-    All rows that see a key lie behind it, up to the end of its sequence or, of a prompt, of its last branch: the range
-    is one piece, and ``key row <= query row`` is the whole mask.
+    All rows that attend to a key come after it, up to the end of its sequence or, for a shared prefix, of the last
+    sequence that continues it. So they are one range of rows, and the mask is ``key row <= query row``.
     """
     program = tl.program_id(0)
     line = tiles + (program // K) * 8
@@ -263,7 +266,7 @@ def key_gradient(
     inside = column[None, :] < E
     grad_keys = tl.zeros((BK, WIDTH), tl.float32)
     grad_values = tl.zeros((BK, WIDTH), tl.float32)
-    # Queries in rows of these very keys need the mask, later ones do not.
+    # only queries in the rows of these keys need the mask
     seen_by_all = first_query + tl.cdiv(tl.maximum(tl.minimum(last_key, last_query) - first_query, 0), tokens) * tokens
     if WINDOWED:
         seen_by_all = first_query + tl.cdiv(last_query - first_query, tokens) * tokens
@@ -305,7 +308,7 @@ def sum_key_parts(
     BK: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Gradients of ROWS rows of a tile of keys that is cut: its parts, in order."""
+    """Gradients of ROWS rows of a divided tile of keys: the sum of its parts, in order."""
     line = tiles + (tl.program_id(0) // K) * 8
     key_head = tl.program_id(0) % K
     first_key = tl.load(line)

@@ -1,11 +1,11 @@
-"""Kernels of attention while decoding: one query a row, keys in pages, a program a split, then the splits in order.
+"""Kernels of attention for decoding: one query a row, keys in pages; a program a split, then a merge of the splits.
 
-Blocks, splits and merges are those of ``attention_forward``, and so are the bits. What rows of a group share is read
-once for all of them: ``decode_shared`` leaves the running softmax of every shared block, ``decode_own`` goes on from
-there, which is exact, for it is the same float32 numbers either way. Grids depend on capacities alone and all else is
-read on the device, so that launches can be captured in a graph.
+Blocks, splits and merges are those of ``attention_forward``, and results are bitwise the same. Pages that rows of a
+group share are read once for all of them: ``decode_shared`` stores the running softmax after the shared blocks, in
+float32, and ``decode_own`` continues from it, which changes nothing. Grids depend on capacities only, and everything
+else is read on the GPU, so that launches can be captured in a graph.
 
-Tiles are 16 rows on one warp or 64 on four: then a row's sums have the order of the forward pass.
+Tiles have 16 rows on one warp or 64 on four: then a row's sums have the same order as in the forward pass.
 """
 
 import triton
@@ -18,7 +18,7 @@ from logitless.quick_launch import quick_launch
 
 @triton.jit
 def load_state(state_m, state_s, state_o, place, ok, column, WIDTH: tl.constexpr):
-    """The running softmax that a split has come to, by row."""
+    """The stored running softmax of a split, by row."""
     m = tl.load(state_m + place, mask=ok, other=0.0)
     s = tl.load(state_s + place, mask=ok, other=1.0)
     o = tl.load(state_o + place[:, None] * WIDTH + column[None, :], mask=ok[:, None], other=0.0)
@@ -49,21 +49,21 @@ def load_page(
 
 @triton.jit
 def split_pages(page_table, row, split, max_pages, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """Pages of a row's split, at once: one that is looked up block by block is waited for block by block."""
+    """All pages of a row's split, loaded at once to wait for memory only once."""
     slot = split * (SPLIT // BLOCK) + tl.arange(0, SPLIT // BLOCK)
     return tl.load(page_table + row.to(tl.int64) * max_pages + slot, mask=slot < max_pages, other=0)
 
 
 @triton.jit
 def page_at(pages, at, BLOCK: tl.constexpr, SPLIT: tl.constexpr):
-    """The page of the block at position ``at`` of the split that these are the pages of."""
+    """The page of the block at position ``at``, out of the pages of its split."""
     inside = tl.arange(0, SPLIT // BLOCK) == at % SPLIT // BLOCK
     return tl.sum(tl.where(inside, pages, 0), 0)
 
 
 @triton.jit
 def first_block(position, split, window, BLOCK: tl.constexpr, SPLIT: tl.constexpr, WINDOWED: tl.constexpr):
-    """Position of the first block of a split that a query at ``position`` can see any of."""
+    """Position of the first block of a split that a query at ``position`` attends to."""
     start = split * SPLIT
     if WINDOWED:
         start = tl.maximum(start, tl.maximum(position - window + 1, 0) // BLOCK * BLOCK)
@@ -147,7 +147,7 @@ def decode_own(
     page_table,  # [rows, max_pages] int32
     position,  # [rows] int32, of the query; -1: no query
     row_shared_pages,  # [rows] int32: leading pages that ``decode_shared`` has read; None: none
-    state_m,  # [rows, splits, H] float32, gone on from and written; unused when DIRECT
+    state_m,  # [rows, splits, H] float32, read and written; unused when DIRECT
     state_s,  # likewise
     state_o,  # [rows, splits, H, WIDTH] float32
     output,  # [rows, H, E], written when DIRECT
@@ -190,7 +190,7 @@ def decode_own(
         shared = tl.load(row_shared_pages + row) * BLOCK
     own = split * SPLIT < end
     if not DIRECT:
-        own = own & ((split + 1) * SPLIT > shared)  # else its result is where ``decode_shared`` has left it
+        own = own & ((split + 1) * SPLIT > shared)  # else ``decode_shared`` has stored its result
     if own:
         m, s, o = empty(BM, WIDTH)
         if row_shared_pages is not None:
@@ -223,7 +223,7 @@ def decode_own(
 def store_result(
     output, log_sum_exp, row, head, head_ok, column, m, s, o, H: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """Output and log-sum-exp of a row's heads; zero and -inf where the row has no query."""
+    """Store output and log-sum-exp of a row's heads; 0 and -inf for a row without a query."""
     place = row.to(tl.int64) * H + head
     ok = head_ok[:, None]
     if E < WIDTH:
@@ -254,7 +254,7 @@ def merge_splits(
     WINDOWED: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """A row's splits in order, for the query heads of one key head."""
+    """Merge a row's splits in order, for the query heads of one key head."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)
     of_key = tl.arange(0, HEADS)
@@ -268,7 +268,7 @@ def merge_splits(
         first = tl.maximum(query_position - window + 1, 0) // SPLIT
     end = (query_position + SPLIT) // SPLIT
     for start in range(first, end, AT_ONCE):
-        for i in tl.static_range(AT_ONCE):  # whose loads wait for nothing between them
+        for i in tl.static_range(AT_ONCE):  # unrolled, so that their loads overlap
             inside = start + i < end
             place = (row.to(tl.int64) * splits + start + i) * H + head
             m2, s2, o2 = load_state(state_m, state_s, state_o, place, head_ok & inside, column, WIDTH)

@@ -1,17 +1,17 @@
 """Kernel of attention's forward pass, over packed rows with shared prompts or over pages of a cache.
 
-Everything is in positions of a token's own sequence. Keys are walked in blocks of BLOCK positions inside splits of
-SPLIT positions; a split is a running softmax of its own, and splits are merged in order:
+Positions are those in a token's own sequence. Keys are read in blocks of BLOCK positions, inside splits of SPLIT
+positions; each split has its own running softmax, and splits are merged in order:
 
     z = gain * (q . k)         in bits; with a softcap gain * tanh(inner * (q . k))
     m = max z,  s = sum 2^(z - m),  o = sum 2^(z - m) v
     merged: m = max(m1, m2),  s = fma(s1, 2^(m1 - m), s2 * 2^(m2 - m)),  o likewise
 
-Why a row's bits depend on nothing else: blocks that a row does not see leave its m, s and o as they are, bit for bit
-(a factor 2^0 and a sum of zeros); a tensor core's sum over a block has one order in every tile; each warp owns whole
-rows, so that the sum of a row of a block has one order too. That last one is a property of the launch: 16 rows a warp.
-Tiles of 16 rows on 2 or 4 warps break it (in 4% of log-sum-exps, before it shows in outputs). Products that end in a
-sum are explicit ``fma``, for a compiler contracts them in one kernel and not in another.
+Why it is row-invariant: blocks that a row does not attend to leave its m, s and o bitwise unchanged (a factor 2^0 and a
+sum of zeros); a tensor core sums over a block in the same order in every tile; and each warp has whole rows, so that a
+row's sum over a block has one order too. The last is a property of the launch, 16 rows a warp: with tiles of 16 rows on
+2 or 4 warps, 4% of log-sum-exps differ. Products followed by a sum are explicit ``fma``, because the compiler would
+contract them in one kernel and not in another.
 
 A tile is BM rows: BM // R tokens times the R query heads that share a key head; row i is token i // R, head i % R.
 """
@@ -42,7 +42,7 @@ def products(queries, keys, inner, SOFTCAP: tl.constexpr, PRECISION: tl.constexp
 
 @triton.jit
 def seen(query_position, key_position, window, WINDOWED: tl.constexpr):
-    """[queries, keys]: whether a query sees a key: not after it, and within its window."""
+    """[queries, keys]: whether a query attends to a key: at or before it, and within the window."""
     ok = key_position[None, :] <= query_position[:, None]
     if WINDOWED:
         ok = ok & (key_position[None, :] > query_position[:, None] - window)
@@ -54,7 +54,7 @@ def add_block(
     queries, keys, values, m, s, o, query_position, key_position, window, inner, gain,
     MASKED: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One block of keys into the running softmax (m, s, o) of its split."""
+    """Add one block of keys to the running softmax (m, s, o) of its split."""
     z = products(queries, keys, inner, SOFTCAP, PRECISION)
     if MASKED:
         z = tl.where(seen(query_position, key_position, window, WINDOWED), z, NEVER)
@@ -71,7 +71,7 @@ def add_block(
 
 @triton.jit
 def merge(m, s, o, m2, s2, o2):
-    """The running softmax of a split (m2, s2, o2) into that of the splits before it. An empty one changes nothing."""
+    """Merge a split's running softmax (m2, s2, o2) into that of the splits before it; an empty one changes nothing."""
     new_m = tl.maximum(m, m2)
     anchor = tl.where(new_m == NEVER, 0.0, new_m)
     a = tl.exp2(m - anchor)
@@ -81,13 +81,13 @@ def merge(m, s, o, m2, s2, o2):
 
 @triton.jit
 def empty(BM: tl.constexpr, WIDTH: tl.constexpr):
-    """The running softmax of no keys at all."""
+    """The running softmax of no keys."""
     return tl.full((BM,), NEVER, tl.float32), tl.zeros((BM,), tl.float32), tl.zeros((BM, WIDTH), tl.float32)
 
 
 @triton.jit
 def block_row(start, pages, prefix_length, prefix_shift, own_shift, PAGED: tl.constexpr, BLOCK: tl.constexpr):
-    """Row of the first key of the block at position ``start``, where the whole block lies in one piece."""
+    """Row of the first key of the block at position ``start``, for a block in consecutive rows."""
     if PAGED:
         return tl.load(pages + start // BLOCK) * BLOCK
     return start + tl.where(start < prefix_length, prefix_shift, own_shift)
@@ -98,9 +98,9 @@ def key_rows(
     start, pages, branches, prefix_length, trunk_length, prefix_shift, own_shift, PAGED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Position and row of each key of the block at ``start``, wherever they lie.
+    """Position and row of each key of the block at ``start``, for any block.
 
-    branches: rows of the positions from ``trunk_length`` to ``prefix_length``; None where the trunk is all of it.
+    branches: rows of the positions from ``trunk_length`` to ``prefix_length``; None if the trunk is the whole prefix.
     """
     position = start + tl.arange(0, BLOCK)
     if PAGED:
@@ -137,12 +137,12 @@ def load_whole_block(
     key, value, key_blocks, value_blocks, row, head, stride, column,
     BLOCK: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [BLOCK, WIDTH] of a key head that lie in BLOCK rows from ``row`` on."""
+    """Keys and values [BLOCK, WIDTH] of a key head in BLOCK consecutive rows from ``row`` on."""
     if TMA:
         keys = tl.reshape(key_blocks.load([row, head, 0]), (BLOCK, WIDTH))
         values = tl.reshape(value_blocks.load([row, head, 0]), (BLOCK, WIDTH))
     else:
-        # One base of 64 bits, the rest in 32.
+        # a 64-bit base, 32-bit offsets
         offset = tl.arange(0, BLOCK)[:, None] * stride + column[None, :]
         base = row.to(tl.int64) * stride + head * E
         if E < WIDTH:
@@ -157,7 +157,7 @@ def load_whole_block(
 
 @triton.jit
 def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
-    """What a program works on: its line of ``tiles``, its key head, and token and head of each of its rows."""
+    """A program's line of ``tiles``, its key head, and token and head of each of its rows."""
     program = tl.program_id(0)
     line = tiles + (program // K) * 8
     key_head = program % K
@@ -167,10 +167,10 @@ def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED: tl.constexpr):
-    """Run number ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
+    """Range ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
 
-    One run up to and with the block that straddles the prefix's end, where there is one, and one for the rest. Of the
-    prefix [gathered, own) is gathered.
+    The first range ends with the block that contains the end of the prefix, if one does; the second has the rest. Of
+    the prefix, [gathered, own) is gathered.
     """
     first = (run == 0) & straddled
     start = tl.where(run == 0, lowest, tl.maximum(lowest, own))
@@ -193,12 +193,12 @@ def attention_forward(
     log_sum_exp,  # [T, H] float32, in nats
     tiles,  # [tiles, 8] int32: prefix row (paged: line of the page table), prefix length, own row, own length, token,
     #         length of the trunk, first of ``branch_rows``
-    branch_rows,  # [b] int32: rows of prefixes behind their trunks; None: a prefix is its trunk
+    branch_rows,  # [b] int32: rows of prefixes after their trunks; None: a prefix is its trunk
     page_table,  # [sequences, max_pages] int32: pages of each sequence in order; None: not paged
     max_pages,
     query_stride,
     key_stride,
-    window,  # positions that a query sees, itself included
+    window,  # positions that a query attends to, itself included
     inner,  # scale / softcap
     gain,  # scale (softcap) in bits
     K: tl.constexpr,  # key heads
@@ -227,7 +227,7 @@ def attention_forward(
     row_ok = (token < tokens) & (first + token < own_length)
     position = prefix_length + first + token
     end = prefix_length + tl.minimum(first + tokens, own_length)
-    whole = (prefix_length + first + 1) // BLOCK * BLOCK  # all rows see all of the blocks below
+    whole = (prefix_length + first + 1) // BLOCK * BLOCK  # all rows attend to all of the blocks below
     lowest = first * 0
     if WINDOWED:
         lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
@@ -236,7 +236,7 @@ def attention_forward(
     if branch_rows is not None:
         trunk_length = tl.load(line + 5)
         branches = branch_rows + tl.load(line + 6)
-    gathered = trunk_length // BLOCK * BLOCK  # what lies behind the trunk, with the blocks that straddle its ends
+    gathered = trunk_length // BLOCK * BLOCK  # from the block that contains the end of the trunk on
     own = tl.cdiv(prefix_length, BLOCK) * BLOCK
     straddled = own > gathered
     pages = page_table
@@ -250,7 +250,7 @@ def attention_forward(
     queries = load_rows(query, row, row_ok, head, query_stride, column, E, WIDTH)
     m, s, o = empty(BM, WIDTH)
     split_m, split_s, split_o = empty(BM, WIDTH)
-    # Splits end inside one loop over blocks, which is pipelined across them.
+    # one loop over the blocks of all splits, so that loads are pipelined across splits
     for run in range(1 + straddled.to(tl.int32)):
         start, masked, stop = run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED)
         for at in range(start, masked, BLOCK):

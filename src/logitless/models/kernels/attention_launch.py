@@ -1,4 +1,4 @@
-"""Launches of attention's kernels; arguments are checked by the callers."""
+"""Launches of the attention kernels; callers have checked the arguments."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LOG2E = math.log2(math.e)
 
 
 class Form(NamedTuple):
-    """What is computed: ``scale``, ``window`` and ``softcap`` as ``prefix_attention`` takes them."""
+    """Options of ``prefix_attention``: ``scale``, ``window`` and ``softcap``."""
 
     scale: float
     window: int | None
@@ -26,13 +26,13 @@ class Form(NamedTuple):
 
     @property
     def numbers(self) -> tuple[int, float, float]:
-        """Window, and the factors ``inner`` and ``gain`` of every kernel that makes products."""
+        """Window, and the factors ``inner`` and ``gain``, as kernels with query-key products take them."""
         softcap = self.softcap or 0.0
         return self.window or 0, self.scale / (softcap or 1.0), (softcap or self.scale) * _LOG2E
 
     @property
     def constants(self) -> dict[str, bool]:
-        """Of the same kernels."""
+        """Constants of the same kernels."""
         return {"WINDOWED": self.window is not None, "SOFTCAP": self.softcap is not None}
 
 
@@ -46,28 +46,28 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, query: Tensor, key: Tensor) -> "Heads":
-        """Of query [T, H, E] and key [T, K, E]."""
+        """For query [T, H, E] and key [T, K, E]."""
         return cls.of_counts(query.shape[1], key.shape[1], query.shape[2])
 
     @classmethod
     def of_counts(cls, num_heads: int, num_key: int, width: int) -> "Heads":
-        """Of so many query heads and key heads."""
+        """For these numbers of query heads and key heads."""
         return cls(num_key, num_heads // num_key, width, max(16, power_of_two(width)))
 
     @property
     def constants(self) -> dict[str, int]:
-        """Of most kernels."""
+        """Constants of most kernels."""
         return {"K": self.num_key, "R": self.group, "E": self.width, "WIDTH": self.padded}
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """x [T, H, E] with heads side by side; a view where it can be one."""
+    """x [T, H, E] with heads side by side; a view if possible."""
     side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
     return x if side_by_side else x.contiguous()
 
 
 def key_value_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values with heads side by side and rows equally far apart."""
+    """Keys and values with heads side by side and the same row stride."""
     key, value = as_rows(key), as_rows(value)
     return (key, value) if key.stride(0) == value.stride(0) else (key.contiguous(), value.contiguous())
 
@@ -76,7 +76,7 @@ def attention_forward_rows(
     query: Tensor, key: Tensor, value: Tensor, tiles: Tensor, form: Form, choice: AttentionTiles, *,
     every_row: bool, branch_rows: Tensor | None = None, page_table: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [T, H, E] and log-sum-exp [T, H]; rows of no tile are 0 unless ``every_row`` is in one."""
+    """Output [T, H, E] and log-sum-exp [T, H]. Unless ``every_row`` is in a tile, the other rows are set to 0."""
     heads, tile = Heads.of(query, key), choice.forward
     rows, num_heads, width = query.shape
     output = empty_rows(rows, num_heads, width, like=query)
@@ -107,7 +107,7 @@ def query_gradient(
     grad_log_sum_exp: Tensor | None, tiles: Tensor, form: Form, choice: AttentionTiles, *, every_row: bool,
     branch_rows: Tensor | None = None,
 ) -> tuple[Tensor, RowTerms]:  # fmt: skip
-    """Gradient of queries, and what that of keys needs."""
+    """Gradient of queries, and the row terms that ``key_gradient`` reads."""
     heads, tile = Heads.of(query, key), choice.query_gradient
     rows = len(query)
     gradient = (torch.empty_like if every_row else torch.zeros_like)(output)
@@ -123,7 +123,7 @@ def query_gradient(
 
 
 class KeyTables(NamedTuple):
-    """Tiles of keys [tiles, 8], those that are cut [cut, 8], number of parts, and positions [T] (with a window)."""
+    """Tiles of keys [tiles, 8], the divided ones [cut, 8], their number of parts, and positions [T] (with a window)."""
 
     tiles: Tensor
     cut: Tensor
@@ -165,10 +165,10 @@ def key_gradient(
 
 
 class Decoding(NamedTuple):
-    """A step of decoding: what it launches, in this order, and what is there afterwards.
+    """A step of decoding: its launches, to be made in order, and its results.
 
     Args:
-        launches: each may run alone, for a compilation; its numbers mean nothing then.
+        launches: one alone may be run to compile it; its results are then meaningless.
         output: [rows, H, E].
         log_sum_exp: [rows, H].
     """
@@ -186,8 +186,8 @@ def decoding(
 
     Args:
         key, value: [pages * BLOCK, K, E].
-        shared: members [groups, size], shared pages by group and by row; None when no row shares.
-        reach: more than any position; None: what the page table holds.
+        shared: members [groups, size], number of shared pages by group and by row; None without shared pages.
+        reach: a bound above every position; None: the page table's capacity.
     """
     heads = Heads.of(query, key)
     rows, num_heads, width = query.shape
@@ -235,7 +235,7 @@ def decoding(
 
 
 def _key_blocks(key: Tensor, value: Tensor, heads: Heads, tma: bool) -> tuple[Any, Any]:
-    """TMA descriptors of blocks of keys and of values; None where they are loaded through pointers."""
+    """TMA descriptors of blocks of keys and of values; None if they are loaded through pointers."""
     if not tma or not _aligned(key, value):
         return None, None
     block = [attention_tiles.BLOCK, 1, heads.padded]
@@ -243,7 +243,7 @@ def _key_blocks(key: Tensor, value: Tensor, heads: Heads, tma: bool) -> tuple[An
 
 
 def _aligned(*operands: Tensor) -> bool:
-    """Whether TMA can read them: all strides but the last, and the start, are multiples of 16 bytes."""
+    """Whether TMA can read these: all strides but the last, and the start, are multiples of 16 bytes."""
     for x in operands:
         if x.data_ptr() % 16:
             return False

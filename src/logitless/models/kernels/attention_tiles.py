@@ -1,4 +1,4 @@
-"""Which tiles attention takes on which GPU; every choice of a forward or decoding tile gives the same bits."""
+"""Tile sizes of attention by GPU; every forward and decoding tile gives bitwise the same results."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -6,20 +6,20 @@ from functools import cache
 import torch
 
 BLOCK = 64
-"""Positions in a block of keys, and in a page of a cache. Part of the result's bits, as is SPLIT."""
+"""Positions in a block of keys, and in a page of a cache. Results depend on it and on SPLIT in the last bits."""
 
 SPLIT = 512
-"""Positions in a split, the unit that decoding works on in parallel."""
+"""Positions in a split; decoding works on splits in parallel."""
 
 PROCESSORS = 132
-"""Work on keys with many queries is cut for so many processors, on every GPU: gradients do not depend on the GPU."""
+"""Keys with many queries are divided for this many processors, on every GPU: gradients do not depend on the GPU."""
 
 
 @dataclass(frozen=True)
 class QueryTile:
-    """Rows (tokens times query heads of a key head), warps, pipeline stages, a cap on registers (0: none).
+    """Rows (tokens times query heads of a key head), warps, pipeline stages, a bound on registers (0: none).
 
-    ``tma``: whole blocks of keys come through TMA descriptors.
+    ``tma``: whole blocks of keys are loaded through TMA descriptors.
     """
 
     rows: int
@@ -50,9 +50,9 @@ class AttentionTiles:
         forward: of packed rows and of prefilling.
         query_gradient, key_gradient: of the backward pass.
         decode: of a row's own keys. 16 rows on one warp or 64 on four, here and below: 16 or 32 rows on two or four
-            warps add up a row of a block in another order (on an H200 2 to 7% of log-sum-exps differ, and too few
-            outputs to notice).
-        decode_few: the same where programs are too few to fill the GPU: at most ``few``.
+            warps sum a row of a block in another order (on an H200 2 to 7% of log-sum-exps differ, and very few
+            outputs).
+        decode_few: the same, if at most ``few`` programs are launched, too few to fill the GPU.
         decode_shared: of keys that a group shares.
         precision: how float32 operands are multiplied (irrelevant for 16-bit ones).
     """
@@ -79,7 +79,7 @@ INTERPRETED = AttentionTiles(
 
 @cache
 def attention_tiles(width: int, dtype: torch.dtype, device: torch.device) -> AttentionTiles:
-    """Of heads of ``width`` (a power of two, padding included).
+    """Tiles for heads of ``width`` (a power of two, padding included).
 
     Example:
         >>> attention_tiles(64, torch.float32, torch.device("cpu")).forward.rows
@@ -93,7 +93,7 @@ def attention_tiles(width: int, dtype: torch.dtype, device: torch.device) -> Att
 
 
 def hopper_tiles(width: int) -> AttentionTiles:
-    """With TMA; tensor cores by warp groups. The fastest on an H200 of those tried, with prompts shared and not."""
+    """With TMA. The fastest of those tried on an H200, with and without shared prompts."""
     if width <= 64:
         return AttentionTiles(
             forward=QueryTile(128, 8, 3, tma=True, registers=128),
@@ -125,7 +125,7 @@ def hopper_tiles(width: int) -> AttentionTiles:
 
 
 def plain_tiles(width: int) -> AttentionTiles:
-    """For any GPU from sm_80 on: loads through pointers, under 99 KiB of shared memory. Their speed is unmeasured."""
+    """For any GPU from sm_80 on: without TMA, under 99 KiB of shared memory. Their speed is not measured."""
     if width <= 128:
         return AttentionTiles(
             forward=QueryTile(64, 4, 2),

@@ -1,9 +1,9 @@
-"""Kernels compiled side by side: half a second each on one processor, and a model's first step launches a dozen.
+"""Compile kernels in parallel: each takes half a second on one processor, and a model's first step launches a dozen.
 
-Code that launches kernels is called while a CUDA graph is captured, which is thrown away: nothing runs on the GPU,
-neither torch's operations nor kernels that are there already. Kernels that are not compiled yet are compiled by threads
-from the arguments of their launch. Afterwards each is ready to be launched: Triton leaves a kernel's launcher, which a
-C compiler makes, and its loading to the first launch, and one after the other they take as long as the compilations.
+Code that launches kernels runs inside a captured CUDA graph that is thrown away, so that nothing is executed on the
+GPU. Kernels that are not compiled yet are compiled by threads, for the arguments of their launch, and loaded. Triton
+would build a kernel's launcher (with a C compiler) and load it at the first launch, one kernel at a time, which takes
+as long as the compilations.
 """
 
 import os
@@ -20,23 +20,23 @@ from triton.runtime.errors import OutOfResources
 from logitless.graph_capture import not_executed
 
 _THREADS = 16
-"""A tenth of a compilation is Python, of which one thread runs at a time: more of them wait for each other."""
+"""A tenth of a compilation holds Python's global lock, so more threads would wait for each other."""
 
 
 @contextmanager
 def compiled_together(device: torch.device) -> Iterator[None]:
-    """In this thread, kernels that are not compiled are compiled by others, and nothing is executed; waits for all.
+    """Compile the kernels that the code inside launches, in other threads, without executing any; waits at the end.
 
     Args:
-        device: CUDA's, on which the code inside launches. That code copies nothing from the host, waits for nothing
-            and keeps no tensor that it makes (``graph_capture.not_executed``).
+        device: the GPU on which the code inside launches. That code must not copy from the host, synchronize, or keep a
+            tensor that it creates (``graph_capture.not_executed``).
     """
     with Compiling(device) as compiling, compiling.unlaunched, not_executed(device):
         yield
 
 
 class Compiling:
-    """Threads that compile what calls launch; at its end all is there.
+    """Threads that compile what calls launch; waits for all compilations at the end.
 
     Args:
         device: as of ``compiled_together``.
@@ -55,7 +55,7 @@ class Compiling:
         self.unlaunched.wait(0)
 
     def begin(self, calls: Iterable[Callable[[], object]]) -> Callable[[], None]:
-        """Makes these calls as inside ``compiled_together``; the result waits for the kernels that they brought."""
+        """Start to compile the kernels that these calls launch; returns a function that waits for them."""
         first = len(self.unlaunched.kernels)
         with self.unlaunched, not_executed(self._device):
             for call in calls:
@@ -64,18 +64,18 @@ class Compiling:
 
 
 def ready_to_launch(kernel: Any) -> None:
-    """Makes a compiled kernel's launcher and loads it, in the thread that compiled it; its device is the current one.
+    """Build a compiled kernel's launcher and load it on the current device.
 
-    One that does not fit into the GPU says so when it is launched.
+    A kernel that needs more resources than the GPU has raises at its launch instead.
     """
     try:
-        kernel.run  # noqa: B018 a property that does so at its first use
+        kernel.run  # noqa: B018 a property that loads at its first use
     except OutOfResources:
         return
 
 
 class _Unlaunched(triton.AsyncCompileMode):  # type: ignore[misc]
-    """Triton's own, which waits for a kernel where it is launched and for all where it ends; this does not."""
+    """Triton's mode, without its waits for a kernel at its launch and for all at the end."""
 
     def __init__(self, threads: ThreadPoolExecutor) -> None:
         super().__init__(threads)
@@ -93,23 +93,23 @@ class _Unlaunched(triton.AsyncCompileMode):  # type: ignore[misc]
         kernel = compile_fn()
         if self._device is not None:
             with torch.cuda.device(self._device):
-                torch.zeros(1, device="cuda")  # CUDA's runtime gives a thread its context with its first launch
+                torch.zeros(1, device="cuda")  # a thread gets its CUDA context with its first launch
                 ready_to_launch(kernel)
         return kernel
 
     def wait(self, first: int, stop: int | None = None) -> None:
-        """For some kernels, which are launched from here on."""
+        """Wait for some kernels, which can be launched afterwards."""
         for future, finalize in self.kernels[first:stop]:
             finalize(future.result())
 
 
 class _Nothing:
-    """Stands where a compiled kernel would: to launch it does nothing."""
+    """A stand-in for a compiled kernel; its launch does nothing."""
 
     function = packed_metadata = None
 
     def launch_metadata(self, *_: Any) -> None:
-        """None asked for."""
+        """Not needed."""
 
     def run(self, *_: Any) -> None:
         """Not launched."""

@@ -1,9 +1,9 @@
-"""The gate of a gated MLP: ``act(gate) * up`` in one pass over columns of one product, and its backward.
+"""The gate of a gated MLP: ``act(gate) * up`` in one kernel, and its backward.
 
     act = SiLU: g / (1 + exp(-g));    GELU: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
 
-in float32, rounded after ``act`` and after the product, as transformers' two operations round. Elementwise, so a row
-depends on nothing else; but a fused exponential and torch's may differ in a bit, so it serves on both sides or on none.
+in float32, rounded after ``act`` and after the product, as in transformers. It is elementwise, hence row-invariant; but
+its exponential may differ from torch's in a bit, so sampling and training both use it, or neither.
 """
 
 import torch

@@ -1,12 +1,11 @@
-"""Matrix products whose sums run in one order, whatever the tile and the number of rows.
+"""Matrix products with a fixed order of summation, for every tile and number of rows.
 
     out[m, n] = sum_k rows[m, k] * weight[n, k]  (+ bias[n])  (then addend[m, n] + scale * that)
 
-One program walks K from its start to its end and adds into one float32 accumulator an output; K is never split. On
-NVIDIA's tensor cores such a sum has the same bits for every tile, for ``mma`` and ``wgmma`` alike and with operands
-swapped, so the tile is a matter of speed alone: a step of depth 16 is the unit of the hardware, and every tile is made
-of the same steps in the same order. That is an observation, not a guarantee of the vendor, so a tile serves only where
-``self_check`` has compared it.
+A program goes through K from start to end with one float32 accumulator for each output; K is never split. On NVIDIA's
+tensor cores the sum is then bitwise the same for every tile, for ``mma`` and ``wgmma``, and with operands swapped: the
+hardware's unit is a step of depth 16, and every tile is made of the same steps in the same order. That is an
+observation, not guaranteed by the vendor, so a tile is used only if ``self_check`` has compared it.
 
 Two ways to load: TMA descriptors (Hopper and later), or plain masked tiles of less than 99 KiB of shared memory (any
 GPU from capability 8.0).
@@ -29,14 +28,14 @@ from logitless.quick_launch import descriptor, quick_launch
 
 @dataclass(frozen=True)
 class Tile:
-    """How one program of the product works; the result does not depend on it.
+    """Tile of a program; the result does not depend on it.
 
     Args:
         rows, columns: block of the output.
         depth: part of K that is loaded at a time.
-        warps, stages: of the program and of its pipeline of loads.
-        swapped: multiply ``weight @ rows.T``, so that the weight's rows fill the 64 of a ``wgmma`` when the batch's
-            do not.
+        warps, stages: of the program, and of its pipeline of loads.
+        swapped: multiply ``weight @ rows.T``, to fill the 64 rows of a ``wgmma`` with the weight's if the batch has
+            fewer.
         tma: load through TMA descriptors.
 
     Example:
@@ -55,13 +54,13 @@ class Tile:
 
 INTERPRETED = Tile(rows=32, columns=64, depth=64, warps=1, stages=1)
 REFERENCE = Tile(rows=128, columns=128, depth=64, warps=8, stages=3)
-"""The tile that defines the bits on GPUs; plain loads, 96 KiB."""
-_GROUP = 8  # row tiles walked together, so that they meet the weight's tiles in L2
+"""The tile that other kernels are compared with on GPUs; plain loads, 96 KiB."""
+_GROUP = 8  # row tiles processed together, so that the weight's tiles stay in L2
 
 
 @triton.jit
 def across(row, column, SWAPPED: tl.constexpr):
-    """The rows and the columns of a tile's numbers, each along its side; columns come first where it is swapped."""
+    """Row and column indices of a tile, broadcastable; a swapped tile has columns first."""
     if SWAPPED:
         row_of = row[None, :]
         column_of = column[:, None]
@@ -76,11 +75,11 @@ def across(row, column, SWAPPED: tl.constexpr):
 def product_kernel(
     rows,  # [M, K] a row ``row_stride`` after the other, or its TMA descriptor
     weight,  # [N, K] contiguous, or its TMA descriptor
-    ahead,  # the weight again where it is asked for before the inputs are there, or None
+    ahead,  # the weight again, to be prefetched before the inputs are ready; or None
     bias,  # [N] or None
     addend,  # [M, N] a row ``out_stride`` after the other, or None
     out,  # [M, N] likewise; may be ``addend`` itself
-    scale,  # of the product where there is an addend
+    scale,  # of the product, with an addend
     num_rows,  # M
     num_columns,  # N
     length,  # K
@@ -93,7 +92,7 @@ def product_kernel(
     SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
-    PIECES: tl.constexpr,  # in which a row of the weight is asked for
+    PIECES: tl.constexpr,  # of a row of the weight, for prefetching
     OVERLAP: tl.constexpr,
 ):
     """One tile of the output."""
@@ -111,7 +110,7 @@ def product_kernel(
     row = row_start + tl.arange(0, ROWS)
     column = column_start + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    if not TMA:  # rows beyond the last read another's numbers, which are not stored
+    if not TMA:  # rows beyond the last read other rows, and are not stored
         row_at = rows + (row % num_rows)[:, None].to(tl.int64) * row_stride + depth[None, :]
         weight_at = weight + (column % num_columns)[:, None].to(tl.int64) * length + depth[None, :]
     acc = tl.zeros((COLUMNS, ROWS) if SWAPPED else (ROWS, COLUMNS), tl.float32)
@@ -157,12 +156,12 @@ def fixed_order_product(
     Args:
         rows: [M, K], the last dimension contiguous.
         weight: [N, K] contiguous, in the dtype of ``rows``.
-        tile: how; for TMA, K of both and the row stride must be multiples of 16 bytes.
+        tile: for TMA, K of both and the row stride must be multiples of 16 bytes.
         bias: [N].
-        out: [M, N] with contiguous rows; made where it is not given.
-        add_to_out: factor of the product, which is then added to what ``out`` holds.
-        dtype: of ``out`` where it is made; default that of ``rows``.
-        ahead: ask for the weight while the kernel before still runs; None: where that helps (``asks_ahead``).
+        out: [M, N] with contiguous rows; None: a new tensor.
+        add_to_out: factor of the product, which is then added to ``out``.
+        dtype: of a new ``out``; default that of ``rows``.
+        ahead: prefetch the weight while the previous kernel still runs; None: if that helps (``asks_ahead``).
 
     Returns:
         ``out``.
@@ -187,13 +186,13 @@ def fixed_order_product(
 
 
 _FITS = 24 * 2**20
-"""Bytes of a weight that is asked for ahead: half of Hopper's L2 cache."""
+"""The largest weight that is prefetched, in bytes: half of Hopper's L2 cache."""
 
 
 def asks_ahead(tile: Tile, columns: int, length: int, itemsize: int) -> bool:
-    """Whether a tile asks for its part of a weight [columns, length] while the kernel before still runs.
+    """Whether a tile prefetches its part of a weight [columns, length] while the previous kernel still runs.
 
-    Those for few rows do: with more rows, it is the kernel before that needs the bandwidth.
+    Tiles for few rows do; with more rows the previous kernel needs the bandwidth.
 
     Example:
         >>> asks_ahead(Tile(16, 64, 256, 4, 4, tma=True), 896, 4864, 2), asks_ahead(REFERENCE, 896, 4864, 2)
@@ -205,7 +204,7 @@ def asks_ahead(tile: Tile, columns: int, length: int, itemsize: int) -> bool:
 
 
 def _pieces(tile: Tile) -> int:
-    """Pieces of a row of the weight, so that each thread asks for one."""
+    """Pieces of a row of the weight, one for each thread to prefetch."""
     return max(1, 32 * tile.warps // tile.columns)
 
 
@@ -214,7 +213,7 @@ def _pieces(tile: Tile) -> int:
 def gated_product_kernel(
     rows,  # [M, K], its TMA descriptor
     weight,  # [2 I, K], the same: the gate's rows before those of up
-    ahead,  # the weight again where it is asked for before the inputs are there, or None
+    ahead,  # the weight again, to be prefetched before the inputs are ready; or None
     out,  # [M, I] contiguous
     num_rows,  # M
     width,  # I
@@ -227,7 +226,7 @@ def gated_product_kernel(
     PIECES: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One tile of ``act(rows @ gate.T) * (rows @ up.T)``, rounded where products and gate of their own round."""
+    """One tile of ``act(rows @ gate.T) * (rows @ up.T)``, rounded as by separate kernels."""
     num_m = tl.cdiv(num_rows, ROWS)
     row_start = tl.program_id(0) % num_m * ROWS
     column_start = tl.program_id(0) // num_m * COLUMNS
@@ -258,12 +257,12 @@ def gated_product_kernel(
 
 
 def gated_product(rows: Tensor, weight: Tensor, tile: Tile, *, gelu: bool, ahead: bool | None = None) -> Tensor:
-    """``act(rows @ gate.T) * (rows @ up.T)`` [M, I] in one kernel, with the bits of a product and a gate apart.
+    """``act(rows @ gate.T) * (rows @ up.T)`` [M, I] in one kernel, bitwise identical to separate product and gate.
 
     Args:
         rows: [M, K], the last dimension contiguous; row stride and K multiples of 16 bytes.
         weight: [2 I, K] contiguous, in the dtype of ``rows``: gate and up end to end.
-        tile: how; its columns are of each of the two.
+        tile: its columns count for gate and up each.
         gelu: the gate's activation, else SiLU.
         ahead: as of ``fixed_order_product``.
     """
@@ -299,7 +298,7 @@ def low_rank_kernel(
     DEPTH: tl.constexpr,  # at least the rank
     OVERLAP: tl.constexpr,
 ):
-    """One tile of ``out += scale * low @ weight.T``, whose columns are of one map."""
+    """One tile of ``out += scale * low @ weight.T``, within one map's columns."""
     after_inputs(OVERLAP)
     num_m = tl.cdiv(num_rows, ROWS)
     row_start = tl.program_id(0) % num_m * ROWS
@@ -324,7 +323,7 @@ MOST_RANK = 64
 
 
 def whole_tiles(widths: Sequence[int]) -> bool:
-    """Whether ``add_low_rank`` takes maps of these widths together: a tile's columns are of one map.
+    """Whether ``add_low_rank`` can take maps of these widths together: no tile may span two maps.
 
     Example:
         >>> whole_tiles((4096, 1024, 1024)), whole_tiles((96, 32)), whole_tiles((100,))
@@ -334,13 +333,13 @@ def whole_tiles(widths: Sequence[int]) -> bool:
 
 
 def add_low_rank(low: Tensor, weight: Tensor, out: Tensor, widths: Sequence[int], scale: float) -> None:
-    """``out_p += scale * low_p @ weight_p.T`` for maps p whose columns lie side by side; one rounding, of the sum.
+    """``out_p += scale * low_p @ weight_p.T`` for maps p with adjacent columns; only the sum is rounded.
 
     Args:
-        low: [M, P * R] with contiguous rows, those of a map behind those of the one before; R at most 64.
+        low: [M, P * R] with contiguous rows, the maps side by side; R at most 64.
         weight: [N, R] contiguous, in the dtype of ``low``: the maps end to end.
         out: [M, N] with contiguous rows.
-        widths: columns of each map; at most three maps, as ``whole_tiles`` has it.
+        widths: columns of each map; at most three maps, for which ``whole_tiles`` holds.
         scale: of the product.
     """
     (num_rows, _), (num_columns, rank) = low.shape, weight.shape

@@ -1,15 +1,14 @@
-"""RMSNorm with the residual stream in one pass, a program a row: torch's own reductions choose their order by shape.
+"""RMSNorm together with the residual stream, a program a row; torch's reductions choose their order by shape.
 
     plain       out = norm(x)
     add before  sum = x + delta;  out = norm(sum)           (Llama, Qwen, Mistral, Phi)
-    add after   sum = x + norm(delta)                       (Gemma's norms behind attention and MLP)
+    add after   sum = x + norm(delta)                       (Gemma's norms after attention and MLP)
 
     norm(v) = round(v * rsqrt(mean(v^2) + eps)) * weight                  as transformers' LlamaRMSNorm
     norm(v) = round(v * rsqrt(mean(v^2) + eps) * (1 + weight))            with ``gemma``, as its GemmaRMSNorm
 
-in float32 and rounded where transformers rounds. The sum over a row runs in the order of one layout, which depends on
-the row's length alone. The backward is one kernel a row block; the weight's gradient is summed over blocks of rows in
-order, without atomics.
+in float32, rounded as in transformers. The order of the sum over a row depends on the row's length only. The backward
+is one kernel; the weight's gradient is summed over blocks of rows in order, without atomics.
 """
 
 import torch
@@ -82,7 +81,7 @@ def norm_backward_kernel(
     GEMMA: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A program takes consecutive rows, one after the other."""
+    """Consecutive rows, one after the other."""
     column = tl.arange(0, BLOCK)
     inside = column < length
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
@@ -116,7 +115,7 @@ def sum_parts_kernel(
     PARTS: tl.constexpr,  # at a time
     BLOCK: tl.constexpr,
 ):
-    """Columns' sums over the parts, in one order."""
+    """Sum of each column over the parts, in order."""
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     part = tl.arange(0, PARTS)
     inside = (column < length)[None, :]
@@ -128,7 +127,7 @@ def sum_parts_kernel(
 
 
 def row_warps(block: int) -> int:
-    """Warps of a program that reduces a row: a function of the row's length alone, for the order of a sum is theirs."""
+    """Warps of a program that reduces a row. Depends on the row's length only: the order of a sum depends on it."""
     return min(8, max(1, block // 512))
 
 
@@ -143,7 +142,7 @@ def norm(
         eps: inside the root.
         delta: [T, D] contiguous: what is added to the residual stream.
         gemma: norm as Gemma does.
-        after: norm ``delta`` and add that; there is no normed row then.
+        after: norm ``delta`` and add the result; no normed row is returned.
 
     Returns:
         ``(x, norm(x))`` without ``delta``; ``(x + delta, norm(x + delta))``; or ``(x + norm(delta), None)``.
@@ -168,8 +167,8 @@ def norm_backward(
     Args:
         v: [T, D] what was normed.
         grad_out: [T, D] gradient of ``norm(v)``.
-        grad_total: [T, D] gradient that reached v by the residual stream; added.
-        weight_dtype: of the weight's gradient; None where it is not wanted.
+        grad_total: [T, D] gradient of v from the residual stream; added.
+        weight_dtype: of the weight's gradient; None if that is not needed.
     """
     length = v.shape[-1]
     rows = v.numel() // length

@@ -1,7 +1,7 @@
-"""A kernel that begins while the one before it ends (programmatic dependent launch, from Hopper on).
+"""Kernels that start while the previous kernel ends (programmatic dependent launch, from Hopper on).
 
-A step of decoding is hundreds of short kernels; what each waits for at its start is a good part of it. A kernel that is
-launched so is on its processors when the one before it ends; it must call ``after_inputs`` before it reads anything.
+A decoding step is hundreds of short kernels, and their start-up is a good part of its time. A kernel that is launched
+this way must call ``after_inputs`` before it reads anything.
 """
 
 from functools import cache
@@ -14,7 +14,7 @@ import triton.language as tl
 
 @triton.jit
 def after_inputs(OVERLAP: tl.constexpr):
-    """Waits until what was launched before is done and its writes are seen; the next kernel may get ready meanwhile."""
+    """Wait until earlier kernels are done and their writes visible; the next kernel may start up meanwhile."""
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -22,10 +22,10 @@ def after_inputs(OVERLAP: tl.constexpr):
 
 @triton.jit
 def ask_for_rows(weight, first, num_rows, length, ROWS: tl.constexpr, PIECES: tl.constexpr):
-    """Brings rows of a weight into the L2 cache while the kernel before still runs.
+    """Prefetch rows of a weight into the L2 cache while the previous kernel still runs.
 
-    They are of ``length`` numbers of 16 bits, each asked for in so many pieces of a multiple of 16 bytes. That cache
-    cannot be out of date: every write goes through it.
+    Rows have ``length`` 16-bit numbers, and are prefetched in PIECES pieces of a multiple of 16 bytes. L2 is coherent:
+    every write goes through it.
     """
     n = tl.arange(0, ROWS * PIECES)
     row = tl.minimum(first + n // PIECES, num_rows - 1)
@@ -39,7 +39,7 @@ def ask_for_rows(weight, first, num_rows, length, ROWS: tl.constexpr, PIECES: tl
 
 
 def overlapping(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch of a kernel that calls ``after_inputs(OVERLAP)`` first.
+    """Launch arguments for a kernel that calls ``after_inputs(OVERLAP)`` first.
 
     Example:
         >>> overlapping(torch.device("cpu"))

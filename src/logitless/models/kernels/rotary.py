@@ -1,11 +1,11 @@
-"""Norms of query and key heads, rotary positions, and keys and values to where attention reads them, in one pass.
+"""Norms of query and key heads, rotary positions, and writing keys and values for attention, in one kernel.
 
     out[t, h] = x cos(p_t) + half_turned(x) sin(p_t),   x = norm(heads[t, h]) or heads[t, h]
     half_turned(x) = (-x[R/2:], x[:R/2])                of the first R of E numbers; the others pass
 
-with a rounding wherever transformers' separate operations round. The tables of cosines and sines carry any scaling of
-the positions. A program takes some heads of one token; the sum of a norm runs over one head in the order of a layout
-that the model's shape fixes, so training and decoding, which run this same kernel, get the same bits.
+rounded as by transformers' separate operations. The tables of cosines and sines include any scaling of positions. A
+program takes some heads of one token. The order of a norm's sum depends on the model's shape only, so that training and
+decoding, which both run this kernel, are bitwise identical.
 """
 
 import math
@@ -22,7 +22,7 @@ from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.quick_launch import quick_launch
 
 MANY = 256
-"""Tokens from which a program takes several: starting them is most of the time otherwise."""
+"""From this many tokens on a program takes several; else starting programs takes most of the time."""
 
 TOKENS = 2
 
@@ -39,7 +39,7 @@ class HeadNorms:
 
 @triton.jit
 def partner(d, ROTARY: tl.constexpr):
-    """The place that turns with d, and the sign it comes in with; places beyond ROTARY have none."""
+    """The index that is rotated together with d, and its sign; indices from ROTARY on have none."""
     half: tl.constexpr = ROTARY // 2
     place = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
     return place, tl.where(d < half, -1.0, 1.0)
@@ -275,7 +275,7 @@ def rotary_backward_kernel(
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts and widths: H query heads, K key heads, E numbers each, of which the first R turn."""
+    """Counts and widths: H query heads, K key heads, E numbers each, of which the first R are rotated."""
 
     query: int
     key: int
@@ -294,7 +294,7 @@ class Heads:
 
     @property
     def warps(self) -> int:
-        """Of a program; fixed by the shape, for the order of a norm's sum is theirs."""
+        """Of a program. Depends on the shape only: the order of a norm's sum depends on it."""
         return 4 if self.together * self.block >= 512 else 1
 
 
@@ -303,7 +303,7 @@ def rotate(
     norms: HeadNorms | None, *, key_out: Tensor | None = None, value_out: Tensor | None = None,
     slot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Queries, keys and values as attention reads them.
+    """Normed and rotated queries and keys, and values, as heads.
 
     Args:
         query, key, value: [T, H * E] and [T, K * E] with contiguous rows; may be columns of one tensor.
@@ -311,8 +311,8 @@ def rotate(
         position: [T] in the sequence.
         cos, sin: [P, R] contiguous, in the dtype of the query.
         norms: of query and key heads.
-        key_out, value_out: [S, K, E] to write into, such as a cache; made where they are not given.
-        slot: [T] the row of ``key_out`` and ``value_out`` that a token's key and value go to; -1: they are dropped.
+        key_out, value_out: [S, K, E] to write to, such as a cache; None: new tensors.
+        slot: [T] each token's row in ``key_out`` and ``value_out``; -1: not written.
 
     Returns:
         [T, H, E] and two of [T, K, E] (or those given).
@@ -341,7 +341,7 @@ def rotate_backward(
     """Gradient of query, key and value side by side, [T, (H + 2 K) * E], and of the two norms' weights.
 
     Args:
-        norm_dtypes: of the gradients of the norms' weights, query's and key's; None where they are not wanted.
+        norm_dtypes: of the gradients of the norms' weights, query's and key's; None if they are not needed.
     """
     rows = query.shape[0]
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)

@@ -1,8 +1,8 @@
-"""Row counts at which products are checked, and tensors with room up to the next one.
+"""Numbers of rows at which products are checked, and tensors with padding rows up to the next such number.
 
-A library may choose another order of a sum at any number of rows, so it serves only at counts that the self-check has
-compared. Rows do not depend on each other, so a product of T rows is one of the next checked count whose last rows
-hold whatever lies there; what makes rows for a product leaves that room.
+A library may sum in another order at any number of rows, so it is used only at numbers that the self-check has
+compared. Rows do not depend on each other, so a product of T rows is computed with the next checked number of rows, of
+which the last hold whatever is in memory. Tensors that enter products are allocated with these padding rows.
 """
 
 import bisect
@@ -27,7 +27,7 @@ def divided_up(number: Any, by: Any) -> Any:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is no smaller.
+    """The smallest power of two that is at least ``number``.
 
     Example:
         >>> power_of_two(1), power_of_two(896)
@@ -37,7 +37,7 @@ def power_of_two(number: int) -> int:
 
 
 def checked_count(num_rows: int) -> int:
-    """The least checked count that holds so many rows; ``num_rows`` is at most MOST_ROWS.
+    """The smallest checked number of rows that is at least ``num_rows``, which is at most MOST_ROWS.
 
     Example:
         >>> checked_count(1), checked_count(17), checked_count(600)
@@ -47,7 +47,7 @@ def checked_count(num_rows: int) -> int:
 
 
 def checked_count_below(num_rows: int) -> int:
-    """The largest checked count of at most so many rows.
+    """The largest checked number of rows that is at most ``num_rows``.
 
     Example:
         >>> checked_count_below(600), checked_count_below(40000)
@@ -57,7 +57,7 @@ def checked_count_below(num_rows: int) -> int:
 
 
 def with_room(num_rows: int) -> int:
-    """Rows to allocate for so many.
+    """Rows to allocate for ``num_rows``, padding included.
 
     Example:
         >>> with_room(600), with_room(16384 + 20)
@@ -68,14 +68,14 @@ def with_room(num_rows: int) -> int:
 
 
 def empty_rows(num_rows: int, *shape: int, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """[num_rows, *shape] uninitialised, the first rows of a tensor with room; on a CPU no library needs any."""
+    """[num_rows, *shape] uninitialised; on a GPU the first rows of a tensor with padding rows."""
     room = with_room(num_rows) if like.is_cuda else num_rows
     rows = torch.empty(room, *shape, dtype=dtype or like.dtype, device=like.device)
     return rows if room == num_rows else rows[:num_rows]
 
 
 def widened(rows: Tensor, num_rows: int) -> Tensor | None:
-    """[num_rows, K], the first of which are ``rows``; None where the storage ends before.
+    """``rows`` with the padding rows after them, as [num_rows, K]; None if the storage ends before.
 
     Example:
         >>> x = torch.zeros(8, 2)

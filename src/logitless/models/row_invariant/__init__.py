@@ -1,1 +1,1 @@
-"""A decoder whose rows depend on nothing else: layers, decoding, and the check of kernels."""
+"""Row-invariant decoders: layers, decoding, and the check of kernels."""

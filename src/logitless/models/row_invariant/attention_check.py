@@ -1,4 +1,4 @@
-"""Attention of one packed row, and of the same row decoded and prefilled, for ``self_check``."""
+"""Attention of a packed row, and of the same row decoded and prefilled, for ``self_check``."""
 
 from dataclasses import dataclass
 from itertools import cycle
@@ -14,20 +14,20 @@ from logitless.models.row_invariant.layers import AttentionForm
 
 @dataclass(frozen=True)
 class AttentionProblem:
-    """One sequence of three splits, and ways to attend to it that must agree with its packed row.
+    """A sequence of three splits, and other ways to compute its attention, which must equal the packed row's.
 
-    Every position is decoded, those behind its first pages also with these pages read once for all, and it is
+    Every position is decoded, positions after the first pages also with those pages shared, and the sequence is
     prefilled in chunks of odd sizes.
 
     Args:
         form: of attention.
         query, key, value: [T, heads, E].
         layout: of the packed row.
-        cache: holds the keys, in pages that lie in no order.
+        cache: of the keys and values, in shuffled pages.
         prefill: the chunks.
         table: [T, pages] int32, the same pages for every row.
         position: [T] int32.
-        shared: rows behind the first pages, which they share.
+        shared: the first pages as shared by all rows after them.
     """
 
     form: AttentionForm
@@ -44,7 +44,7 @@ class AttentionProblem:
     @classmethod
     @torch.no_grad()
     def of(cls, form: AttentionForm, dtype: torch.dtype, device: torch.device) -> "AttentionProblem":
-        """Of keys of this dtype, on this device."""
+        """Random keys of this dtype, on this device."""
         heads, page = form.heads, paged_attention.PAGE
         length = 1100 if device.type == "cuda" else 70
         generator = torch.Generator(device).manual_seed(heads.query)
@@ -71,7 +71,7 @@ class AttentionProblem:
         cache = paged_attention.PagedCache.empty(count, heads.key, heads.width, dtype, device)
         cache.write(key, value, prefill.slots)
         num_shared = max(1, length * 5 // 8 // page)
-        behind = length - num_shared * page  # rows that see all shared pages
+        behind = length - num_shared * page  # rows that attend to all shared pages
         counts = torch.full((behind,), num_shared, dtype=torch.int32, device=device)
         return cls(
             form, query, key, value, layout, cache, prefill,
@@ -84,12 +84,12 @@ class AttentionProblem:
 
     @torch.no_grad()
     def launched(self) -> None:
-        """Launches every kernel of the check once."""
+        """Launch every kernel of the check once."""
         self._attended(1)
 
     @torch.no_grad()
     def differences(self) -> dict[str, int]:
-        """Numbers of the output and of the log-sum-exp that are other than the packed row's, by how and what."""
+        """Count of numbers that differ from the packed row's, by way of computing and by result."""
         expected, found = self._attended(None)
         return {
             f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)
@@ -98,12 +98,12 @@ class AttentionProblem:
         }
 
     def _attended(self, num_few: int | None) -> tuple[Any, dict[str, list[tuple[slice, Any]]]]:
-        """Output and log-sum-exp of the packed row, and of its rows otherwise; a few rows at so many places."""
+        """(output, log-sum-exp) of the packed row, and of its rows computed otherwise; a few at ``num_few`` places."""
         length, form = len(self.query), self.form
         options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
 
         def decoded(rows: slice, shared: paged_attention.SharedPages | None = None) -> tuple[slice, Any]:
-            # Copies, as a step has them: a view that starts anywhere would be compiled for anew.
+            # copies, as in a step: a view at another alignment would need another compilation
             layout = paged_attention.DecodeLayout(self.table[rows].clone(), self.position[rows].clone(), shared)
             step = paged_attention.decoding(self.query[rows].clone(), self.cache, layout, **options)
             for launch in step.launches:

@@ -1,4 +1,4 @@
-"""Which decoders row-invariant layers serve, and how these name their parts."""
+"""Which decoders the row-invariant layers support, and the names of their modules."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +19,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def uncovered(model: nn.Module) -> tuple[str, ...]:
-    """What a model has that the row-invariant layers do not cover, in words; empty for a model they can serve.
+    """What in a model the row-invariant layers do not support, in words; empty for a supported model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

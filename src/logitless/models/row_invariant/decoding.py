@@ -1,8 +1,8 @@
-"""One step of decoding, and prefilling in chunks, with the bits of the packed forward pass.
+"""Decoding a step, and prefilling in chunks; bitwise identical to the packed forward pass.
 
-The same layers as in training read another kind of rows: keys and values go into pages, and attention reads them there.
-A step's launches depend on the number of rows alone, so that it can be captured in a CUDA graph; what the rows are is
-read from tensors on the device.
+The layers are the same as in training; keys and values go into pages, and attention reads them there. The launches of a
+step depend on the number of rows only, so that it can be captured in a CUDA graph: everything else about the rows is
+read from tensors on the GPU.
 """
 
 from collections.abc import Sequence
@@ -28,14 +28,14 @@ from logitless.models.row_invariant.paged_attention import (
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows whose keys and values lie in pages: one token of each row, or chunks of sequences.
+    """Rows whose keys and values are in pages: a token of each sequence, or chunks of sequences.
 
     Args:
         caches: one a layer.
         layout: of the step or of the chunks.
         slots: [T] the cache's row of each token; -1 for a row without a query.
         position: [T] in its sequence, at least 0.
-        tables: cosines and sines by name, as far as the pages reach.
+        tables: cosines and sines by name, for all positions that the pages hold.
     """
 
     caches: Sequence[PagedCache]
@@ -47,7 +47,7 @@ class PagedRows:
     def attend(
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
     ) -> Tensor:
-        """Keys and values into the layer's pages, then attention over them."""
+        """Write keys and values to the layer's pages, then attend to the pages."""
         cache, (cos, sin) = self.caches[index], self.tables.of(form.rope)
         turned, _, _ = rotate(
             query, key, value, form.heads, self.position, cos, sin, norms,
@@ -66,16 +66,16 @@ def prefill(
     model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache], *,
     num_layers: int | None = None,
 ) -> Float[Tensor, "T D"]:  # fmt: skip
-    """Last hidden states of chunks of sequences, whose keys and values join their pages.
+    """Last hidden states of chunks of sequences; their keys and values are written to the sequences' pages.
 
-    Equals: those rows of the packed forward pass of whole sequences, bit for bit, however they are cut into chunks.
+    Equals: those rows of the packed forward pass of whole sequences, bit for bit, for any division into chunks.
 
     Args:
         model: with row-invariant layers.
         tokens: of the chunks, end to end.
-        layout: of the chunks; what comes before a chunk lies in its pages already.
-        caches: one a layer; written.
-        num_layers: the first few alone; None for all.
+        layout: of the chunks; keys and values before a chunk are in its pages already.
+        caches: one a layer; written to.
+        num_layers: run only the first few; None for all.
 
     Returns:
         [T, D] as the LM head reads them.

@@ -16,9 +16,9 @@ from logitless.models.one_node import apply, refuse_twice
 
 
 def embedded(layer: nn.Module, ids: Tensor) -> Tensor:
-    """[T, D] of tokens."""
+    """Embeddings [T, D] of token ids."""
     if type(layer) is nn.Embedding and layer.max_norm is None and not torch.is_grad_enabled():
-        return layer.weight[ids]  # one kernel for any number of rows; that of the layer is slow for a few
+        return layer.weight[ids]  # one kernel for any number of rows; nn.Embedding's is slow for few
     if type(layer) is nn.Embedding and layer.padding_idx is None and sums_in_float32(layer.weight):
         return _Embedded.apply(layer.weight, ids)  # type: ignore[no-untyped-call, no-any-return]
     return cast(Tensor, layer(ids))
@@ -99,20 +99,20 @@ class _NormAfter(torch.autograd.Function):
 
 
 class _Once:
-    """Several results of one call, made when the first of them is asked for and given away one after the other."""
+    """The results of one call, which is made for the first result requested; each is handed out once."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
         self._make, self._made = make, dict[int, Tensor]()
 
     def part(self, number: int) -> Tensor:
-        """The result of this number, to be asked for once a backward pass."""
+        """Result ``number``; request it once a backward pass."""
         if number not in self._made:
             self._made = dict(enumerate(self._make()))
         return self._made.pop(number)
 
 
 class Rotary(torch.autograd.Function):
-    """Turned queries and keys, normed before where they have norms, and the values; as heads."""
+    """Rotary positions for queries and keys (after their norms, if any); returns query, key and value as heads."""
 
     @staticmethod
     def forward(

@@ -1,15 +1,17 @@
-"""A decoder's layers, forward and backward, as CUDA graphs: for rows whose kernels take less time than their launches.
+"""A decoder's layers, forward and backward, as CUDA graphs: for packed rows whose kernels are faster than their
+launches.
 
-A layer of a small model is twenty kernels of ten microseconds each, and the host needs longer to launch them. A graph
-launches all of them at once. It holds addresses and counts, so that a row is padded to one of a few sizes, and the
-tables of its attention to a power of two of lines, which name no token.
+A layer of a small model is twenty kernels of ten microseconds each, and the host takes longer to launch them; a graph
+launches all at once. Its addresses and counts are fixed, so a packed row is padded to one of a few sizes, and the
+tables of its attention to a power of two of lines, with lines that refer to no token.
 
-A row's forward has the same bits with and without padding. A weight's gradient is a product over the padded rows,
-whose order of summation may be another one; whether a row goes through a graph depends on the row, the model and the
-GPU's memory alone, never on what ran before.
+The forward pass is bitwise the same with and without padding. A weight's gradient is a product over the padded row, and
+may be summed in another order. Whether a row uses a graph depends on the row, the model and the GPU's memory only,
+never on what ran before.
 
-Memory: all graphs of a model share what the largest needs, ``kept_bytes`` of a row; they keep it, and float32 sums of
-the layers' gradients, between steps.
+Memory: all graphs of a model share the memory of the largest, ``kept_bytes`` times its tokens. They keep it, and
+    float32
+sums of the layers' gradients, between steps.
 """
 
 import weakref
@@ -29,10 +31,10 @@ from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.transfer import sent
 
 MOST_WORK = 1 << 41
-"""Rows times parameters of the layers up to which the host is slower than an H200: 6 to 15 thousand rows of 135M."""
+"""Up to this product of rows and parameters of the layers, launching takes longer than an H200 computes."""
 
 MEMORY_FRACTION = 16
-"""A row's activations take at most one part in so many of the GPU's memory, and so do the sums of gradients."""
+"""A packed row's activations take at most 1/MEMORY_FRACTION of the GPU's memory, and so do the sums of gradients."""
 
 MOST_GRAPHS = 16
 
@@ -41,7 +43,7 @@ _LEAST_LINES = 64
 
 
 def rounded_rows(num_rows: int) -> int:
-    """Rows that a row of so many is padded to: four sizes from each power of two to the next.
+    """The number of tokens that a packed row is padded to: four sizes from each power of two to the next.
 
     Example:
         >>> [rounded_rows(n) for n in (1, 256, 1025, 6300)]
@@ -52,7 +54,7 @@ def rounded_rows(num_rows: int) -> int:
 
 
 def rounded_lines(num_lines: int) -> int:
-    """Lines that a table of so many is padded to.
+    """The number of lines that a table is padded to.
 
     Example:
         >>> [rounded_lines(n) for n in (0, 1, 65)]
@@ -63,11 +65,11 @@ def rounded_lines(num_lines: int) -> int:
 
 @dataclass(frozen=True)
 class Form:
-    """What tables a kind of attention reads.
+    """What the tables of a layer's attention depend on.
 
     Args:
         num_heads, num_key_heads, width: of its heads.
-        window: tokens that a token sees; None for all.
+        window: tokens that a token attends to; None for all.
     """
 
     num_heads: int
@@ -78,7 +80,7 @@ class Form:
 
 @dataclass(frozen=True)
 class HostTables:
-    """What attention reads of a row, on the CPU.
+    """What attention reads about a packed row, on the CPU.
 
     Args:
         tables: of ``AttentionLayout``, by name.
@@ -99,7 +101,7 @@ class HostTables:
         Args:
             layout: on the CPU, padded.
             forms: of the layers.
-            dtype, device: of the model, which decide about tiles.
+            dtype, device: of the model; tiles depend on them.
         """
         for form in forms:
             prepare_tables(
@@ -111,14 +113,14 @@ class HostTables:
 
     @cached_property
     def padded(self) -> list[Tensor]:
-        """Every array with room for those of other rows: tables, branch rows where there are some, positions."""
+        """Every array, padded: tables, branch rows if there are any, positions."""
         found = list[Tensor]()
         for name, table in self.tables.items():
             for part in table[:2] if isinstance(table, tuple) else (table,):
                 lines = torch.zeros(rounded_lines(len(part)), 8, dtype=torch.int32)
                 lines[: len(part)] = part
                 if name[0] == "key":
-                    lines[len(part) :, 4] = -1  # lines of no key are of no part
+                    lines[len(part) :, 4] = -1  # padding lines belong to no part
                 found.append(lines)
         if self.branch_rows is not None:
             room = rounded_lines(len(self.branch_rows)) - len(self.branch_rows)
@@ -127,16 +129,16 @@ class HostTables:
 
     @property
     def size(self) -> tuple[Any, ...]:
-        """What rows that fit into the same ``PaddedLayout`` have in common."""
+        """Equal for packed rows that fit the same ``PaddedLayout``."""
         parts = [rounded_lines(table[2]) for table in self.tables.values() if isinstance(table, tuple)]
         return (*self.tables, self.branch_rows is None, *map(len, self.padded), *parts)
 
 
 class PaddedLayout:
-    """An ``AttentionLayout`` at addresses that stay: ``load`` gives it the numbers of another row.
+    """An ``AttentionLayout`` at fixed addresses; ``load`` copies the numbers of another packed row there.
 
     Args:
-        tables: that decide how much room there is.
+        tables: of the first row; they determine the sizes.
         device: of the model.
 
     Attributes:
@@ -162,18 +164,18 @@ class PaddedLayout:
         }
 
     def load(self, tables: HostTables) -> None:
-        """The numbers of a row of the same ``size``, by one transfer."""
+        """Copy the numbers of a packed row of the same ``size``, in one transfer."""
         numbers = torch.cat([array.flatten() for array in tables.padded])
         self._numbers.copy_(sent(numbers, self._numbers.device))
         self.position.copy_(self.positions)
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Tensor:
-        """As of ``AttentionLayout``, with lines of no token."""
+        """As of ``AttentionLayout``, with padding lines."""
         found: Tensor = self._tables["query", tokens, num_key_heads, window]
         return found
 
     def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
-        """As of ``AttentionLayout``, with lines of no key."""
+        """As of ``AttentionLayout``, with padding lines."""
         found: tuple[Tensor, Tensor, int] = self._tables["key", keys, num_key_heads, window]
         return found
 
@@ -182,11 +184,10 @@ class LayerGraphs:
     """The graphs of one decoder's layers.
 
     Args:
-        run: hidden states after the layers, of hidden states [T, D] before them and a ``PaddedLayout``; launches
-            kernels alone.
-        tensors: every weight that ``run`` reads, as it is now.
+        run: computes the layers, from hidden states [T, D] and a ``PaddedLayout``; only launches kernels.
+        tensors: returns every weight that ``run`` reads.
         forms: of the layers' attention.
-        kept_bytes: that the layers keep of one token from their forward to their backward pass.
+        kept_bytes: activations of a token that the layers keep for the backward pass.
     """
 
     def __init__(
@@ -204,12 +205,12 @@ class LayerGraphs:
         self._in_use: weakref.ref[_Use] | None = None
 
     def __call__(self, layout: AttentionLayout, hidden: Float[Tensor, "T D"], held: Any) -> Tensor | None:
-        """Hidden states [T, D] after the layers, the same numbers as without a graph; None: the row is not for one.
+        """Hidden states [T, D] after the layers, as without a graph; None if no graph can be used for the row.
 
         Args:
             layout: of the row.
             hidden: before the layers.
-            held: what else a graph holds the address of; another one makes another graph.
+            held: key of further tensors whose addresses a graph holds; a graph is captured for each.
         """
         if not torch.is_grad_enabled() or not hidden.is_cuda or torch.cuda.is_current_stream_capturing():
             return None
@@ -246,7 +247,7 @@ class LayerGraphs:
         return len(self._graphs)
 
     def _fits(self, rows: int, tensors: Sequence[Tensor], trained: Sequence[Tensor]) -> bool:
-        """Whether launches take longer than the kernels, and the memory is little of the GPU's."""
+        """Whether launches take longer than the kernels, and a graph fits the memory it may use."""
         device = trained[0].device
         share = torch.cuda.get_device_properties(device).total_memory // MEMORY_FRACTION
         return (
@@ -262,22 +263,22 @@ class LayerGraphs:
 
 
 class _Use:
-    """A forward pass of a graph whose backward pass may follow; no other may run before it is let go of."""
+    """A graph's forward pass whose backward may follow; the next one waits until this object is gone."""
 
     def __init__(self, graph: "_Graph", sums: dict[nn.Parameter, Tensor]) -> None:
         self.graph, self.sums = graph, sums
 
 
 class _Graph:
-    """Layers forward and backward at fixed addresses.
+    """The layers' forward and backward pass as CUDA graphs.
 
     Args:
         run: as of ``LayerGraphs``.
-        layout: with the tables of the row.
+        layout: loaded with the tables of the row.
         hidden: [T, D] of the row.
         trained: parameters that get gradients.
-        sums: of their gradients, which the first graph makes.
-        memory: of the other graphs; None for the first.
+        sums: of their gradients; the first graph allocates them.
+        memory: pool of the other graphs; None for the first.
     """
 
     def __init__(
@@ -303,7 +304,7 @@ class _Graph:
             try:
                 for p in trained:
                     p.grad = None
-                self._pass_back(run(self.hidden, layout))  # compiles and loads kernels, and makes the sums
+                self._pass_back(run(self.hidden, layout))  # compiles and loads kernels, and allocates the sums
                 for p in trained:
                     if p.grad is not None:
                         sums.setdefault(p, p.grad)
@@ -347,7 +348,7 @@ class _Graph:
 
 
 def _add_here(sums: dict[nn.Parameter, Tensor]) -> None:
-    """Makes every parameter's ``grad`` the sum that graphs add to, with what there is of it."""
+    """Set every parameter's ``grad`` to the tensor that graphs add to, with its present value."""
     missing = [total for p, total in sums.items() if p.grad is None]
     if missing:
         torch._foreach_zero_(missing)
@@ -358,7 +359,7 @@ def _add_here(sums: dict[nn.Parameter, Tensor]) -> None:
 
 
 class _Replayed(torch.autograd.Function):
-    """The layers of a graph. ``anchor`` is a trained parameter, so that there is a backward pass under LoRA too."""
+    """The layers of a graph. ``anchor``, a trained parameter, makes autograd call backward under LoRA too."""
 
     @staticmethod
     def forward(ctx: Any, use: _Use, hidden: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004

@@ -1,13 +1,12 @@
-"""A decoder of transformers whose rows depend on nothing else: the same bits alone, in any packed row, and decoded.
+"""Row-invariant layers for decoders of transformers: a token is bitwise the same alone, in any packed row, and decoded.
 
-``install_row_invariant`` puts modules of this file in the place of a model's decoder and its layers (``print(model)``
-shows them). They hold what the originals held, so that parameters, their names and the checkpoint stay what they are.
-Packed rows run through products, norms, rotary positions, gate and attention whose sums have one order each
-(docs/bits.md), with transformers' roundings, so that the model keeps its meaning; anything else (``model.generate``)
-runs as before.
+``install_row_invariant`` replaces a model's decoder and its layers by modules of this file (``print(model)`` shows
+them). They hold the same submodules, so that parameters, their names and the checkpoint do not change. Packed rows run
+through products, norms, rotary positions, gate and attention with a fixed order of sums (docs/bits.md), rounded as in
+transformers; anything else (``model.generate``) runs as before.
 
-Needs Triton. What it gives up: dropout, quantized weights, positions whose scaling depends on the longest sequence, and
-families that ``coverage`` does not list. Such a model is left alone, and the report says why.
+Needs Triton. Not supported: dropout, quantized weights, positions whose scaling depends on the longest sequence, and
+families that ``coverage`` does not list. Such a model is not changed, and the report says why.
 """
 
 from collections.abc import Sequence
@@ -48,14 +47,14 @@ _GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernor
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """What one layer's attention is.
+    """The configuration of a layer's attention.
 
     Args:
         heads: counts and widths.
-        scale: factor of the products.
-        window: tokens a token sees, itself included; None for all.
+        scale: factor of query-key products.
+        window: tokens a token attends to, itself included; None for all.
         softcap: of the scaled products.
-        rope: the name of the table of positions that the layer uses.
+        rope: name of the layer's table of positions.
     """
 
     heads: Heads
@@ -67,7 +66,7 @@ class AttentionForm:
 
 @runtime_checkable
 class Rows(Protocol):
-    """Where a layer's rows stand and what they attend to: a packed row, or a step of decoding."""
+    """The positions of a layer's rows and what they attend to: a packed row, or a step of decoding."""
 
     def attend(
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
@@ -78,7 +77,7 @@ class Rows(Protocol):
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Sequences end to end, as training and prefilling read them.
+    """Sequences end to end, as in training.
 
     Args:
         layout: of the attention.
@@ -109,7 +108,7 @@ class PackedRows:
 
 
 class RopeTables:
-    """Cosines and sines by position, made by the model's own rotary embedding and kept."""
+    """Cosines and sines by position, computed by the model's rotary embedding and cached."""
 
     def __init__(self, decoder: Any, names: Sequence[str]) -> None:
         self._decoder, self._names = decoder, tuple(dict.fromkeys(names))
@@ -117,7 +116,7 @@ class RopeTables:
         self._key: tuple[Any, ...] = ()
 
     def reach(self, length: int) -> "RopeTables":
-        """The same with at least ``length`` positions, in the decoder's dtype and on its device."""
+        """Self, extended to at least ``length`` positions, in the decoder's dtype and on its device."""
         weight = self._decoder.norm.weight
         have = self._tables[self._names[0]][0].shape[0] if self._tables else 0
         if have < length or self._key != (weight.dtype, weight.device):
@@ -139,16 +138,16 @@ class RopeTables:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where they lie."""
+        """Of the tables in memory."""
         return tuple(table.data_ptr() for pair in self._tables.values() for table in pair)
 
 
 class RowInvariantDecoder(nn.Module):
-    """In the place of a decoder, whose embedding, layers and norm it holds under their names.
+    """Replaces a decoder, whose embedding, layers and norm it holds under the same names.
 
     Args:
-        original: transformers' self.
-        installation: that it is part of.
+        original: transformers' decoder.
+        installation: the one it is part of.
     """
 
     config: Any
@@ -171,10 +170,9 @@ class RowInvariantDecoder(nn.Module):
         num_layers: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states of packed rows or of a step of decoding; everything else as transformers does it.
+        """Hidden states of packed rows or of a step of decoding; anything else runs transformers' forward.
 
-        With ``num_layers`` only the first few layers run, which is enough where all that is wanted is that their
-        kernels have been launched.
+        ``num_layers`` runs the first few layers only, which is enough to compile their kernels.
         """
         if rows is None and packed_layout is None:
             return super().forward(input_ids, attention_mask, position_ids, *args, **kwargs)
@@ -194,28 +192,28 @@ class RowInvariantDecoder(nn.Module):
         return BaseModelOutputWithPast(last_hidden_state=hidden.view(*input_ids.shape, -1))
 
     def run_layers(self, hidden: Tensor, rows: Rows, num_layers: int | None = None) -> Tensor:
-        """[T, D] after the layers and the last norm, of [T, D] before them."""
+        """Hidden states [T, D] after the layers and the last norm."""
         residual, delta = hidden, None
         for layer in self.layers[: self.config.num_hidden_layers][:num_layers]:
             residual, delta = layer(residual, delta, rows=rows)
         return add_and_norm(residual, delta, self.norm.weight, _epsilon(self.norm), self.row_invariant.gemma)[1]
 
     def _keeps_all(self) -> bool:
-        """Whether no layer is run again in the backward pass."""
+        """Whether no layer is recomputed in the backward pass."""
         return not self.training or not any(layer.gradient_checkpointing for layer in self.layers)
 
 
 class RowInvariantLayer(GradientCheckpointingLayer):
-    """In the place of a decoder layer, whose norms, attention and MLP it holds under their names.
+    """Replaces a decoder layer, whose norms, attention and MLP it holds under the same names.
 
-    A layer takes the residual stream and what is still to be added to it, and returns the same two: the addition
-    belongs to the next norm's kernel. For autograd it is one node.
+    A layer takes and returns the residual stream and a delta that the next norm's kernel adds to it. For autograd it is
+    one node.
 
     Args:
-        original: transformers' own.
+        original: transformers' layer.
         form: of its attention.
         gemma: whether its norms are Gemma's.
-        gelu: whether its gate is GELU's; SiLU's otherwise.
+        gelu: whether its activation is GELU, else SiLU.
     """
 
     def __init__(self, original: nn.Module, form: AttentionForm, *, gemma: bool, gelu: bool) -> None:
@@ -237,7 +235,7 @@ class RowInvariantLayer(GradientCheckpointingLayer):
     def _rows(
         self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """(residual, delta) of the next layer; the former alone where there is nothing to be added."""
+        """(residual, delta) of the next layer; without a delta, the residual alone."""
         norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
         residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma)
         delta = self._attention(x, rows, weights)
@@ -266,14 +264,14 @@ class RowInvariantLayer(GradientCheckpointingLayer):
 
 @dataclass(frozen=True)
 class _LayerWeights:
-    """What a layer multiplies and scales by, read from its modules now: adapters come and go.
+    """A layer's weights, read from its modules at each call, because adapters may be added or removed.
 
     Args:
         index: of the layer.
-        norms, eps: in the order in which they come: two, or Gemma's four.
+        norms, eps: in order of use: two, or Gemma's four.
         head_norms: of queries and keys.
         qkv, gate_up: one or several projections.
-        out, down: of attention and MLP.
+        out, down: last projections of attention and MLP.
     """
 
     index: int
@@ -314,14 +312,14 @@ class _LayerWeights:
 
 @dataclass
 class Installation:
-    """What ``install_row_invariant`` did.
+    """The result of ``install_row_invariant``.
 
     Args:
-        model: as it was given.
-        missing: what the model has that is not covered; the model was left alone unless this is empty.
+        model: the caller's.
+        missing: what in the model is not supported; unless this is empty, the model was not changed.
         gemma: whether norms are Gemma's.
         tables: of positions.
-        originals: the layers, and the decoder, whose places are taken.
+        originals: the layers, and the decoder, that were replaced.
         graphs: of ``graph_short_rows``.
     """
 
@@ -334,7 +332,7 @@ class Installation:
 
     @property
     def exact(self) -> bool:
-        """Whether rows of this model keep their bits."""
+        """Whether this model is row-invariant."""
         return not self.missing
 
     def packed_rows(self, layout: PackedLayout | AttentionLayout, position: Int[Tensor, "T"]) -> PackedRows:
@@ -347,14 +345,14 @@ class Installation:
         return PackedRows(layout, position, self.reach(longest))
 
     def reach(self, length: int) -> RopeTables:
-        """Tables of at least so many positions."""
+        """Tables of at least ``length`` positions."""
         assert self.tables is not None, "installed"
         return self.tables.reach(length)
 
     def graph_short_rows(self) -> None:
-        """From now on rows with gradients go through CUDA graphs where those are faster (``layer_graphs``).
+        """Use CUDA graphs for packed rows with gradients if those are faster (``layer_graphs``).
 
-        A gradient is then a sum that the next pass adds to in place: copy one that is to be kept.
+        A parameter's ``grad`` is then a tensor that the next backward adds to in place: copy it to keep its value.
         """
         decoder: Any = backbone(self.model)
         layers = decoder.layers[: decoder.config.num_hidden_layers]
@@ -374,13 +372,13 @@ class Installation:
         self.graphs = LayerGraphs(run, tensors, list(forms), _kept_bytes(decoder))
 
     def through_a_graph(self, rows: PackedRows, hidden: Float[Tensor, "T D"]) -> Tensor | None:
-        """Hidden states [T, D] after the layers; None where a row does not go through one."""
+        """Hidden states [T, D] after the layers; None if no graph can be used."""
         if self.graphs is None or not isinstance(rows.layout, AttentionLayout):
             return None
         return self.graphs(rows.layout, hidden, rows.tables.addresses)
 
     def remove(self) -> None:
-        """Gives the model its own decoder and layers back; parameters stay where they lie."""
+        """Restore the model's own decoder and layers; parameters are not moved."""
         if self.tables is None:
             return
         inner, decoder = causal_lm(self.model), cast(Any, backbone(self.model))
@@ -392,17 +390,17 @@ class Installation:
 
 
 def install_row_invariant(model: nn.Module) -> Installation:
-    """Gives a loaded model layers whose rows keep their bits.
+    """Replace a loaded model's decoder layers by row-invariant ones.
 
-    Weights of query, key and value, and of gate and up, are moved to lie end to end, so that they are one product;
-    every parameter stays the parameter it was, under its name. The decoder and its layers are other modules from here
-    on: look them up again. Install before the model is sharded.
+    Weights of query, key and value, and of gate and up, become adjacent in memory, so that they are one product; every
+    parameter stays the same object, under its name. The decoder and its layers are new modules: look them up again.
+    Install before the model is sharded.
 
     Args:
         model: a transformers causal LM, PEFT-wrapped (LoRA, applied unmerged) or not; of one floating dtype.
 
     Returns:
-        Whether it was done, what stood in the way, and how to take it back.
+        Whether the layers were installed, what prevented it, and ``remove``.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -454,7 +452,7 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
 
 
 def _projection(module: Any) -> Projection:
-    if type(module) is nn.Linear:  # seven a layer, and for an attribute nn.Module looks through three dictionaries
+    if type(module) is nn.Linear:  # fast path: nn.Module looks attributes up in three dictionaries
         parameters = module._parameters
         return Projection(cast(Tensor, parameters["weight"]), parameters["bias"])
     base, lora = _split_lora(module)
@@ -468,7 +466,7 @@ def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...])
 
 
 def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
-    """The factors of each LoRA adapter that all of these modules carry."""
+    """For each LoRA adapter that all of these modules have, make its factors adjacent in memory."""
     for name in getattr(modules[0], "lora_A", {}):
         for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
             weights = [factor[name].weight for factor in factors if name in factor]
@@ -477,7 +475,7 @@ def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
 
 
 def _kept_bytes(decoder: Any) -> int:
-    """Of one token from forward to backward, at most: what norms, attention and MLP of every layer read."""
+    """Upper bound of a token's activations kept for the backward pass: inputs of norms, attention and MLPs."""
     total = 0
     for layer in decoder.layers:
         heads = layer.row_invariant_form.heads
@@ -494,18 +492,18 @@ def _epsilon(module: Any) -> float:
 
 @cache
 def _of_family(kind: type[nn.Module], family: type[nn.Module]) -> Any:
-    """A kind of our modules that is one of the family's too: transformers looks for them by class, and what it gives
-    them runs the family's ``forward``. One class for all layers, because Python's caches are by class."""
+    """A subclass of both our module and the family's, which transformers looks for and whose ``forward`` serves its
+    other calls. The same class for all layers, because Python caches attributes by class."""
     return type(f"RowInvariant{family.__name__}", (kind, family), {"__module__": kind.__module__})
 
 
 def _hold(module: nn.Module, original: nn.Module) -> None:
-    """Gives a new module all that the original has: the same submodules, parameters, buffers, hooks and settings."""
+    """Copy the original's attributes to a new module: the same submodules, parameters, buffers and hooks."""
     vars(module).update(vars(original))
 
 
 def _given_back(module: nn.Module, original: nn.Module) -> nn.Module:
-    """The original with what has become of its settings meanwhile."""
+    """The original module, with attributes that have changed since."""
     vars(original).update((name, value) for name, value in vars(module).items() if not name.startswith("row_invariant"))
     return original
 

@@ -1,12 +1,12 @@
-"""Linear maps whose rows keep their bits, by the fastest kernel that gives those bits here.
+"""Row-invariant linear maps: each row is bitwise the same in every product, by the fastest kernel that ensures it.
 
-``project`` takes several maps of one input (query, key and value; gate and up), each with its bias and its unmerged
-LoRA factors. Where their weights lie end to end in memory, as ``lay_end_to_end`` puts them, they are one product, and
-so are their gradients.
+``project`` applies several maps to one input (query, key and value; gate and up), each with its bias and its unmerged
+LoRA factors. If their weights are adjacent in memory (``lay_end_to_end``), they are one product, and so are their
+gradients.
 
-Which kernel multiplies is a ``Plan`` for a shape and a device: at a checked number of rows cuBLAS, cuBLASLt without a
-split of K, or a tile of the fixed-order kernel, whichever was the fastest of those that gave the bits of the
-fixed-order kernel (``self_check``). A plan that nobody made holds tiles alone. Gradients need no such rule.
+A ``Plan`` for a shape and a device names the kernel for each checked number of rows: cuBLAS, cuBLASLt without split-K,
+or a tile of the fixed-order kernel. ``self_check`` picks the fastest of those whose results equal the fixed-order
+kernel's bit for bit. Without a self-check a plan has tiles only. Gradients use torch's products.
 """
 
 import os
@@ -45,7 +45,7 @@ Library = Literal["cublas", "cublaslt"]
 Way = Tile | Library
 LIBRARIES: tuple[Library, ...] = ("cublas", "cublaslt")
 
-_PLAIN = {  # less than 99 KiB of shared memory each, for any GPU
+_PLAIN = {  # for any GPU: less than 99 KiB of shared memory each
     16: Tile(16, 32, 128, 4, 4),
     64: Tile(32, 32, 128, 4, 4),
     256: Tile(64, 64, 64, 4, 4),
@@ -60,19 +60,19 @@ _HOPPER = {
 }
 
 NARROW = 64
-"""Columns of a weight up to which one tile takes them all: the first factors of LoRA."""
+"""Up to this many columns of a weight, such as LoRA's first factor, one tile takes all."""
 
 _LOW_RANK = Tile(64, 64, 32, 4, 2)
-"""For products over few numbers: plain loads, which may end anywhere."""
+"""For products over a LoRA rank: masked loads, for any length."""
 
 _FLOAT32 = Tile(32, 32, 32, 4, 2)
 """For tests: no tensor core multiplies float32."""
 
 
 class Shape(NamedTuple):
-    """What a plan is for: a product of rows [M, K] with a weight [N, K] on a device.
+    """Key of a plan: a product of rows [M, K] with a weight [N, K] on a device.
 
-    ``gate`` names the activation of a product whose halves become ``act(gate) * up`` in the same kernel.
+    With ``gate``, the activation's name, the same kernel turns the halves of the product into ``act(gate) * up``.
     """
 
     columns: int
@@ -95,31 +95,31 @@ class Shape(NamedTuple):
 
     @property
     def on_hopper(self) -> bool:
-        """Whether tiles made for Hopper serve, which load through TMA."""
+        """Whether Hopper's tiles can be used, which load through TMA."""
         return self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) == (9, 0) and self.aligned
 
 
 @dataclass
 class Plan:
-    """How products of one shape run.
+    """The kernels for products of one shape.
 
     Args:
-        ways: by checked number of rows; one that is missing runs by a tile.
         tiles: by the largest number of rows they are for.
+        ways: library or tile, by checked number of rows; without an entry, the tile of ``tiles``.
     """
 
     tiles: dict[int, Tile]
     ways: dict[int, Way] = field(default_factory=dict)
 
     def tile(self, num_rows: int) -> Tile:
-        """The fixed-order kernel's tile for so many rows."""
+        """The fixed-order kernel's tile for this number of rows."""
         way = self.ways.get(num_rows)
         if isinstance(way, Tile):
             return way
         return next(tile for most, tile in self.tiles.items() if num_rows <= most)
 
     def library(self, num_rows: int) -> Library | None:
-        """The library that serves at this checked count, if one does."""
+        """The library for this checked number of rows, or None for a tile."""
         way = self.ways.get(num_rows)
         return None if isinstance(way, Tile) else way
 
@@ -128,7 +128,7 @@ _plans: dict[Shape, Plan] = {}
 
 
 def default_tiles(shape: Shape) -> dict[int, Tile]:
-    """Tiles that need no measuring."""
+    """Tiles for a shape without a self-check."""
     if shape.device.type != "cuda":
         return {MOST_ROWS: INTERPRETED}
     if shape.dtype == torch.float32:
@@ -139,7 +139,7 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
 
 
 def _narrow_tile(columns: int, hopper: bool) -> Tile:
-    """For a weight of at most 64 columns: what takes long is the way along K, so much of it is loaded at once."""
+    """For a weight of at most 64 columns: deep, because the loop over K takes most of the time."""
     columns = max(16, power_of_two(columns))
     if hopper:
         return Tile(64, columns, 256 if columns <= 32 else 128, 4, 4, tma=True)
@@ -147,7 +147,7 @@ def _narrow_tile(columns: int, hopper: bool) -> Tile:
 
 
 def plan_for(shape: Shape) -> Plan:
-    """The plan of this shape, made of tiles until a self-check has said more."""
+    """The plan of this shape; tiles only, unless a self-check has set another."""
     plan = _plans.get(shape)
     if plan is None:
         plan = _plans[shape] = Plan(default_tiles(shape))
@@ -160,7 +160,7 @@ def set_plan(shape: Shape, plan: Plan) -> None:
 
 @contextmanager
 def _without_split_k() -> Iterator[None]:
-    """cuBLASLt, forbidden to split K, by torch's own switches."""
+    """Make torch use cuBLASLt without split-K inside."""
     _meet_the_libraries()
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
@@ -178,7 +178,7 @@ def _without_split_k() -> Iterator[None]:
 
 @cache
 def _meet_the_libraries() -> None:
-    """torch says once in a process that cuBLASLt by name is experimental; nobody could act on that."""
+    """Hide the message, which torch prints once a process, that choosing cuBLASLt is experimental."""
     library = torch.backends.cuda.preferred_blas_library()
     with _without_stderr():
         torch.backends.cuda.preferred_blas_library("cublaslt")
@@ -187,7 +187,7 @@ def _meet_the_libraries() -> None:
 
 @contextmanager
 def _without_stderr() -> Iterator[None]:
-    """What C++ writes there is lost; Python's filters of warnings do not see it."""
+    """Discard what C++ writes to stderr, which Python's warning filters do not see."""
     sys.stderr.flush()
     kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
@@ -217,7 +217,7 @@ def library_product(way: str, rows: Tensor, weight: Tensor, bias: Tensor | None,
 def product(
     rows: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``rows @ weight.T + bias`` [M, N], each row with the bits it has in any other product.
+    """``rows @ weight.T + bias`` [M, N], each row bitwise the same whatever the other rows are.
 
     Args:
         rows: [M, K] with contiguous rows.
@@ -235,13 +235,13 @@ def product(
         x, y = (rows[start:], out[start:]) if start else (rows, out)
         count = checked_count(min(rest, MOST_ROWS))
         wide = widened(x, count)
-        if wide is None and rest > FEW_ROWS[-1]:  # no room: the largest checked part, and what is left by a tile
+        if wide is None and rest > FEW_ROWS[-1]:  # no padding rows: the largest checked count, and a tile for the rest
             count = checked_count_below(rest)
             wide = x[:count]
         library = plan.library(count)
         if library is not None and wide is not None:
             wide_out = widened(y, count)
-            assert wide_out is not None, "made with room above"
+            assert wide_out is not None, "empty_rows allocates padding rows"
             library_product(library, wide, weight, bias, wide_out)
         else:
             count = min(rest, MOST_ROWS)
@@ -251,7 +251,7 @@ def product(
 
 
 def gated_product_or_none(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor | None:
-    """``act(rows @ gate.T) * (rows @ up.T)`` in one kernel where a self-check found that faster, else None.
+    """``act(rows @ gate.T) * (rows @ up.T)`` in one kernel if a self-check found that faster, else None.
 
     Args:
         rows: [M, K] with contiguous rows.
@@ -284,29 +284,29 @@ class Projection(NamedTuple):
 
 
 def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int] | None = None) -> tuple[Tensor, ...]:
-    """Every projection of the same rows.
+    """Several projections of the same rows.
 
-    Gradient: to x, weights, biases and LoRA factors, by torch's own products; those of bfloat16 weights with float32
-        gradients add to ``weight.grad`` themselves (``float32_sums``).
+    Gradient: to x, weights, biases and LoRA factors, by torch's products; float32 gradients of bfloat16 weights are
+        added to ``weight.grad`` by the product (``float32_sums``).
 
     Args:
         x: [T, K].
         projections: in the dtype of x.
-        columns: widths in which the output of a single projection is handed out; default whole.
+        columns: widths into which the output of a single projection is split; default: not split.
 
     Returns:
-        [T, N] each; columns of one tensor where the weights lie end to end.
+        [T, N] each; columns of one tensor if the weights are adjacent in memory.
     """
     tensors = [t for projection in projections for t in projection[:4]]
     return apply(_Project, x, tuple([p.lora_scale for p in projections]), tuple(columns or ()), *tensors)
 
 
 def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -> Tensor | None:
-    """``act(gate) * up`` of projections without bias and LoRA, in one kernel; None where it is not.
+    """``act(gate) * up`` of projections without bias and LoRA, in one kernel; None if that cannot be used.
 
-    Where gradients are wanted it never is: that kernel keeps nothing to make them of.
+    Never used with gradients, for which that kernel saves nothing.
 
-    Equals: ``project`` and ``gated`` one behind the other, bit for bit.
+    Equals: ``project``, then ``gated``, bit for bit.
 
     Args:
         x: [T, K].
@@ -320,7 +320,7 @@ def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -
 
 
 def lay_end_to_end(tensors: Sequence[Tensor]) -> None:
-    """Moves parameters so that they are consecutive rows of one tensor; each stays the parameter that it was."""
+    """Move parameters in memory so that they are consecutive rows of one tensor; the parameter objects stay."""
     if len(tensors) < 2 or end_to_end(tensors) is not None:
         return
     whole = torch.cat([t.detach() for t in tensors])
@@ -427,9 +427,9 @@ def _add_low_ranks(
     outs: Sequence[Tensor], x: Tensor, lora_as: Sequence[Tensor | None], lora_bs: Sequence[Tensor | None],
     scales: Sequence[float],
 ) -> Sequence[Tensor | None]:  # fmt: skip
-    """``out += scale * (x @ lora_a.T) @ lora_b.T`` where there are factors; returns ``x @ lora_a.T`` of each.
+    """``out += scale * (x @ lora_a.T) @ lora_b.T`` for projections with LoRA; returns ``x @ lora_a.T`` of each.
 
-    Two products for all where factors and outputs lie end to end, else two for each.
+    Two products for all if factors and outputs are adjacent in memory, else two for each.
     """
     whole, lora_a, lora_b = side_by_side(outs), end_to_end(lora_as), end_to_end(lora_bs)
     widths = [out.shape[1] for out in outs]

@@ -1,8 +1,8 @@
-"""Attention over a cache of keys in pages: a prompt chunk by chunk, then a token at a time, with the packed row's bits.
+"""Attention over a paged cache: prefill in chunks, then decoding; bitwise identical to a packed row.
 
-A page holds 64 positions of a sequence, the blocks that ``prefix_attention`` counts in. Sequences that share a prompt
-point at the same pages as far as the prompt fills them; the page in which it ends is each one's own. While decoding,
-pages that a group shares are read once for all of its rows.
+A page holds 64 positions of a sequence, as many as a block of ``prefix_attention``. Sequences with the same prompt
+share the pages that it fills; each has its own copy of the page in which the prompt ends. Decoding reads the pages that
+a group shares once for all of its rows.
 """
 
 from collections.abc import Sequence
@@ -39,12 +39,12 @@ class PagedCache(NamedTuple):
     def empty(
         cls, num_pages: int, num_key_heads: int, width: int, dtype: torch.dtype, device: torch.device | str
     ) -> "PagedCache":
-        """Room for so many pages, uninitialised."""
+        """A cache of this many pages, uninitialised."""
         shape = (num_pages * PAGE, num_key_heads, width)
         return cls(*(torch.empty(shape, dtype=dtype, device=device) for _ in range(2)))
 
     def write(self, key: Float[Tensor, "n K E"], value: Float[Tensor, "n K E"], slots: Int[Tensor, "n"]) -> None:
-        """Keys and values of some tokens into their rows, in place."""
+        """Write keys and values of tokens to their rows, in place."""
         self.key.index_copy_(0, slots, key)
         self.value.index_copy_(0, slots, value)
 
@@ -59,7 +59,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class PrefillLayout:
-    """Chunks of sequences that lie end to end in a row of queries.
+    """Chunks of sequences, end to end in a row of queries.
 
     Args:
         chunks: in order, of different sequences or of one.
@@ -144,11 +144,11 @@ def prefill_attention(
 ) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
     """Attention of chunks of sequences over their pages, which hold the chunks' own keys already.
 
-    Equals: ``prefix_attention`` of the whole sequences, bit for bit, however they are cut into chunks.
+    Equals: ``prefix_attention`` of the whole sequences, bit for bit, for any division into chunks.
 
     Args:
         query: of the chunks' tokens.
-        cache: of the layer; positions behind a chunk's last may hold anything.
+        cache: of the layer; positions after a chunk may hold anything.
         layout: of the chunks.
         scale, window, softcap: as of ``prefix_attention``.
 
@@ -176,12 +176,12 @@ def prefill_attention(
 
 
 class SharedPages(NamedTuple):
-    """Which rows share leading pages. All on the device, so that a captured graph reads what they hold by then.
+    """Which rows share leading pages. All on the GPU, so that a captured graph reads the current values.
 
     Args:
-        members: rows of each group; -1 where there is none.
-        pages: leading pages that all rows of a group share, by group.
-        row_pages: the same number by row; 0 for a row of no group.
+        members: rows of each group, padded with -1.
+        pages: number of leading pages that the rows of each group share.
+        row_pages: that number for each row; 0 without a group.
     """
 
     members: Int[Tensor, "G M"]
@@ -193,11 +193,10 @@ class DecodeLayout(NamedTuple):
     """One query a row. All int32 on the device: shapes are capacities, contents may change between two replays.
 
     Args:
-        page_table: each row's pages, from position 0 on; entries behind its position may hold anything.
+        page_table: each row's pages, from position 0 on; entries after its position may hold anything.
         position: of each row's query, whose key is in the cache already; -1 for a row without a query.
-        shared: None: no row shares pages, or each reads them for itself.
-        reach: more than any row's position, which saves programs that would find nothing to do; None: as far as the
-            pages go.
+        shared: groups with shared pages; None: each row reads all of its pages itself.
+        reach: a bound above every row's position, which saves idle programs; None: the capacity of the pages.
 
     Example:
         >>> layout = DecodeLayout.of([(0, 1, 2), (0, 1, 3)], positions=(130, 140), groups=[((0, 1), 2)])
@@ -276,7 +275,7 @@ def decoding(
     query: Tensor, cache: PagedCache, layout: DecodeLayout, *, scale: float | None = None, window: int | None = None,
     softcap: float | None = None,
 ) -> Any:  # fmt: skip
-    """The launches of ``decode_attention`` and its results, which are there once all were made in their order."""
+    """The launches of ``decode_attention``, to be made in order, and the tensors that then hold its results."""
     check_heads(query, cache.key, cache.value)
     if not len(query) == len(layout.position) == len(layout.page_table):
         raise InputError(

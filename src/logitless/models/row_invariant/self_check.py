@@ -1,11 +1,10 @@
-"""Which kernels may serve on this machine: everything that is faster than the fixed-order kernel and has its bits.
+"""Find the kernels to use on this machine: the fastest that are bitwise identical to the fixed-order kernel.
 
-That tensor cores sum in one order whatever the tile, and that a library does not split K at some number of rows, are
-observations; a new GPU, driver or library may end them. So each is looked at before it is relied on: for the shapes of
-a model's products, cuBLAS and tiles against the fixed-order kernel at every row count that will occur, bit for bit; and
-attention decoded and prefilled against attention of the packed row, on the float32 log-sum-exp too, where a difference
-shows a thousand times as often. What fails is left out: that costs speed, never bits. Findings are kept on disk by
-device, driver and versions.
+That tensor cores sum in the same order for every tile, and that a library does not split K at some number of rows, are
+observations, which a new GPU, driver or library may break. So they are checked: for the shapes of a model's products,
+cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; and decoded and prefilled
+attention against the packed row's, also its float32 log-sum-exp, where a difference shows a thousand times as often.
+What differs is not used. Findings are cached on disk by device, driver and versions.
 """
 
 import hashlib
@@ -56,17 +55,17 @@ _GATED = {  # by rows: gate and up in one kernel
     32: Tile(16, 32, 128, 2, 3, tma=True),
     64: Tile(64, 32, 64, 4, 4, tma=True),
 }
-_WORTH = 0.98  # another kernel must take less than this part of cuBLAS's time
+_WORTH = 0.98  # another kernel must take less than this fraction of cuBLAS's time
 
 
 @dataclass
 class LinearFinding:
-    """What was found of one shape.
+    """Findings for one shape.
 
     Args:
-        ways: name of the way by number of rows.
-        failed: row counts at which a way differs, by its name.
-        microseconds: by number of rows and name, where times were compared.
+        ways: name of the kernel used, by number of rows.
+        failed: row counts at which a kernel differs, by its name.
+        microseconds: by number of rows and name, if times were compared.
     """
 
     ways: dict[int, str] = field(default_factory=dict)
@@ -76,7 +75,7 @@ class LinearFinding:
 
 @dataclass(frozen=True)
 class Known:
-    """What is kept on disk of one shape."""
+    """Cached results for one shape."""
 
     plan: Plan
     finding: LinearFinding
@@ -92,9 +91,9 @@ class Report:
     Args:
         machine: device, driver and versions.
         linear: by shape, in words.
-        attention: numbers that differ from the packed row's, by form and kernel, in words; 0 everywhere, or attention
-            here is not row-invariant.
-        seconds: that it took; 0 where all was known.
+        attention: count of numbers that differ from the packed row's, by form and kernel, in words; unless all are 0,
+            attention is not row-invariant here.
+        seconds: duration; about 0 if everything was cached.
     """
 
     machine: dict[str, str]
@@ -104,20 +103,20 @@ class Report:
 
     @property
     def exact(self) -> bool:
-        """Whether attention kept its bits; products do by construction."""
+        """Whether attention is row-invariant here; products are by construction."""
         return not any(count for counts in self.attention.values() for count in counts.values())
 
 
 def self_check(model: nn.Module, *, folder: Path | None = None, beside: Callable[[], object] | None = None) -> Report:
-    """Checks what a model with row-invariant layers will run on its GPU, and plans its products accordingly.
+    """Check the kernels that a model with row-invariant layers will run on its GPU, and plan its products.
 
     Args:
         model: on CUDA, after ``install_row_invariant``.
-        folder: of the findings; default ``logitless`` in the user's cache.
-        beside: launches what else is to be compiled, at the same time (as inside ``compiled_together``).
+        folder: of cached findings; default ``logitless`` in the user's cache.
+        beside: launches further kernels to be compiled at the same time (as inside ``compiled_together``).
 
     Returns:
-        What was found; the plans are in force from here on.
+        The findings; the plans are set.
     """
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
@@ -126,7 +125,7 @@ def self_check(model: nn.Module, *, folder: Path | None = None, beside: Callable
 
 
 def check_layer(device: torch.device) -> Report:
-    """``self_check`` of one layer of Llama-3.1-8B in bfloat16, for a machine that no model has been chosen for."""
+    """``self_check`` of one layer of Llama-3.1-8B in bfloat16, to test a machine without a model."""
     columns_and_lengths = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
     dtype = torch.bfloat16
     shapes = [(Shape(n, k, dtype, dtype, False, device), False) for n, k in columns_and_lengths]
@@ -149,7 +148,7 @@ def check_shapes(
     shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
     folder: Path | None = None, beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
-    """``self_check`` of shapes of products, each with whether it only has few rows, and of forms of attention."""
+    """``self_check`` of (product shape, whether it only has few rows) pairs and of forms of attention."""
     path = _known_path(folder, device)
     known = _read(path)
     report = Report(machine(device))
@@ -162,7 +161,9 @@ def check_shapes(
     attended = [problem.launched for problem in problems]
     others = [] if beside is None else [beside]
     with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
-        attention_compiled, products_compiled, _ = compiled  # attention takes longest: products are checked meanwhile
+        attention_compiled, products_compiled, _ = (
+            compiled  # attention compiles longest: products are checked meanwhile
+        )
         products_compiled()
         for shape, few_only in shapes:
             name = shape_name(shape)
@@ -186,9 +187,9 @@ def check_shapes(
 
 @contextmanager
 def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> Iterator[list[Callable[[], None]]]:
-    """What groups of calls launch is compiled by threads; yields a function for each that waits for its kernels.
+    """Compile what groups of calls launch, in threads; yields for each group a function that waits for its kernels.
 
-    At its end all are waited for. On a CPU, whose interpreter compiles nothing, no call is made.
+    Waits for all at the end. Does nothing on a CPU, whose interpreter compiles nothing.
     """
     if device.type != "cuda" or not any(groups):
         yield [lambda: None] * len(groups)
@@ -202,7 +203,7 @@ def _forms(decoder: Any) -> list[AttentionForm]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What findings depend on."""
+    """What cached findings depend on."""
     sources = b"".join(
         Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention, attention_check)
     )
@@ -229,7 +230,7 @@ def _driver() -> str:
 
 
 def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
-    """Shapes of a model's products, each once, and whether it only ever has few rows (logits of decoding)."""
+    """Distinct shapes of a model's products, and whether each only has few rows (logits while decoding)."""
     decoder: Any = backbone(model)
     found: dict[Shape, bool] = {}
     for layer in decoder.layers:
@@ -246,7 +247,7 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
 
 
 def _add_shapes(found: dict[Shape, bool], modules: Sequence[Any]) -> None:
-    """Of the products of one input."""
+    """Add the shapes of the products of one input."""
     linears = [linear_of(module) for module in modules]
     weight, bias = end_to_end([m.weight for m in linears]), end_to_end([m.bias for m in linears])
     whole = weight is not None and (bias is not None) == any(m.bias is not None for m in linears)
@@ -260,7 +261,7 @@ def _add_shapes(found: dict[Shape, bool], modules: Sequence[Any]) -> None:
 
 
 def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
-    """Gate and up in one kernel, behind their product, where neither a bias nor an adapter stands between."""
+    """Add the shape of gate and up in one kernel, if there is neither a bias nor an adapter."""
     modules = modules_of(layer.mlp, GATE_UP)
     if all(type(module) is nn.Linear and module.bias is None for module in modules):
         weight = end_to_end([module.weight for module in modules])
@@ -273,11 +274,11 @@ def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
 
 
 def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearFinding]:
-    """The fastest ways with the reference's bits, by checked number of rows.
+    """The fastest kernels that equal the reference bit for bit, by checked number of rows.
 
     Args:
         shape: of the product.
-        few_only: leave counts above 512 to tiles.
+        few_only: use tiles for counts above 512.
     """
     finding = LinearFinding()
     plan = Plan(default_tiles(shape))
@@ -321,10 +322,10 @@ def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearF
 
 
 def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
-    """Where product and gate are faster in one kernel, with the bits of the two apart; by checked number of rows.
+    """At which checked numbers of rows one kernel for product and gate is faster than two, and bitwise equal to them.
 
     Args:
-        shape: with a gate; that without has its plan.
+        shape: with a gate; the shape without one has its plan already.
     """
     finding, plan = LinearFinding(), Plan({})
     if not shape.on_hopper or shape.dtype == torch.float32:
@@ -361,9 +362,9 @@ def _look_at(
     library: Library, counts: Sequence[int], rows: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor,
     reference: Tensor, plan: Plan, finding: LinearFinding,
 ) -> None:  # fmt: skip
-    """Notes where a library has other bits, and plans it where it has the same and nothing is planned.
+    """Record where a library differs from the reference; elsewhere plan it, if nothing is planned yet.
 
-    Where rows are many, no times are compared, so that one library with the same bits is enough.
+    With many rows no times are compared, so the first library that agrees is used.
     """
     wanted = [count for count in counts if count <= FEW_ROWS[-1] or count not in plan.ways]
     flags = []
@@ -383,7 +384,7 @@ def _tile_serves(
     tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, reference: Tensor, count: int,
     finding: LinearFinding,
 ) -> bool:  # fmt: skip
-    """Whether a tile runs here and has the reference's bits in the first rows."""
+    """Whether a tile runs here and equals the reference bit for bit in the first ``count`` rows."""
     out = _try(tile, rows[:count], weight, bias, reference.dtype)
     if out is None:
         finding.failed.setdefault(f"{way_name(tile)} (does not fit)", []).append(count)
@@ -397,7 +398,7 @@ def _tile_serves(
 def _try(
     tile: Tile, rows: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, *, ahead: bool | None = None
 ) -> Tensor | None:
-    """The product by this tile; None where the tile does not fit into this GPU."""
+    """The product by this tile; None if the tile needs more resources than this GPU has."""
     try:
         return fixed_order_product(rows, weight, tile, bias=bias, dtype=dtype, ahead=ahead)
     except Exception as error:
@@ -407,7 +408,7 @@ def _try(
 
 
 def compilations(shapes: Sequence[Shape]) -> list[Callable[[], None]]:
-    """One call for each kernel that a check of these shapes will run, which compiles it by running it once."""
+    """For each kernel that a check of these shapes will run, a call that runs it once, and so compiles it."""
     found: dict[Any, Callable[[], None]] = {}
     for shape in shapes:
         if shape.dtype == torch.float32:
@@ -447,7 +448,7 @@ def _run_gated(tile: Tile, shape: Shape) -> None:
 
 
 def _current(device: torch.device) -> torch.cuda.device:
-    """A region in which kernels are launched on this device; none of CUDA's for another kind."""
+    """Make this GPU the current device inside; does nothing for a CPU."""
     return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
@@ -458,12 +459,12 @@ def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[
 
 
 def _copies(weight: Tensor) -> list[Tensor]:
-    """So many of it that they do not stay in L2, as a model's do not."""
+    """As many copies as exceed the L2 cache, as a model's weights do."""
     return [weight, *(weight.clone() for _ in range(min(40, int(120e6 // weight.nbytes))))]
 
 
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
-    """Of one call, in a CUDA graph of some; the least of three replays."""
+    """Time of one call, in a CUDA graph of several; the minimum of three replays."""
     turn: Iterator[Tensor] = cycle(weights)
     stream, graph = side_stream(weights[0].device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -486,7 +487,7 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Whether any bit does, on the device."""
+    """Whether any bit differs; a tensor on the device."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return (a.view(kind) != b.view(kind)).any()
 
@@ -546,7 +547,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, known: Mapping[str, Any]) -> None:
-    """Whole or not at all; a cache that cannot be written is no failure."""
+    """Write atomically; a cache that cannot be written is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_suffix(f".{os.getpid()}.tmp")

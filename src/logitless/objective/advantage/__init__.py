@@ -1,8 +1,8 @@
 """Advantages from rewards, a file a family; the interface is in ``estimator``.
 
-``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` looks
-along a sequence, ``turns`` does both. Groups are found by id. NaN is an unscored completion: its advantage is 0
-and it enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is differentiated.
+``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` sums rewards along a
+sequence, ``turns`` does both. Groups are found by id. NaN marks an unscored completion: its advantage is 0, and it
+enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is differentiated.
 """
 
 from logitless.objective.advantage.batch_relative import (

@@ -60,7 +60,7 @@ def batch_standardized(
     ``A_i = (r_i - mean(r of the group)) / (std(all scored r) + EPSILON)``
 
     Args:
-        rewards, group: as ``group_centered``; a group lies whole on one rank.
+        rewards, group: as ``group_centered``; all of a group on one rank.
         sum_over_ranks: for the standard deviation over all ranks.
 
     Returns: as ``group_centered``.
@@ -98,7 +98,7 @@ def reinforce_pp_baseline(
     ``A = (a - mean(a[sequence])) / (std(a[sequence]) + EPSILON)`` with ``a = r - mean(r of the group)``
 
     Args:
-        rewards, group: as ``group_centered``; a group lies whole on one rank.
+        rewards, group: as ``group_centered``; all of a group on one rank.
         sequence: [N] completion of each trained token; ``arange(B)`` whitens over completions instead.
         sum_over_ranks: for whitening over all ranks.
 
@@ -174,7 +174,7 @@ def gdpo(
 
     Args:
         rewards: [B, F], NaN where function f could not score completion i: that term is then 0.
-        group: [B] ids; a group lies whole on one rank.
+        group: [B] ids; all of a group on one rank.
         weights: [F].
         sum_over_ranks: for whitening over all ranks.
 
@@ -200,7 +200,7 @@ class Gdpo(OnePerCompletion):
     """See ``gdpo``. Reads ``scores`` and ``weights`` instead of ``rewards``.
 
     Raises:
-        ConfigurationError: called with a KL in the reward or with turn rewards, which belong to no function.
+        ConfigurationError: called with a KL in the reward or with turn rewards, which no reward function gives.
         InputError: called without scores or weights.
     """
 

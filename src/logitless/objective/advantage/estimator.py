@@ -23,7 +23,7 @@ EPSILON = 1e-4
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Rewards of a batch and what estimators compare them with.
+    """The rewards of a batch, and what else estimators read.
 
     Args:
         rewards: [B] one a completion, paid at its last token; NaN = unscored.
@@ -137,7 +137,7 @@ class Estimator(ABC):
         """The advantages of a batch.
 
         Args:
-            inputs: of this rank; a group lies whole on one rank.
+            inputs: of this rank; all of a group on one rank.
             sum_over_ranks: for statistics over all ranks.
 
         Raises:
@@ -145,7 +145,7 @@ class Estimator(ABC):
         """
 
     def checked(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
-        """As a call, with the result checked.
+        """A call whose result is checked.
 
         Raises:
             InputError: an input is missing, or the result has another shape or is not finite.
@@ -177,7 +177,7 @@ class OnePerCompletion(Estimator):
     compares_group: ClassVar[bool] = True
 
     def level(self, *, kl_in_reward: bool) -> Level:
-        del kl_in_reward  # its sum over the completion is taken off
+        del kl_in_reward  # summed over the completion
         return "sequence"
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:

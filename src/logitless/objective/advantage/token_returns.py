@@ -16,7 +16,7 @@ from logitless.objective.advantage.estimator import (
     check_discount,
     refuse_infinite,
 )
-from logitless.objective.inputs import shaped
+from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 from logitless.objective.ranges import Level, discounted_returns, ends, turn_index
 
@@ -35,7 +35,7 @@ def reinforce_pp(
     Args:
         token_rewards: [N], usually ``pay_at_last_token(...) - beta * (logp_old - logp_ref)``; NaN makes the tokens up
             to it unscored.
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         gamma: discount a token.
         sum_over_ranks: for whitening over all ranks.
 
@@ -96,7 +96,7 @@ def gae(
     Args:
         token_rewards: [N]; NaN makes the tokens up to it unscored.
         values: [N] of the scoring pass.
-        sequence: [N] non-decreasing ids; a sequence lies whole on one rank.
+        sequence: [N] non-decreasing ids; all of a sequence on one rank.
         gamma, lambda_: in [0, 1].
         turn: [N] ids, non-decreasing inside a sequence, or None for tokens.
 
@@ -166,16 +166,9 @@ class Gae(Estimator):
         return self.action
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
-        if inputs.values is None:
-            raise InputError(
-                needed="a value for each token", given="none", remedy="Score the batch with a value head first."
-            )
-        if self.action == "turn" and inputs.turn is None:
-            raise InputError(
-                needed="turn ids for advantages a turn", given="none", remedy="Give turn [N] or set action='token'."
-            )
-        rewards, turn = inputs.token_rewards(), inputs.turn if self.action == "turn" else None
-        advantage, target = gae(rewards, inputs.values, inputs.sequence, self.gamma, self.lambda_, turn)
+        rewards, values = inputs.token_rewards(), required(inputs.values, "values")
+        turn = required(inputs.turn, "turn") if self.action == "turn" else None
+        advantage, target = gae(rewards, values, inputs.sequence, self.gamma, self.lambda_, turn)
         scorable = _scorable(rewards, inputs.sequence)
         if self.whiten:
             advantage = whiten(advantage, scorable, sum_over_ranks)

@@ -39,7 +39,7 @@ def group_turns(
         token_rewards: [N] turn rewards at the last token of the turn, the final reward at the last token of all; NaN
             makes the turns up to it unscored.
         group: [B] id of each completion's prompt.
-        sequence: [N] non-decreasing ids in ``range(B)``; a group lies whole on one rank.
+        sequence: [N] non-decreasing ids in ``range(B)``; all of a group on one rank.
         turn: [N] turn ids, non-decreasing inside a sequence; turns with one number are compared.
         gamma: discount a turn.
         standardize: divide by the standard deviation.
@@ -90,7 +90,7 @@ class GroupTurns(Estimator):
         return "turn"
 
     def __call__(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks = one_rank) -> AdvantageOutput:
-        del sum_over_ranks  # a group lies whole on one rank
+        del sum_over_ranks  # all of a group on one rank
         turn = required(inputs.turn, "turn")
         found = group_turns(inputs.token_rewards(), inputs.group, inputs.sequence, turn, self.gamma, self.standardize)
         return AdvantageOutput(self._clipped(found))

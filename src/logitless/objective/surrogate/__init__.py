@@ -1,8 +1,7 @@
 """Policy-gradient losses, one pure function per equation, and the configuration of each; a file a family.
 
-Every function takes vectors of length N and returns the loss per token, to be minimized. Means, filters, sampler
-correction and KL are added around it, in ``objective``. r is ``exp(log_ratio)``. Bounds are absolute, not distances
-from 1.
+Every function takes vectors of length N and returns the loss per token, to be minimized. ``objective`` adds weights,
+filters, sampler correction and KL. r is ``exp(log_ratio)``. Bounds are absolute, not distances from 1.
 """
 
 from logitless.objective.surrogate.cispo import Cispo, cispo_loss

@@ -33,7 +33,7 @@ def cispo_loss(
         >>> cispo_loss(torch.tensor([-2.0]), torch.tensor([9.0]), torch.tensor([1.0]), ratio_max=5.0)
         tensor([10.])
     """
-    # No weight is infinite: an advantage of 0 times that would be NaN.
+    # finite, because an advantage of 0 times infinity would be NaN
     largest = min(ratio_max, torch.finfo(log_ratio.dtype).max)
     weight = log_ratio.detach().exp().clamp(min=ratio_min, max=largest)
     return -weight * advantage * logp

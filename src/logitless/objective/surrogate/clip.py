@@ -23,7 +23,7 @@ def clip_loss(
     ratio_cap: float | None = None,
     dual: float | None = None,
 ) -> Float[Tensor, "N"]:
-    """PPO's loss: what moves the ratio further out of its bounds earns nothing more.
+    """PPO's loss: no gain from moving the ratio further out of its bounds.
 
     ``l = -min( min(r, ratio_cap) A, clip(r, ratio_min, ratio_max) A )``; with ``dual``, at most ``-dual A`` where A < 0
 
@@ -45,14 +45,14 @@ def clip_loss(
         >>> clip_loss(up, torch.tensor([1.0, -1.0]), ratio_min=0.8, ratio_max=1.2)
         tensor([-1.2000,  1.6487])
     """
-    if dual == math.inf:  # bounds nothing, and infinity times an advantage of 0 is NaN
+    if dual == math.inf:  # no bound; infinity times an advantage of 0 would be NaN
         dual = None
     bounded_for_all = [bound for bound in (ratio_cap, dual) if bound is not None and bound < math.inf]
     constant_above = math.log1p(max([ratio_max, *bounded_for_all]))
     never_matters = torch.ones_like(advantage, dtype=torch.bool) if bounded_for_all else advantage >= 0
     if constant_above == math.inf:
         never_matters, constant_above = advantage == 0, 0.0
-    # Above this the loss is constant: cutting there keeps exp finite, and 0 * inf out of its gradient.
+    # the loss is constant above this: the clamp keeps exp finite, and 0 * inf out of its gradient
     ratio = torch.where(never_matters, log_ratio.clamp(max=constant_above), log_ratio).exp()
     capped = ratio if ratio_cap is None else ratio.clamp(max=ratio_cap)
     loss = -torch.minimum(capped * advantage, ratio.clamp(ratio_min, ratio_max) * advantage)

@@ -1,6 +1,6 @@
-"""Clip-Cov and KL-Cov: the few tokens that carry most of the fall of entropy are treated apart.
+"""Clip-Cov and KL-Cov: another loss for the few tokens that cause most of the fall of entropy.
 
-Which tokens those are is ``covariance``'s to say; here is what their loss becomes.
+``covariance`` selects the tokens.
 """
 
 from dataclasses import dataclass, field
@@ -62,7 +62,7 @@ class ClipCov(PolicyLoss):
 
     Args:
         fraction: of the trained tokens of the scope.
-        low, high: band of the covariance with the advantage from which tokens are drawn.
+        low, high: band of the covariance from which tokens are selected.
         ratio_min, ratio_max: bounds of the clip.
         scope: where N, means and choice come from: ``block``, once, from the scoring pass; ``micro_batch``, from
             current values.
@@ -95,10 +95,10 @@ class ClipCov(PolicyLoss):
         return self.scope
 
     def select(self, inputs: SelectionInputs) -> Bool[Tensor, "N"]:
-        """``random_in_band`` of the trained tokens that the clip does not cut.
+        """``random_in_band`` of the trained tokens that are not clipped.
 
         Raises:
-            InputError: no generator to draw with.
+            InputError: no generator.
         """
         if inputs.generator is None:
             raise InputError(

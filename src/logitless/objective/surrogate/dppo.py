@@ -1,4 +1,4 @@
-"""DPPO: a trust region in probability, not in the ratio."""
+"""DPPO: a trust region of the probability instead of the ratio."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
@@ -41,7 +41,7 @@ def dppo_mask(
     max_low: float,
     max_high: float,
 ) -> Bool[Tensor, "N"]:
-    """True where the token is inside the trust region: the probability has not moved too far the way A pushes it.
+    """True inside the trust region: the probability has not moved too far in the direction of the advantage.
 
     ``m = 0 where A > 0 and p - p_old > max_high, or A <= 0 and p - p_old < -max_low; else 1``
     ``divergence=kl: KL(Bernoulli(p_old) || Bernoulli(p)) against the same bounds, where p moved that way``
@@ -81,7 +81,7 @@ def dppo_loss(
         >>> dppo_loss(one, one, torch.tensor([2.0]), torch.tensor([True]), ratio_cap=20.0)
         tensor([2.])
     """
-    # No weight is infinite: an advantage of 0, or the gradient of a token outside, times that would be NaN.
+    # finite, because 0 (an advantage, or a gradient outside) times infinity would be NaN
     largest = min(ratio_cap, torch.finfo(logp.dtype).max)
     weight = torch.where(inside, (logp - logp_old).detach().exp().clamp(max=largest), 0.0)
     return -advantage * weight * logp

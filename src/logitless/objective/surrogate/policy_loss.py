@@ -43,7 +43,7 @@ class SurrogateInputs:
 
 @dataclass(frozen=True)
 class SurrogateTerms:
-    """A surrogate's loss per token, and where its bounds cut.
+    """A surrogate's loss per token, and where its bounds clip.
 
     Args:
         loss: [N], differentiable.
@@ -83,7 +83,7 @@ class PolicyLoss(ABC):
         name: what recipes call it.
         reads: which ratio it reads.
         level: the level at which tokens share their loss, and must share their advantage.
-        reads_advantage: whether the advantage plays a part.
+        reads_advantage: whether it reads the advantage.
         uses_correction: whether it uses the (token-level) sampler correction itself; any other loss is multiplied by
             it.
     """

@@ -40,7 +40,7 @@ def sapo_loss(
         tensor([-2.])
     """
     tau = by_sign(advantage, temperature_positive, temperature_negative)
-    # There the sigmoid has long been 1: cutting keeps exp finite, and 0 * inf out of its gradient.
+    # the sigmoid is 1 above this: the clamp keeps exp finite, and 0 * inf out of its gradient
     ratio = log_ratio.clamp(max=-math.log(torch.finfo(log_ratio.dtype).tiny)).exp()
     return -4.0 / tau * torch.sigmoid(tau * (ratio - 1.0)) * advantage
 

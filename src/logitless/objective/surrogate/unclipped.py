@@ -50,7 +50,7 @@ def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]
         >>> importance_loss(torch.zeros(1), torch.tensor([0.5]))
         tensor([-0.5000])
     """
-    # An advantage of 0 times a ratio that overflows is NaN, in the loss and in its gradient.
+    # where A = 0, because 0 times a ratio that overflows would be NaN, also in the gradient
     return -advantage * torch.where(advantage == 0, 0.0, log_ratio).exp()
 
 
@@ -58,7 +58,7 @@ def importance_loss(log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"]
 def dro_loss(
     logp: Float[Tensor, "N"], log_ratio: Float[Tensor, "N"], advantage: Float[Tensor, "N"], *, beta: float
 ) -> Float[Tensor, "N"]:
-    """The log-likelihood, held back by the square of the log ratio of the token.
+    """The log-likelihood, with the squared log ratio as a penalty.
 
     ``l = -(A logp - beta/2 lr^2)``
 

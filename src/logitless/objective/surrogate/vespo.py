@@ -30,7 +30,7 @@ def vespo_weight(
     lambda_negative: float,
     correction: Float[Tensor, "N"] | None = None,
 ) -> Float[Tensor, "N"]:
-    """A weight of the sequence's whole importance w: 1 at w = 1, and less on both sides; one that is not finite is 0.
+    """A weight of the sequence's importance ratio w: 1 at w = 1, less on both sides, 0 if it is not finite.
 
     ``phi = sg(exp(lambda + k log w - lambda w))``
     ``log w = clamp( sum_S clamp(lr, -20, 20) + sum_S clamp(log c, log 1e-8, 20), log 1e-8, 20 )``

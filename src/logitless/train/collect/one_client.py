@@ -112,7 +112,7 @@ class ReadTogether:
             yield Weights(self._held.module, partial(self._read, "tensors"), adapter, self._score)
         finally:
             self._over = True
-            if self._work.is_heard:
+            if self._work.can_report:
                 with self._work.collective():
                     self._ranks.all_gather_object(None)
 

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.packing import pack, plan_epoch
+from logitless.data.packing import Packing, pack, plan_epoch
 from logitless.data.prompts import PromptOrder
 from logitless.errors import DataError, TrainingError
 from logitless.models.seeded import seeded
@@ -55,7 +55,7 @@ def warm_start(
             [range(batch.num_sequences)],
             batch.inputs,
             tokens_per_step=batch.num_tokens,
-            tokens_per_micro_batch=train.tokens_per_micro_batch,
+            packing=Packing(train.tokens_per_micro_batch, share_prompts=False),
             seed=0,
         )
         loss = 0.0
