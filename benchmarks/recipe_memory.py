@@ -1,6 +1,7 @@
 """Runs two blocks of each small-card recipe under its card's limit and records the peaks beside the plan's.
 
     python benchmarks/recipe_memory.py
+    python benchmarks/recipe_memory.py --table       # writes the results into docs/small_cards.md
     python benchmarks/recipe_memory.py --recipes qwen3-1.7b-gsm8k-24gb --keep-others
 
 No weights are downloaded: the recipes' stand-ins under ``recipes/dry-run`` give shapes and a tokenizer, and the weights
@@ -34,10 +35,9 @@ from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import start
-from script import RESULTS, ROOT, between, command_line, needs_gpu
+from script import command_line, needs_gpu, parsed
 
-RESULT = RESULTS / "recipe-memory.json"
-PAGE = ROOT / "docs" / "small_cards.md"
+RESULT = "recipe-memory.json"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,
     "llama3.1-8b-ifeval-24gb": 24 * GIB,
@@ -156,8 +156,9 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     }
 
 
-def table(document: dict[str, Any]) -> str:
-    """The planned and the measured bytes of each run of a file, in GiB."""
+def tables(results: Path) -> dict[str, str]:
+    """Planned and measured memory of each run, in GiB."""
+    document = json.loads((results / RESULT).read_text())
     machine = document["environment"]
     lines = [
         f"{machine['gpu']} with PyTorch limited to what the card has; torch {machine['torch']}, transformers "
@@ -173,30 +174,18 @@ def table(document: dict[str, Any]) -> str:
             f"{row['completion_tokens_mean']:.0f} | {'resumed' if row['resumed'] else 'first block'} | "
             f"{' | '.join(f'{number:.1f}' for number in numbers)} | {row['wall_clock_seconds']:.0f} s |"
         )
-    return "\n".join(lines)
-
-
-def with_table(page: str, document: dict[str, Any]) -> str:
-    """A page with the table between its marks."""
-    return between(page, BEGIN, END, f"{table(document)}\n\n")
-
-
-BEGIN, END = "<!-- recipe memory: begin -->\n\n", "<!-- recipe memory: end -->"
+    return {"": "\n".join(lines)}
 
 
 def main() -> None:
     """Each recipe, a block and its resume in processes of their own."""
     parser = command_line(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=STAND_INS, default=list(STAND_INS))
-    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--keep-others", action="store_true", help="keep the file's rows of other recipes")
-    parser.add_argument("--page", action="store_true", help="only write the table of docs/small_cards.md anew")
-    options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(with_table(PAGE.read_text(), json.loads(options.out.read_text())))
-        return
+    options = parsed(parser, tables)
     needs_gpu("Use --dry-run of the recipes for the plan.")
-    rows = json.loads(options.out.read_text())["rows"] if options.keep_others and options.out.exists() else []
+    path = options.output / RESULT
+    rows = json.loads(path.read_text())["rows"] if options.keep_others and path.exists() else []
     rows = [row for row in rows if row["recipe"] not in options.recipes]
     for name in options.recipes:
         overrides = [*EVERYTHING_AT_ITS_LONGEST, *STAND_INS[name]]
@@ -215,7 +204,7 @@ def main() -> None:
                 print(f"{found['peak_allocated_bytes'] / GIB:.1f}", end=", ")
                 print(f"reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True)
                 machine = environment("cuda", ("triton", "transformers", "peft", "bitsandbytes"))
-                write_result(options.out, {"environment": machine, "rows": rows})
+                write_result(path, {"environment": machine, "rows": rows})
 
 
 if __name__ == "__main__":

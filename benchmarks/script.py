@@ -22,6 +22,8 @@ from logitless.errors import ConfigurationError, DataError, LogitlessError, Unav
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+Tables = Callable[[Path], dict[str, str]]
+"""From a folder of results to a script's tables in pages, by part (empty where there is one table)."""
 
 
 # --- command line
@@ -121,26 +123,19 @@ def main_at_seeds(
     noted: Callable[[Path], dict[str, Any]] = lambda _: {},
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    readme: Callable[[str, dict[str, Any]], str] | None = None,
+    tables: Tables | None = None,
 ) -> None:
-    """A script that is ``at_seeds`` and nothing else; its results are called by the recipe.
+    """A script that is ``at_seeds`` and nothing else; its result file has the recipe's name.
 
     Args:
         doc, recipe, noted: of the script, and of ``at_seeds``.
         seeds: unless others are asked for.
-        readme: the README with lines about a result, where it has such.
+        tables: for pages; None if no page shows the result.
     """
     parser = command_line(doc)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{recipe}.json")
-    if readme is not None:
-        parser.add_argument("--readme", action="store_true", help="only write its lines in the README anew")
-    options = parser.parse_args()
-    if readme is not None and options.readme:
-        page = ROOT / "README.md"
-        page.write_text(readme(page.read_text(), json.loads(options.out.read_text())))
-    else:
-        record(at_seeds(recipe, options.seeds, noted), options.out)
+    options = parsed(parser, tables)
+    record(at_seeds(recipe, options.seeds, noted), options.output / f"{recipe}.json")
 
 
 def completed(
@@ -283,6 +278,18 @@ def between(page: str, begin: str, end: str, text: str) -> str:
     """The page with another text between its two marks."""
     before, _, rest = page.partition(begin)
     return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
+
+
+def parsed(parser: argparse.ArgumentParser, tables: Tables | None) -> argparse.Namespace:
+    """The arguments of a script with ``--output``; with ``--table`` its tables are written, and the process ends."""
+    if tables is None:
+        parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
+        return parser.parse_args()
+    add_table_arguments(parser)
+    options = parser.parse_args()
+    if options.table is not None:
+        sys.exit(update(options.table, Path(sys.argv[0]).stem, tables(options.output), check=options.check))
+    return options
 
 
 def add_table_arguments(parser: argparse.ArgumentParser) -> None:

@@ -31,11 +31,6 @@ def test_the_table_has_the_interval_of_the_difference_and_the_seconds_of_runs_th
     )
 
 
-def test_the_page_is_what_the_result_files_say() -> None:
-    page = evidence.PAGE.read_text()
-    assert evidence.published(page, evidence.documents_of(evidence.RESULTS)) == page
-
-
 @pytest.fixture(scope="module")
 def toy(tmp_path_factory) -> Path:
     """A folder with tiny weights to begin with, and the task's data."""
