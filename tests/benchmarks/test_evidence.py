@@ -1,7 +1,5 @@
 """The comparison with TRL and the ablations: their data, their measure, their recipes."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -10,8 +8,6 @@ from logitless.models.loading import load_model
 from logitless.train.learn.policy import Policy
 from logitless.types import LMHead
 from script import RESULTS
-
-ROOT = Path(__file__).parents[2]
 
 ROWS = [{"id": "ba", "prompt": "ba=", "answer": "ab"}, {"id": "dc", "prompt": "dc=", "answer": "cd"}]
 

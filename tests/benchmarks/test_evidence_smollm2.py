@@ -9,8 +9,6 @@ import pytest
 import evidence_smollm2 as evidence
 from tests.models.tiny_gguf import write_gguf
 
-ROOT = Path(__file__).parents[2]
-
 
 def row(trainer: str, seed: int, after: float, **changed: Any) -> dict[str, Any]:
     made = {"task": "addition", "trainer": trainer, "variant": "full", "seed": seed, "held_out_before": 0.01}
