@@ -302,17 +302,17 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(script: str, part: str) -> str:
-    """The line above a table in a page; ``part`` tells a script's tables apart."""
-    return f"<!-- {f'{script} {part}'.rstrip()}: begin (made by `python benchmarks/{script}.py --table`) -->"
+    """The line above a table in a page; ``part`` tells a script's tables apart.
+
+    Example:
+        >>> begin("head", "targets")
+        '<!-- head targets: begin -->'
+    """
+    return f"<!-- {f'{script} {part}'.rstrip()}: begin -->"
 
 
 def end(script: str, part: str) -> str:
-    """The line below it.
-
-    Example:
-        >>> end("head", "targets")
-        '<!-- head targets: end -->'
-    """
+    """The line below it."""
     return f"<!-- {f'{script} {part}'.rstrip()}: end -->"
 
 
