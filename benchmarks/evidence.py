@@ -1,15 +1,14 @@
-"""Does it learn, and as TRL does? One model, one task, equal weights, prompts and settings; and what a choice changes.
+"""Learning curves against TRL's on one model and task, with equal weights, prompts and settings; and ablations.
 
     python benchmarks/evidence.py comparison                  # a run at a time on each GPU: wall clocks count
     python benchmarks/evidence.py ablations --at-once 4       # what is still missing, four side by side on each GPU
-    python benchmarks/evidence.py draw                        # plots and tables again
+    python benchmarks/evidence.py draw                        # plots again; --table: tables of docs/evidence.md
 
-The task is to sort letters. A model made from a config learns it by imitation until a sample is right about three
-times in ten; GRPO does the rest, with a reward for the whole answer alone. Accuracy is not estimated from samples: it
-is the probability that a sample is right, ``mean exp(sum logp of the answer)`` over held-out prompts, by the same code
-for every contender. What the result files lack is run, each run in a process of its own, on all GPUs that are visible;
-its row is in the file as soon as it ends. Each row names the digest of the weights that it began with: rows of other
-weights are never put beside each other. ``--size tiny`` is for a CPU.
+The task is to sort letters. A model with random weights learns it by imitation until about three samples in ten are
+right; then GRPO trains it with a reward for the whole answer. Accuracy is the probability that a sample is right,
+``mean exp(sum logp of the answer)`` over held-out prompts, by the same code for every contender. Runs that the result
+files lack are made, each in a process of its own, on all visible GPUs; its row is written as soon as it ends. Each row
+has the digest of its initial weights, and only rows with equal digests are compared. ``--size tiny`` is for a CPU.
 """
 
 import hashlib
@@ -148,7 +147,7 @@ def device() -> str:
 
 
 def policy_from(folder: str | Path) -> Policy:
-    """The model of a folder, in float32 throughout: what is judged."""
+    """The model of a folder, in float32 throughout, for evaluation."""
     return Policy(load_model(str(folder), dtype=torch.float32, device=torch.device(device())))
 
 
@@ -309,7 +308,7 @@ def in_bfloat16(
 
 EXACT = policy_module.token_scores
 HEADS = {"log-probs in bfloat16": in_bfloat16, "log-probs rounded to bfloat16": rounded}
-"""What stands in for the library's head in these ablations, for log-probs before training and in it."""
+"""Replacements of the library's head in these ablations, for scoring and for training."""
 
 
 def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, Any]:

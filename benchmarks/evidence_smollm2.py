@@ -1,4 +1,4 @@
-"""Does a pretrained model learn, and as with TRL? SmolLM2-135M-Instruct on the tasks of ``recipes/smollm2-*.yaml``.
+"""Learning curves of a pretrained model here and in TRL: SmolLM2-135M-Instruct on ``recipes/smollm2-*.yaml``.
 
     python recipes/smollm2/prepare.py                                       # weights and data, once
     python benchmarks/evidence_smollm2.py run --tasks addition --alone 0    # three seeds here and in TRL
@@ -6,10 +6,10 @@
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
 Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
-order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by its own
-evaluation: while the run goes on here, of saved weights afterwards for TRL; its time is in neither clock. Each run
-is a process of its own, ``--at-once`` of them on each GPU; runs of the seeds in ``--alone`` go first, one on each GPU,
-and only their seconds count. Its row is in the result file as soon as it ends; what the file has is not run again.
+order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy; it is
+evaluated during the run here, and from saved weights afterwards for TRL, and its time is not counted. Each run is a
+process of its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and
+only their seconds are reported. Rows are written as soon as a run ends; rows that the file has are not measured again.
 """
 
 import gc

@@ -1,12 +1,11 @@
-"""What the first call of the sampler in a process costs: seconds by phase, and what was compiled meanwhile.
+"""Seconds of the sampler's first call in a process, by phase, and the kernels that it compiled.
 
     python benchmarks/first_call.py                        # Qwen2.5-0.5B, results/first-call-GPU.json
     python benchmarks/first_call.py --table                # writes what was measured into docs/rollout.md
 
-Each measurement is a process of its own. ``empty``: it begins with empty caches, Triton's, the driver's and that of
-the self-check, as on a new machine. ``full``: it finds there what the process before it left, as every later run does.
-The model has random weights; its loading is not in the call. ``--stacks`` adds where the main thread was, every few
-milliseconds.
+Each measurement is a process of its own. ``empty``: the caches of Triton, the driver and the self-check are empty, as
+on a new machine. ``full``: they are filled by the process before, as in every later run. The model has random weights;
+its loading is not counted. ``--stacks`` samples the main thread's stack every few milliseconds.
 """
 
 import argparse

@@ -5,10 +5,9 @@
     python benchmarks/forecast.py --keep-runs              # forecasts anew, beside the runs that were measured
     python benchmarks/forecast.py --table                  # writes the results into docs/doctor.md
 
-Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
-the median over all but the first, which compiles. Both are repeated in turn, because a machine is not equally fast all
-the time, and the medians are compared. The learning rate is next to nothing: a forecast is about completions as long as
-the policy writes them now, and a policy that learns to write longer ones takes longer.
+Forecast and run each have a process of their own. The run's time is the median over all blocks but the first, which
+compiles. Both are repeated in turn, because the machine's speed varies, and the medians are compared. The learning rate
+is almost 0, so that completions do not change in length.
 """
 
 import json
@@ -101,7 +100,7 @@ def forecast(recipe: Path, overrides: list[str]) -> Forecast:
 
 
 def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, list[dict[str, Any]]]:
-    """Median seconds of a block, the peak, and the seconds of each record, of a run of so many blocks."""
+    """Median seconds of a block, peak memory, and the times of each record of a run."""
     with tempfile.TemporaryDirectory() as output:
         overrides = [*overrides, f"train.blocks={blocks}", f"output={output}", "writers=[]", "data.held_out=null"]
         folder, _ = start(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"]))

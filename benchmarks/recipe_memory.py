@@ -4,11 +4,11 @@
     python benchmarks/recipe_memory.py --table       # writes the results into docs/small_cards.md
     python benchmarks/recipe_memory.py --recipes qwen3-1.7b-gsm8k-24gb --keep-others
 
-No weights are downloaded: the recipes' stand-ins under ``recipes/dry-run`` give shapes and a tokenizer, and the weights
-are random, drawn on the GPU. Every prompt has as many tokens as the recipe allows, every completion is as long as it
-may be and, with a constant reward and raw rewards as advantages, every token has a gradient: the memory is a real run's
-at its worst, and nothing is learned. Fewer completions than in the recipe, and never fewer than are decoded at once or
-make two micro-batches. The second block is trained by another process, which resumes from the first one's checkpoint.
+No weights are downloaded: ``recipes/dry-run`` has shapes and a tokenizer, and weights are random. Every prompt and
+every completion is as long as the recipe allows and, with a constant reward and raw rewards as advantages, every token
+has a gradient: this is a run's largest memory. There are fewer completions than in the recipe, but as many as are
+decoded at once and as two micro-batches need. The second block is trained by another process, which resumes from the
+checkpoint.
 """
 
 import gc
@@ -78,12 +78,12 @@ def longest_prompts(recipe: Recipe, path: Path) -> int:
 
 @contextmanager
 def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
-    """Random weights are drawn there; on the CPU eight billion take minutes.
+    """Generate random weights on the GPU, because on the CPU eight billion take minutes.
 
     Args:
         limit: bytes that the process may use.
-        rounded_there: weights are rounded to four bits where they were drawn, which the limit is no part of: those that
-            are read from files wait on the host for it.
+        rounded_there: weights are rounded to four bits on the GPU; the limit applies only afterwards, because weights
+            that are read from files are rounded from host memory.
     """
     build, load = loading._built, assembly_model.load_model
     if not torch.cuda.is_available():

@@ -1,6 +1,6 @@
-"""What the scripts of this folder share: command line, runs of recipes, result files, a clock, tables in pages.
+"""Shared by the scripts of this folder: command line, runs of recipes, result files, a clock, tables in pages.
 
-Torch is imported where it is used: a script that times imports begins here.
+Torch is imported inside functions, because one script times imports.
 """
 
 import argparse
@@ -30,7 +30,7 @@ Tables = Callable[[Path], dict[str, str]]
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring as it stands."""
+    """A parser with the script's docstring as its help."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -254,7 +254,8 @@ class Rows:
 
 
 def milliseconds(run: Callable[[], object], device: str, *, pause: int = 20_000_000) -> float:
-    """Of the device, one run; its queue is filled while it pauses for so many cycles, 20 million of which are 10 ms."""
+    """Device time of one run. The device first pauses for ``pause`` cycles (20 million are 10 ms), so that the whole
+    run is queued before it begins."""
     import torch
 
     if device != "cuda":
