@@ -1,12 +1,11 @@
-"""How well the estimate of activation memory tells the peak: each way to keep less, and budgets between.
+"""Estimated and measured activation memory, for each way to keep less and for budgets between them.
 
     python benchmarks/activations.py
 
-A model with random weights reads one packed row of the workload *long*, prompts shared, forward and backward, with its
-gradients in place as in every micro-batch of a step but the first. ``layers``: the backbone alone, which is what
-``train.activation_memory`` speaks of. ``step``: with the LM head at a memory budget of 1 GiB, whose own formula is
-added. Bytes are those above what weights and gradients take; both estimates come from two short passes a mode on the
-same model (``models/activations.py``) and are made before the row is read.
+A model with random weights runs one packed row of the workload *long* forward and backward, prompts shared and
+gradients allocated. ``layers``: the backbone alone, which ``train.activation_memory`` bounds. ``step``: with the LM
+head at a memory budget of 1 GiB, whose own estimate is added. Bytes exclude weights and gradients. Estimates come from
+two short passes of each way on the same model (``models/activations.py``), before the row is run.
 """
 
 import time

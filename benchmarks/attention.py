@@ -1,4 +1,4 @@
-"""Attention of one layer, forward and backward, beside the kernels that others reach for.
+"""Attention of one layer, forward and backward, compared with other kernels.
 
 A workload is a packed row: groups of completions of one prompt. ``logitless`` attends to a prompt once a group;
 ``logitless-unshared`` and the others get every completion with a copy of its prompt. ``flash-attention-2`` is torch's

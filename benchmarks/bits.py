@@ -9,7 +9,6 @@ file has already is not measured again, so a long run can be made of short ones 
 import argparse
 import sys
 import time
-from pathlib import Path
 
 import torch
 
@@ -28,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default=names, help=f"by commas, of {names}")
     parser.add_argument("--parts", default=",".join(PARTS), help="by commas: what to measure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
-    parser.add_argument("--document", type=Path, nargs="*", default=[], help="documents to write the tables into, too")
     add_table_arguments(parser)
 
 
@@ -64,7 +62,6 @@ def run(args: argparse.Namespace) -> int:
     document = {"environment": here, "rows": results.rows, **results.more}
     bits_report.plot(document, args.output / f"bits-{card}.png")
     print(bits_report.table(document), flush=True)
-    update(args.document, "bits", bits_report.tables(args.output), check=False)
     return 1 if any(row.get("differ") and row.get("exact", True) for row in results.rows) else 0
 
 

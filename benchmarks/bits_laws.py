@@ -1,8 +1,8 @@
-"""The laws of bitwise identical sampling and training: the same tokens in every way that the two compute them.
+"""Checks that sampling and training are bitwise identical, in every way that they compute a token.
 
-Random prompts with several completions each; one packed pass is the reference, and every other way must give each
-token's hidden state, log-prob and entropy with the same bits. Two comparisons of transformers' own layers stand beside
-them, in nats: what the laws remove.
+Random prompts with several completions each. One packed pass is the reference; every other way must give each token
+the same hidden state, log-prob and entropy, bit for bit. For comparison two ways of transformers' own layers are
+measured in nats.
 """
 
 import copy

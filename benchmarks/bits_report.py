@@ -1,4 +1,4 @@
-"""Tables and picture of docs/bits.md, from the result files of ``benchmarks/bits.py`` and from nothing else."""
+"""Tables and picture of docs/bits.md, from the result files of ``benchmarks/bits.py``."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -4,10 +4,9 @@
     python benchmarks/commands.py --pages      # put the kept outputs into the pages
     python benchmarks/commands.py --pages --check
 
-Each command has a process of its own, in a folder that is empty but for the recipes, and finds no settings of earlier
-benchmarks but those of these commands; on a GPU what the benchmarks leave there is kept beside the outputs. An output
-is kept as it came, standard error included, but for the names of that folder, of Python's environment and of the user's
-home.
+Each command runs in a new process, in a folder that holds only the recipes, and finds only settings that these commands
+measured; on a GPU these settings are kept beside the outputs. Outputs include standard error; the names of the folder,
+of Python's environment and of the home folder are replaced.
 """
 
 import json

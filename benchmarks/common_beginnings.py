@@ -1,12 +1,11 @@
-"""What it is worth to read once what sequences begin with alike: a training step three ways.
+"""What sharing common prefixes saves: one training step in three ways.
 
     python benchmarks/common_beginnings.py
 
-8 prompts with 8 completions each, and every prompt begins with the same instructions, as with a long system message,
-descriptions of tools or worked examples. The same step with nothing shared, with each prompt read once (what a pass
-would do if it knew of prompts alone), and with the tree: instructions once, then each prompt once, then the
-completions. Random weights, bfloat16 with float32 masters, row-invariant layers; loss and gradient norm say that the
-three are one step.
+8 prompts with 8 completions each; all prompts begin with the same instructions, like a long system message. The step is
+measured with nothing shared, with each prompt computed once, and with a tree of prefixes: instructions once, then each
+prompt once, then the completions. Random weights, bfloat16 with float32 masters, row-invariant layers. Equal losses and
+gradient norms show that the three are the same step.
 """
 
 import random

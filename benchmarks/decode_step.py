@@ -1,4 +1,4 @@
-"""What the kernels of a decoding step take, part by part, and the picture of it.
+"""Kernel times of a decoding step, by part, and a picture of them.
 
     python benchmarks/decode_step.py                # Qwen2.5-0.5B at 64 and 512 rows, on a GPU
     python benchmarks/decode_step.py --sample         # the picture of what the result file has; measures nothing

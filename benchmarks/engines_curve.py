@@ -2,8 +2,8 @@
 
 python benchmarks/engines_curve.py --seeds 0 1
 
-Training is the same: row-invariant layers, the same data, steps and seeds. Only who samples differs. The task is made
-and judged here, as reasoning-gym makes and judges it, so that no other package is needed.
+Only the engine differs: layers, data, steps and seeds are the same. The task is reasoning-gym's, written here so that
+the package is not needed.
 """
 
 import json

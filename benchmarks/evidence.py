@@ -1,15 +1,14 @@
-"""Does it learn, and as TRL does? One model, one task, equal weights, prompts and settings; and what a choice changes.
+"""Learning curves against TRL's on one model and task, with equal weights, prompts and settings; and ablations.
 
     python benchmarks/evidence.py comparison                  # a run at a time on each GPU: wall clocks count
     python benchmarks/evidence.py ablations --at-once 4       # what is still missing, four side by side on each GPU
-    python benchmarks/evidence.py draw                        # plots and tables again
+    python benchmarks/evidence.py draw                        # plots again; --table: tables of docs/evidence.md
 
-The task is to sort letters. A model made from a config learns it by imitation until a sample is right about three
-times in ten; GRPO does the rest, with a reward for the whole answer alone. Accuracy is not estimated from samples: it
-is the probability that a sample is right, ``mean exp(sum logp of the answer)`` over held-out prompts, by the same code
-for every contender. What the result files lack is run, each run in a process of its own, on all GPUs that are visible;
-its row is in the file as soon as it ends. Each row names the digest of the weights that it began with: rows of other
-weights are never put beside each other. ``--size tiny`` is for a CPU.
+The task is to sort letters. A model with random weights learns it by imitation until about three samples in ten are
+right; then GRPO trains it with a reward for the whole answer. Accuracy is the probability that a sample is right,
+``mean exp(sum logp of the answer)`` over held-out prompts, by the same code for every contender. Runs that the result
+files lack are made, each in a process of its own, on all visible GPUs; its row is written as soon as it ends. Each row
+has the digest of its initial weights, and only rows with equal digests are compared. ``--size tiny`` is for a CPU.
 """
 
 import hashlib
@@ -54,7 +53,7 @@ from logitless.train.recipe.training import OptimizerSection
 from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import start
 from logitless.types import Completion, LMHead, Prompt, TokenScores
-from script import RESULTS, ROOT, between, command_line
+from script import command_line, parsed
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS_PER_BLOCK, SAMPLES, EPOCHS, LENGTH = 32, 16, 2, 24
@@ -102,7 +101,6 @@ FIGURES = {
 }
 """What one plot shows beside each other; runs of "logitless" are those of the comparison."""
 CONTENDERS = ("logitless", "trl")
-PAGE = ROOT / "docs" / "evidence.md"
 
 
 def questions(count: int, letters: tuple[int, int], seed: int) -> list[dict[str, str]]:
@@ -149,7 +147,7 @@ def device() -> str:
 
 
 def policy_from(folder: str | Path) -> Policy:
-    """The model of a folder, in float32 throughout: what is judged."""
+    """The model of a folder, in float32 throughout, for evaluation."""
     return Policy(load_model(str(folder), dtype=torch.float32, device=torch.device(device())))
 
 
@@ -310,7 +308,7 @@ def in_bfloat16(
 
 EXACT = policy_module.token_scores
 HEADS = {"log-probs in bfloat16": in_bfloat16, "log-probs rounded to bfloat16": rounded}
-"""What stands in for the library's head in these ablations, for log-probs before training and in it."""
+"""Replacements of the library's head in these ablations, for scoring and for training."""
 
 
 def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, Any]:
@@ -682,17 +680,13 @@ def verdict(document: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def with_tables(page: str, documents: dict[str, dict[str, Any]]) -> str:
-    """A page with the table of each file, and what the comparison comes to, between their marks, where it has them."""
-    for what, document in documents.items():
-        tables = {what: table(document)}
-        if "comparison" in what:
-            tables[what.replace("comparison", "verdict")] = verdict(document)
-        for mark, text in tables.items():
-            begin, end = f"<!-- {mark}: begin -->\n", f"<!-- {mark}: end -->"
-            if begin in page:
-                page = between(page, begin, end, f"\n{text}\n\n")
-    return page
+def tables(results: Path) -> dict[str, str]:
+    """What the comparison comes to, and the ablations."""
+    documents = documents_in(results, "116m")
+    return {
+        "verdict": verdict(documents["evidence-116m-comparison"]),
+        "ablations": table(documents["evidence-116m-ablations"]),
+    }
 
 
 def documents_in(results: Path, size: str) -> dict[str, dict[str, Any]]:
@@ -701,8 +695,8 @@ def documents_in(results: Path, size: str) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in found if path.exists()}
 
 
-def publish(results: Path, size: str, page: Path) -> None:
-    """Plots beside the files, and the page's tables."""
+def plot(results: Path, size: str) -> None:
+    """Draw the curves of the result files beside them."""
     documents = documents_in(results, size)
     rows = [row for document in documents.values() for row in document["rows"]]
     for figure, names in {"comparison": CONTENDERS, **FIGURES}.items():
@@ -710,14 +704,12 @@ def publish(results: Path, size: str, page: Path) -> None:
         if {row["run"] for row in shown} > {"logitless"}:
             timed = figure == "comparison" and {row["run"] for row in shown if row["at_once"] == 1} == {*CONTENDERS}
             draw(shown, results / f"evidence-{size}-{figure}.svg", compared=figure == "comparison", seconds=timed)
-    if page.exists():
-        page.write_text(with_tables(page.read_text(), documents))
 
 
 def main() -> None:
     """See the top of the file."""
     parser = command_line(__doc__)
-    parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="+")
+    parser.add_argument("what", choices=["comparison", "ablations", "draw", "base", "work"], nargs="*")
     parser.add_argument("--seeds", type=int, nargs="+", help="default: 0 1 2 of the comparison, 0 of ablations")
     parser.add_argument(
         "--only", choices=list(ABLATIONS), nargs="+", metavar="NAME", default=list(ABLATIONS), help="of the ablations"
@@ -725,10 +717,11 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=1, help="processes side by side on each GPU, or on the CPU")
     parser.add_argument("--size", choices=list(SIZES), default="116m")
     parser.add_argument("--folder", type=Path, help="models and data of the runs; default: runs/evidence/SIZE")
-    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--run", type=Run.of, help="of the work: NAME:SEED")
     parser.add_argument("--until", type=float, default=float("inf"), help="time (of `date +%%s`) of the last begin")
-    options = parser.parse_args()
+    options = parsed(parser, tables)
+    if not options.what:
+        parser.error("name what to run")
     size, folder = options.size, options.folder or Path("runs/evidence") / options.size
     if options.what == ["work"]:
         work(size, folder, options.run, at_once=options.at_once, until=options.until)
@@ -742,11 +735,11 @@ def main() -> None:
         runs += [Run(name, seed) for seed in options.seeds or [0, 1, 2] for name in CONTENDERS]
     if "ablations" in options.what:
         runs += [Run(name, seed) for seed in options.seeds or [0] for name in options.only]
-    if runs := lacking(size, options.results, runs):
-        missing(size, folder, options.results, runs, at_once=options.at_once, until=options.until)
+    if runs := lacking(size, options.output, runs):
+        missing(size, folder, options.output, runs, at_once=options.at_once, until=options.until)
     if folder.exists():
-        gather(size, folder, options.results)
-    publish(options.results, size, PAGE if options.results == RESULTS else options.results / "evidence.md")
+        gather(size, folder, options.output)
+    plot(options.output, size)
 
 
 if __name__ == "__main__":

@@ -1,18 +1,17 @@
-"""Does a pretrained model learn, and as with TRL? SmolLM2-135M-Instruct on the tasks of ``recipes/smollm2-*.yaml``.
+"""Learning curves of a pretrained model here and in TRL: SmolLM2-135M-Instruct on ``recipes/smollm2-*.yaml``.
 
     python recipes/smollm2/prepare.py                                       # weights and data, once
     python benchmarks/evidence_smollm2.py run --tasks addition --alone 0    # three seeds here and in TRL
     python benchmarks/evidence_smollm2.py run --variants lora "staleness 1" --trainers logitless
-    python benchmarks/evidence_smollm2.py document                          # the tables of docs/evidence.md
+    python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
 Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
-order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by its own
-evaluation: while the run goes on here, of saved weights afterwards for TRL; its time is in neither clock. Each run
-is a process of its own, ``--at-once`` of them on each GPU; runs of the seeds in ``--alone`` go first, one on each GPU,
-and only their seconds count. Its row is in the result file as soon as it ends; what the file has is not run again.
+order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy; it is
+evaluated during the run here, and from saved weights afterwards for TRL, and its time is not counted. Each run is a
+process of its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and
+only their seconds are reported. Rows are written as soon as a run ends; rows that the file has are not measured again.
 """
 
-import argparse
 import gc
 import json
 import os
@@ -43,11 +42,10 @@ from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.provenance import environment as made_with
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
-from script import short_name
+from script import command_line, parsed, short_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "evidence.md"
 WEIGHTS = str(ROOT / "recipes" / "smollm2" / "prepared" / "model.gguf")
 TASKS = ("addition", "mawps", "gsm8k-easy", "words", "ifeval")
 TRAINERS = ("logitless", "trl")
@@ -385,12 +383,10 @@ def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
     save_plot(figure, path)
 
 
-def published(page: str, documents: dict[str, dict[str, Any]]) -> str:
-    """The page with what the result files say between its marks; nothing where there is no file."""
-    begin, end = "<!-- evidence-smollm2: begin -->\n", "<!-- evidence-smollm2: end -->"
-    before, _, rest = page.partition(begin)
-    text = ""
-    for name, document in documents.items():
+def tables(results: Path) -> dict[str, str]:
+    """The comparison and the ablations of each result file of a GPU."""
+    found = list[str]()
+    for name, document in documents_of(results).items():
         rows, machine = document["rows"], document["machine"]
         tasks = [task for task in TASKS if any(r["task"] == task and r["trainer"] == "trl" for r in rows)]
         made = ", ".join(f"{key} {machine[key]}" for key in ("torch", "transformers", "trl"))
@@ -401,8 +397,8 @@ def published(page: str, documents: dict[str, dict[str, Any]]) -> str:
             *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in tasks),
             ablations(rows),
         ]
-        text += "".join(f"\n{part}\n" for part in parts if part)
-    return f"{before}{begin}{text}{chr(10) if text else ''}{end}{rest.partition(end)[2]}"
+        found += filter(None, parts)
+    return {"": "\n\n".join(found)}
 
 
 def documents_of(results: Path) -> dict[str, dict[str, Any]]:
@@ -411,19 +407,17 @@ def documents_of(results: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in files}
 
 
-def publish(results: Path, page: Path) -> None:
-    """Plots beside the result files of GPUs, and the page's tables."""
-    documents = documents_of(results)
-    for name, document in documents.items():
+def plot(results: Path) -> None:
+    """Draw the curves of the result files of GPUs beside them."""
+    for name, document in documents_of(results).items():
         for task in {row["task"] for row in document["rows"] if row["trainer"] == "trl"}:
             draw(document["rows"], task, results / f"{name}-{task}.svg")
-    page.write_text(published(page.read_text(), documents))
 
 
 def main() -> None:
     """See the top of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["run", "document", "base", "work"])
+    parser = command_line(__doc__)
+    parser.add_argument("what", choices=["run", "draw", "base", "work"], nargs="?", default="run")
     parser.add_argument("--tasks", choices=TASKS, nargs="+", default=["addition"])
     parser.add_argument("--trainers", choices=TRAINERS, nargs="+", default=list(TRAINERS))
     parser.add_argument("--variants", choices=list(VARIANTS), nargs="+", default=[PLAIN])
@@ -436,18 +430,18 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="result file; default: benchmarks/results/evidence-smollm2-GPU.json")
     parser.add_argument("--weights", default=WEIGHTS, help="GGUF file that all runs begin with")
     parser.add_argument("--run", type=json.loads, help="of the work")
-    options = parser.parse_args()
+    options = parsed(parser, tables)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    if options.what == "document":
-        publish(RESULTS, PAGE)
+    if options.what == "draw":
+        plot(options.output)
     elif options.what == "base":
         base(folder, options.weights)
     elif options.what == "work":
         work(Run(*options.run), folder, options.set, at_once=options.at_once)
     else:
         until = time.time() + 60 * options.minutes
-        out = options.out or RESULTS / f"evidence-smollm2-{short_name(device())}.json"
+        out = options.out or options.output / f"evidence-smollm2-{short_name(device())}.json"
         if not (folder / "base").exists():
             command = [sys.executable, __file__, "base", "--folder", str(folder), "--weights", options.weights]
             subprocess.run(command, check=True)

@@ -1,12 +1,11 @@
-"""What the first call of the sampler in a process costs: seconds by phase, and what was compiled meanwhile.
+"""Seconds of the sampler's first call in a process, by phase, and the kernels that it compiled.
 
     python benchmarks/first_call.py                        # Qwen2.5-0.5B, results/first-call-GPU.json
-    python benchmarks/first_call.py --document docs/rollout.md      # writes what was measured into the page
+    python benchmarks/first_call.py --table                # writes what was measured into docs/rollout.md
 
-Each measurement is a process of its own. ``empty``: it begins with empty caches, Triton's, the driver's and that of
-the self-check, as on a new machine. ``full``: it finds there what the process before it left, as every later run does.
-The model has random weights; its loading is not in the call. ``--stacks`` adds where the main thread was, every few
-milliseconds.
+Each measurement is a process of its own. ``empty``: the caches of Triton, the driver and the self-check are empty, as
+on a new machine. ``full``: they are filled by the process before, as in every later run. The model has random weights;
+its loading is not counted. ``--stacks`` samples the main thread's stack every few milliseconds.
 """
 
 import argparse
@@ -24,10 +23,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from script import RESULTS, between, command_line
+from script import command_line, parsed
 
-_BEGIN = "<!-- first call: begin (made by `python benchmarks/first_call.py --document docs/rollout.md`) -->"
-_END = "<!-- first call: end -->"
 _EVERY = 0.004  # seconds between two looks at the main thread
 
 
@@ -160,8 +157,9 @@ class Stacks:
         return [(round(seconds, 3), where) for where, seconds in dearest[:150]]
 
 
-def table(found: dict[str, Any]) -> str:
-    """What was measured, for the page: by state of the caches the median of the runs."""
+def tables(results: Path) -> dict[str, str]:
+    """Medians on the H200, with empty and with full caches."""
+    found = json.loads((results / "first-call-H200.json").read_text())
     machine, rows = found["machine"], found["rows"]
     lines = [
         f"**{machine['gpu']}**, driver {machine['driver']}, torch {machine['torch']}, Triton {machine['triton']};"
@@ -185,12 +183,7 @@ def table(found: dict[str, Any]) -> str:
     line("capturing graphs", in_phases("capture"))
     line("the second call", lambda row: row["second_seconds"])
     line("kernels compiled", lambda row: row["compiled"], 0)
-    return "\n".join(lines)
-
-
-def replaced(text: str, made: str) -> str:
-    """The page with another table between its two marks."""
-    return between(text, _BEGIN, _END, f"\n\n{made}\n\n")
+    return {"": "\n".join(lines)}
 
 
 def in_a_process(caches: str, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -212,15 +205,8 @@ def main() -> None:
     parser.add_argument("--workload", default="64x8-512-64:512")
     parser.add_argument("--runs", type=int, default=2, help="each with empty caches, then with full ones")
     parser.add_argument("--stacks", action="store_true", help="note where the main thread is")
-    parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--document", type=Path, help="write the table of the H200 into this page; measures nothing")
-    arguments = parser.parse_args()
-    if arguments.document:
-        text = arguments.document.read_text()
-        found = json.loads((RESULTS / "first-call-H200.json").read_text())
-        arguments.document.write_text(replaced(text, table(found)))
-        return
+    arguments = parsed(parser, tables)
     if arguments.here:
         print(json.dumps(measured(arguments.model, arguments.workload, stacks=arguments.stacks)))
         return

@@ -1,18 +1,17 @@
-"""What a user meets first: each setting of a run in a new process with empty caches, on models of real shapes.
+"""First runs: many settings, each in a new process with empty caches, on models of real shapes.
 
     python benchmarks/first_contact.py                      # results/first-contact-GPU.json; again: what is missing
     python benchmarks/first_contact.py --only top_p resume --models smollm2-135m --engines auto
     python benchmarks/first_contact.py --toy --engines auto transformers     # anywhere, models of toy size
 
-A case is ``logitless train RECIPE --set ...``: two small blocks with the defaults of every key that the case is not
-about. Triton's, the driver's and the self-check's caches are empty when its process begins; a resumed run finds what
-its first half left there. The models have random weights, the published widths, heads and vocabularies, and few layers.
+A case is ``logitless train RECIPE --set ...``: two small blocks, with the defaults of all keys but the tested ones. The
+caches of Triton, the driver and the self-check are empty when its process begins; a resumed run has the caches of its
+first half. The models have random weights, few layers, and published widths, heads and vocabularies.
 
-A first call's seconds are those of the engine's first ``sample`` and of a self-check before it, compilations included;
-``seconds_to_it`` are those from the process's imports on. Several cases run at once, each on its share of a processor,
-and so a first call takes longer than a user's: the longest of each model and sampler is measured again with nothing
-beside it (``alone_seconds``), and bounds those that took less time beside the same others. Checkpoints and models are
-written only in the cases that resume, for 200 runs would write 800 GB.
+A first call's seconds are those of the engine's first ``sample`` and of the self-check before it, with compilation;
+``seconds_to_it`` count from the process's imports. Several cases share the CPU, so their first calls take longer than a
+user's. The slowest of each model and sampler is measured again alone (``alone_seconds``), which bounds the others.
+Checkpoints and models are written only in cases that resume, because 200 runs would write 800 GB.
 """
 
 import argparse

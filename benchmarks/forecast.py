@@ -3,12 +3,11 @@
     python benchmarks/forecast.py                          # the cases of this machine that its results lack
     python benchmarks/forecast.py --cases length-toy --again
     python benchmarks/forecast.py --keep-runs              # forecasts anew, beside the runs that were measured
-    python benchmarks/forecast.py --page                   # puts the results into docs/doctor.md
+    python benchmarks/forecast.py --table                  # writes the results into docs/doctor.md
 
-Forecast and run have a process each, so that neither finds memory or kernels that the other left. The run's block is
-the median over all but the first, which compiles. Both are repeated in turn, because a machine is not equally fast all
-the time, and the medians are compared. The learning rate is next to nothing: a forecast is about completions as long as
-the policy writes them now, and a policy that learns to write longer ones takes longer.
+Forecast and run each have a process of their own. The run's time is the median over all blocks but the first, which
+compiles. Both are repeated in turn, because the machine's speed varies, and the medians are compared. The learning rate
+is almost 0, so that completions do not change in length.
 """
 
 import json
@@ -29,10 +28,7 @@ from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.memory import size_text
 from logitless.train.run import start
-from script import RESULTS, ROOT, between, command_line, short_name
-
-PAGE = ROOT / "docs" / "doctor.md"
-BEGIN, END = "<!-- forecasts: begin (made by `python benchmarks/forecast.py --page`) -->\n\n", "<!-- forecasts: end -->"
+from script import ROOT, command_line, parsed, short_name
 
 STILL = ("train.optimizer.learning_rate=1e-12", "train.optimizer.warmup_steps=0")
 WITHOUT_A_HUB = (
@@ -104,7 +100,7 @@ def forecast(recipe: Path, overrides: list[str]) -> Forecast:
 
 
 def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, list[dict[str, Any]]]:
-    """Median seconds of a block, the peak, and the seconds of each record, of a run of so many blocks."""
+    """Median seconds of a block, peak memory, and the times of each record of a run."""
     with tempfile.TemporaryDirectory() as output:
         overrides = [*overrides, f"train.blocks={blocks}", f"output={output}", "writers=[]", "data.held_out=null"]
         folder, _ = start(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"]))
@@ -167,7 +163,7 @@ def compared(name: str, case: Case, repeats: int, before: dict[str, Any] | None 
         }
 
 
-def table(results: Path = RESULTS) -> str:
+def tables(results: Path) -> dict[str, str]:
     """Each case of each machine: the forecast beside the run."""
     lines = [
         "| Case | On | A block, forecast | in a run | off | Memory, forecast | in a run | off |",
@@ -183,12 +179,7 @@ def table(results: Path = RESULTS) -> str:
             times, sizes = " | ".join(seconds), " | ".join(held)
             off = f"{row['seconds_off']:+.1%}", f"{row['peak_off']:+.1%}"
             lines.append(f"| {row['case']} | {on} | {times} | {off[0]} | {sizes} | {off[1]} |")
-    return "\n".join(lines)
-
-
-def with_table(page: str) -> str:
-    """A page with the table between its marks."""
-    return between(page, BEGIN, END, f"{table()}\n\n")
+    return {"": "\n".join(lines)}
 
 
 def main() -> None:
@@ -200,15 +191,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="measure cases that have a row, too")
     parser.add_argument("--keep-runs", action="store_true", help="only forecast anew, beside the runs that rows have")
     parser.add_argument("--repeats", type=int, default=3, help="forecasts and runs of each")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument("--page", action="store_true", help="only write the table of docs/doctor.md anew")
-    options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(with_table(PAGE.read_text()))
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
+    options = parsed(parser, tables)
+    options.output.mkdir(parents=True, exist_ok=True)
     machine = environment(device, ("triton", "transformers"))
-    path, rows = options.out / f"forecast-{short_name(device)}.json", dict[str, dict[str, Any]]()
+    path, rows = options.output / f"forecast-{short_name(device)}.json", dict[str, dict[str, Any]]()
     if path.exists() and (before := json.loads(path.read_text()))["environment"] == machine:
         rows = {row["case"]: row for row in before["rows"]}
     for name in options.cases:

@@ -4,8 +4,8 @@
     python benchmarks/gpu_tests.py --marker gpu          # those that need one: results/gpu.json
     python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
 
-The file is written anew after every test, and what a failed test said is printed at once, so that a run that is cut off
-still says which tests failed.
+The file is rewritten after every test and failures are printed at once, so that an interrupted run still shows which
+tests failed.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Who is measured by ``benchmarks/head.py``: each one as a function of the same problem."""
+"""Contenders of ``benchmarks/head.py``, each a function of the same problem."""
 
 import math
 from collections.abc import Callable

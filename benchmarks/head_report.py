@@ -1,4 +1,4 @@
-"""The table and the plots of ``benchmarks/head.py``, made from its JSON files and from nothing else."""
+"""Tables and plots of ``benchmarks/head.py``, from its JSON files."""
 
 import json
 from collections.abc import Sequence

@@ -1,14 +1,13 @@
-"""Kills runs at random moments, lets each go on, and compares what they end as with a run that was left alone.
+"""Kills runs at random moments, resumes them, and compares the results with an undisturbed run.
 
     python benchmarks/kills.py                 # 100 kill -9 and 100 SIGTERM; minutes
     python benchmarks/kills.py --kills 3       # a look
     python benchmarks/kills.py --signals SIGTERM   # one of the two; the other's result stays in the file
 
-A run is a few blocks of a small recipe with a checkpoint after each block, so that many kills fall into a save. It is
-killed, continued, killed again ... until it ends by itself, and then it must have the same bits as the run that was
-left alone: every tensor of its last checkpoint, its exported weights, its metrics (but for times and memory) and its
-rollouts. Every run is a fork of one process that has imported everything, which saves the imports and nothing else;
-the report at the end is left out.
+A run is a few blocks of a small recipe with a checkpoint after each block, so that many kills hit a save. It is killed
+and resumed until it ends by itself, and then must be bitwise identical to the undisturbed run: every tensor of its last
+checkpoint, its exported weights, its metrics (except times and memory) and its rollouts. Every run is a fork of one
+process that has imported everything; the report is left out.
 """
 
 import json

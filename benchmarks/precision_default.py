@@ -1,14 +1,13 @@
 """Held-out results of float32 and of the dtype that a recipe has by default on this machine, at three seeds each.
 
-    python benchmarks/precision_default.py --out benchmarks/results/precision-default-H200.json       # on a GPU
-    python benchmarks/precision_default.py --recipe recipes/smollm2-addition.yaml --out ...           # adds its rows
-    python benchmarks/precision_default.py --out ... --document docs/numerics.md    # writes the table into the page
+    python benchmarks/precision_default.py                                            # on a GPU
+    python benchmarks/precision_default.py --recipe recipes/smollm2-addition.yaml     # adds its rows
+    python benchmarks/precision_default.py --table                                    # writes docs/numerics.md's table
 
 Both ways are the recipe as it stands, but for the dtypes of its weights; layers and sampler follow from them. Each run
 is a process of its own, and a run that the file has already is not repeated.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
@@ -22,12 +21,12 @@ from typing import Any
 import yaml
 
 from logitless.bench.machine import environment, write_result
+from script import command_line, parsed, short_name
 
 ROOT = Path(__file__).parents[1]
 WAYS = {"float32": ["model.trained_dtype=float32", "model.dtype=float32"], "the default": []}
-_COMMAND = "`python benchmarks/precision_default.py --document docs/numerics.md`"
-_BEGIN = f"<!-- precision default: begin (made by {_COMMAND}) -->"
-_END = "<!-- precision default: end -->"
+RESULT = "precision-default-H200.json"
+"""What the page shows."""
 
 
 def run(recipe: Path, way: str, seed: int, settings: Sequence[str], output: Path) -> dict[str, Any]:
@@ -87,29 +86,25 @@ def _spread(values: Sequence[float]) -> str:
     return f"{statistics.fmean(values):.3f}{deviation}"
 
 
-def replaced(text: str, made: str) -> str:
-    """The page with another table between its two marks."""
-    before, rest = text.split(_BEGIN)
-    return f"{before}{_BEGIN}\n\n{made}\n\n{_END}{rest.split(_END)[1]}"
+def tables(results: Path) -> dict[str, str]:
+    """The table of the H200; none before it was measured."""
+    path = results / RESULT
+    return {"": table(json.loads(path.read_text()))} if path.exists() else {}
 
 
 def main() -> None:
     """Every way at every seed that the file lacks, or the table of the file."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line(__doc__)
     parser.add_argument("--recipe", type=Path, default=ROOT / "recipes" / "quickstart.yaml")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", dest="settings", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--out", type=Path, required=True, help="JSON that rows are added to")
-    parser.add_argument("--document", type=Path, help="write the table of --out into this page; measures nothing")
-    options = parser.parse_args()
-    found = json.loads(options.out.read_text()) if options.out.exists() else {"rows": []}
-    if options.document is not None:
-        options.document.write_text(replaced(options.document.read_text(), table(found)))
-        return
+    options = parsed(parser, tables)
     import torch  # here: the table needs none
 
-    machine = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers"))
-    rows = found["rows"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    machine = environment(device, ("triton", "transformers"))
+    path = options.output / f"precision-default-{short_name(device)}.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
     for seed in options.seeds:
         for way in WAYS:
             wanted = (options.recipe.stem, way, seed, options.settings)
@@ -117,8 +112,8 @@ def main() -> None:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 rows.append(run(options.recipe.absolute(), way, seed, options.settings, Path(folder)))
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            write_result(options.out, {"machine": machine, "rows": rows})
+            options.output.mkdir(parents=True, exist_ok=True)
+            write_result(path, {"machine": machine, "rows": rows})
     print(table({"machine": machine, "rows": rows}))
 
 

@@ -1,13 +1,14 @@
 """Runs two blocks of each small-card recipe under its card's limit and records the peaks beside the plan's.
 
     python benchmarks/recipe_memory.py
+    python benchmarks/recipe_memory.py --table       # writes the results into docs/small_cards.md
     python benchmarks/recipe_memory.py --recipes qwen3-1.7b-gsm8k-24gb --keep-others
 
-No weights are downloaded: the recipes' stand-ins under ``recipes/dry-run`` give shapes and a tokenizer, and the weights
-are random, drawn on the GPU. Every prompt has as many tokens as the recipe allows, every completion is as long as it
-may be and, with a constant reward and raw rewards as advantages, every token has a gradient: the memory is a real run's
-at its worst, and nothing is learned. Fewer completions than in the recipe, and never fewer than are decoded at once or
-make two micro-batches. The second block is trained by another process, which resumes from the first one's checkpoint.
+No weights are downloaded: ``recipes/dry-run`` has shapes and a tokenizer, and weights are random. Every prompt and
+every completion is as long as the recipe allows and, with a constant reward and raw rewards as advantages, every token
+has a gradient: this is a run's largest memory. There are fewer completions than in the recipe, but as many as are
+decoded at once and as two micro-batches need. The second block is trained by another process, which resumes from the
+checkpoint.
 """
 
 import gc
@@ -34,10 +35,9 @@ from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import start
-from script import RESULTS, ROOT, between, command_line, needs_gpu
+from script import command_line, needs_gpu, parsed
 
-RESULT = RESULTS / "recipe-memory.json"
-PAGE = ROOT / "docs" / "small_cards.md"
+RESULT = "recipe-memory.json"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,
     "llama3.1-8b-ifeval-24gb": 24 * GIB,
@@ -78,12 +78,12 @@ def longest_prompts(recipe: Recipe, path: Path) -> int:
 
 @contextmanager
 def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
-    """Random weights are drawn there; on the CPU eight billion take minutes.
+    """Generate random weights on the GPU, because on the CPU eight billion take minutes.
 
     Args:
         limit: bytes that the process may use.
-        rounded_there: weights are rounded to four bits where they were drawn, which the limit is no part of: those that
-            are read from files wait on the host for it.
+        rounded_there: weights are rounded to four bits on the GPU; the limit applies only afterwards, because weights
+            that are read from files are rounded from host memory.
     """
     build, load = loading._built, assembly_model.load_model
     if not torch.cuda.is_available():
@@ -156,8 +156,9 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     }
 
 
-def table(document: dict[str, Any]) -> str:
-    """The planned and the measured bytes of each run of a file, in GiB."""
+def tables(results: Path) -> dict[str, str]:
+    """Planned and measured memory of each run, in GiB."""
+    document = json.loads((results / RESULT).read_text())
     machine = document["environment"]
     lines = [
         f"{machine['gpu']} with PyTorch limited to what the card has; torch {machine['torch']}, transformers "
@@ -173,30 +174,18 @@ def table(document: dict[str, Any]) -> str:
             f"{row['completion_tokens_mean']:.0f} | {'resumed' if row['resumed'] else 'first block'} | "
             f"{' | '.join(f'{number:.1f}' for number in numbers)} | {row['wall_clock_seconds']:.0f} s |"
         )
-    return "\n".join(lines)
-
-
-def with_table(page: str, document: dict[str, Any]) -> str:
-    """A page with the table between its marks."""
-    return between(page, BEGIN, END, f"{table(document)}\n\n")
-
-
-BEGIN, END = "<!-- recipe memory: begin -->\n\n", "<!-- recipe memory: end -->"
+    return {"": "\n".join(lines)}
 
 
 def main() -> None:
     """Each recipe, a block and its resume in processes of their own."""
     parser = command_line(__doc__)
     parser.add_argument("--recipes", nargs="+", choices=STAND_INS, default=list(STAND_INS))
-    parser.add_argument("--out", type=Path, default=RESULT)
     parser.add_argument("--keep-others", action="store_true", help="keep the file's rows of other recipes")
-    parser.add_argument("--page", action="store_true", help="only write the table of docs/small_cards.md anew")
-    options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(with_table(PAGE.read_text(), json.loads(options.out.read_text())))
-        return
+    options = parsed(parser, tables)
     needs_gpu("Use --dry-run of the recipes for the plan.")
-    rows = json.loads(options.out.read_text())["rows"] if options.keep_others and options.out.exists() else []
+    path = options.output / RESULT
+    rows = json.loads(path.read_text())["rows"] if options.keep_others and path.exists() else []
     rows = [row for row in rows if row["recipe"] not in options.recipes]
     for name in options.recipes:
         overrides = [*EVERYTHING_AT_ITS_LONGEST, *STAND_INS[name]]
@@ -215,7 +204,7 @@ def main() -> None:
                 print(f"{found['peak_allocated_bytes'] / GIB:.1f}", end=", ")
                 print(f"reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True)
                 machine = environment("cuda", ("triton", "transformers", "peft", "bitsandbytes"))
-                write_result(options.out, {"environment": machine, "rows": rows})
+                write_result(path, {"environment": machine, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What it costs that no completion can decide about another one: verdicts a second, with and without processes apart.
+"""The cost of isolating completions in rewards: verdicts a second, with and without a process for each text.
 
 python benchmarks/reward_isolation.py --out benchmarks/results/reward-isolation.json
 
-``kept`` judges all completions in the same workers, as if their texts were harmless; ``apart`` is what the rewards do.
-Both are timed in turn, and the best of the rounds counts, for other processes only ever slow one down.
+``kept`` scores all completions in the same workers, as if their texts were harmless; ``apart`` is what the rewards do.
+Both are timed in turn, and the fastest round counts, because other processes can only slow one down.
 """
 
 import os

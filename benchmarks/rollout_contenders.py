@@ -1,4 +1,4 @@
-"""Who is measured by ``benchmarks/rollout.py``. Every sample has a forced length."""
+"""Contenders of ``benchmarks/rollout.py``. Every sample has a forced length."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -249,7 +249,7 @@ def measured(name: str, subject: Subject, work: Workload) -> dict[str, Any]:
 
 
 class MemoryWatch:
-    """The most memory that the device had in use, whoever gave it out; looked at every few milliseconds."""
+    """The most memory of the device in use by any allocator, sampled every few milliseconds."""
 
     def __init__(self) -> None:
         self.most = 0

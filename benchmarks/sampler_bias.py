@@ -1,8 +1,8 @@
-"""What rollouts in bfloat16 do to the gradient of a float32 policy, and what a sampler correction cures: exactly.
+"""Bias of a float32 policy's gradient if it is sampled in bfloat16, with and without a sampler correction.
 
-A model so small that every completion can be listed is sampled by its own copy in bfloat16. With all completions
-weighed by the probability that the copy gives them, the expected gradient of a block has no noise: what is left against
-the gradient under the policy's own probabilities is bias. Both are followed in training.
+The model is so small that every completion can be enumerated. So the expected gradient under the bfloat16 copy's
+probabilities is exact, and its difference from the gradient under the policy's own probabilities is bias. Both
+gradients are followed in training.
 
     python benchmarks/sampler_bias.py    # benchmarks/results/sampler_bias.json and docs/objectives/sampler_bias.svg
 """

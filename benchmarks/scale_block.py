@@ -1,8 +1,8 @@
 """A whole block on several GPUs for ``benchmarks/scale.py``: each has as many prompts as one has alone.
 
-A block is handed over (weights to the engine, whole where they are sharded), sampled and judged, packed and scored, and
-trained on in its optimizer steps, by the parts that a run is made of; lengths of completions are forced. Copies sample
-with the bits of training (``rollout.engine: gpu``), shards with transformers' layers.
+The parts of a run sync weights to the engine (gathered if they are sharded), sample, score, pack and train on a block;
+lengths of completions are forced. ``replicate`` samples with ``rollout.engine: gpu``, ``shard`` with transformers'
+layers.
 """
 
 import time

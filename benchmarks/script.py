@@ -1,6 +1,6 @@
-"""What the scripts of this folder share: command line, runs of recipes, result files, a clock, tables in pages.
+"""Shared by the scripts of this folder: command line, runs of recipes, result files, a clock, tables in pages.
 
-Torch is imported where it is used: a script that times imports begins here.
+Torch is imported inside functions, because one script times imports.
 """
 
 import argparse
@@ -22,13 +22,15 @@ from logitless.errors import ConfigurationError, DataError, LogitlessError, Unav
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+Tables = Callable[[Path], dict[str, str]]
+"""From a folder of results to a script's tables in pages, by part (empty where there is one table)."""
 
 
 # --- command line
 
 
 def command_line(doc: str | None) -> argparse.ArgumentParser:
-    """A parser whose help is the script's docstring as it stands."""
+    """A parser with the script's docstring as its help."""
     return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
@@ -121,26 +123,19 @@ def main_at_seeds(
     noted: Callable[[Path], dict[str, Any]] = lambda _: {},
     *,
     seeds: Sequence[int] = (0, 1, 2),
-    readme: Callable[[str, dict[str, Any]], str] | None = None,
+    tables: Tables | None = None,
 ) -> None:
-    """A script that is ``at_seeds`` and nothing else; its results are called by the recipe.
+    """A script that is ``at_seeds`` and nothing else; its result file has the recipe's name.
 
     Args:
         doc, recipe, noted: of the script, and of ``at_seeds``.
         seeds: unless others are asked for.
-        readme: the README with lines about a result, where it has such.
+        tables: for pages; None if no page shows the result.
     """
     parser = command_line(doc)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(seeds))
-    parser.add_argument("--out", type=Path, default=RESULTS / f"{recipe}.json")
-    if readme is not None:
-        parser.add_argument("--readme", action="store_true", help="only write its lines in the README anew")
-    options = parser.parse_args()
-    if readme is not None and options.readme:
-        page = ROOT / "README.md"
-        page.write_text(readme(page.read_text(), json.loads(options.out.read_text())))
-    else:
-        record(at_seeds(recipe, options.seeds, noted), options.out)
+    options = parsed(parser, tables)
+    record(at_seeds(recipe, options.seeds, noted), options.output / f"{recipe}.json")
 
 
 def completed(
@@ -259,7 +254,8 @@ class Rows:
 
 
 def milliseconds(run: Callable[[], object], device: str, *, pause: int = 20_000_000) -> float:
-    """Of the device, one run; its queue is filled while it pauses for so many cycles, 20 million of which are 10 ms."""
+    """Device time of one run. The device first pauses for ``pause`` cycles (20 million are 10 ms), so that the whole
+    run is queued before it begins."""
     import torch
 
     if device != "cuda":
@@ -285,6 +281,18 @@ def between(page: str, begin: str, end: str, text: str) -> str:
     return f"{before}{begin}{text}{end}{rest.partition(end)[2]}"
 
 
+def parsed(parser: argparse.ArgumentParser, tables: Tables | None) -> argparse.Namespace:
+    """The arguments of a script with ``--output``; with ``--table`` its tables are written, and the process ends."""
+    if tables is None:
+        parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
+        return parser.parse_args()
+    add_table_arguments(parser)
+    options = parser.parse_args()
+    if options.table is not None:
+        sys.exit(update(options.table, Path(sys.argv[0]).stem, tables(options.output), check=options.check))
+    return options
+
+
 def add_table_arguments(parser: argparse.ArgumentParser) -> None:
     """Where results are kept, and the pages whose tables are made from them."""
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON files")
@@ -295,17 +303,17 @@ def add_table_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def begin(script: str, part: str) -> str:
-    """The line above a table in a page; ``part`` tells a script's tables apart."""
-    return f"<!-- {f'{script} {part}'.rstrip()}: begin (made by `python benchmarks/{script}.py --table`) -->"
+    """The line above a table in a page; ``part`` tells a script's tables apart.
+
+    Example:
+        >>> begin("head", "targets")
+        '<!-- head targets: begin -->'
+    """
+    return f"<!-- {f'{script} {part}'.rstrip()}: begin -->"
 
 
 def end(script: str, part: str) -> str:
-    """The line below it.
-
-    Example:
-        >>> end("head", "targets")
-        '<!-- head targets: end -->'
-    """
+    """The line below it."""
     return f"<!-- {f'{script} {part}'.rstrip()}: end -->"
 
 

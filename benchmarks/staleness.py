@@ -1,16 +1,16 @@
-"""Measures what collecting ahead wins, and sets it beside the simulation.
+"""Speed and staleness of collecting ahead, measured and simulated.
 
-The collector is the one that runs use, with its thread and its log; the engine and the trainer take the times that the
-simulation is given and compute nothing, as an engine on other GPUs takes none of this machine's.
+The collector is that of a run; the engine and the trainer only wait for the times that the simulation is given, like an
+engine on other GPUs.
 
-The simulation has one sampler and one trainer, as ``train.collect.ahead``: block b begins when the one before it is
-through and b - k blocks have been trained on; training on it begins when it is there and the one before it is through.
+The simulation has one sampler and one trainer, as ``train.collect.ahead``: sampling block b begins when block b - 1 is
+sampled and b - k blocks have been trained on; training on it begins when it is sampled and block b - 1 is trained on.
 
     begin[b] = max(end[b-1], trained[b-k-1])      end[b] = begin[b] + rollout time
     trained[b] = max(end[b], trained[b-1]) + training time
 
-With equal times every block one version behind is enough for both to be busy all the time; more only helps where times
-vary from block to block, and each costs a version of age.
+With equal times k = 1 keeps both busy all the time; a larger k helps only if times vary from block to block, and makes
+completions older.
 
 python benchmarks/staleness.py --out benchmarks/results/staleness.json --plot docs/staleness.svg
 """

@@ -1,4 +1,4 @@
-"""Who is measured by ``benchmarks/step.py``: one model, one optimizer, one set of rollouts, several trainers.
+"""Contenders of ``benchmarks/step.py``: one model, one optimizer, one set of rollouts, several trainers.
 
 Every contender computes the loss of the same sequences (DAPO's, the default of TRL) and leaves the gradient in the same
 parameters. ``step_rows`` steps this library's ``Learner`` and TRL's trainer; on single sequences of growing length

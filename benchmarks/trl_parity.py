@@ -1,7 +1,7 @@
 """TRL's trainer and the drop-in side by side: whole runs from one seed, and every configuration of the parity command.
 
 python benchmarks/trl_parity.py            # measures, writes benchmarks/results/trl-parity.json
-python benchmarks/trl_parity.py --page     # puts the committed result into docs/trl.md
+python benchmarks/trl_parity.py --table    # writes the result into docs/trl.md
 """
 
 import json
@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from script import RESULTS, ROOT, between, command_line, record
+from script import command_line, parsed, record
 
-RESULT = RESULTS / "trl-parity.json"
-PAGE = ROOT / "docs" / "trl.md"
-BEGIN, END = "<!-- trl parity: begin -->\n", "<!-- trl parity: end -->"
+RESULT = "trl-parity.json"
 STEPS = 8
 CASES: dict[str, dict[str, Any]] = {
     "TRL's defaults (`dapo`)": {},
@@ -134,8 +132,9 @@ def largest(one: Iterable[float], other: Iterable[float], *, relative: bool = Fa
     return max(abs(a - b) / (abs(a) if relative else 1.0) for a, b in zip(one, other, strict=True))
 
 
-def page_lines(result: dict[str, Any]) -> str:
-    """What the page says of a result."""
+def tables(results: Path) -> dict[str, str]:
+    """Whole runs, then single steps."""
+    result = json.loads((results / RESULT).read_text())
     lines = [
         "| Configuration | micro-batches | largest loss | largest loss difference | gradient norm, relative |",
         "|---|--:|--:|--:|--:|",
@@ -161,27 +160,16 @@ def page_lines(result: dict[str, Any]) -> str:
         "[trl-parity.json](../benchmarks/results/trl-parity.json), by `benchmarks/trl_parity.py`. Relative differences "
         "are to the sum of the absolute weighted token losses, and to the gradient's norm.",
     ]
-    return "\n".join(lines) + "\n"
-
-
-def with_lines(text: str, result: dict[str, Any]) -> str:
-    """The page with the lines between their marks."""
-    return between(text, BEGIN, END, page_lines(result))
+    return {"": "\n".join(lines)}
 
 
 def main() -> None:
     """Measure, or write the page."""
-    parser = command_line(__doc__)
-    parser.add_argument("--page", action="store_true")
-    parser.add_argument("--out", type=Path, default=RESULT)
-    options = parser.parse_args()
-    if options.page:
-        PAGE.write_text(with_lines(PAGE.read_text(), json.loads(RESULT.read_text())))
-        return
+    options = parsed(command_line(__doc__), tables)
     with tempfile.TemporaryDirectory() as folder:
         runs = whole_runs(Path(folder))
     versions = {name: version(name) for name in ("trl", "liger_kernel", "peft")}
-    record(runs, options.out, versions=versions, parity=parity_rows())
+    record(runs, options.output / RESULT, versions=versions, parity=parity_rows())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What mkdocs has to be told: README and its neighbours are pages too, files that pages link to come along, and every
-folder of the library has a page of its docstrings.
+"""Hooks of mkdocs: README and its neighbours become pages, files that pages link to are copied, and every folder of the
+library gets a page of its docstrings.
 """
 
 import posixpath
@@ -51,7 +51,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _relinked(text: str, folder: Path) -> str:
-    """The text with each link leading to where the site has the file."""
+    """The text with its links changed to the site's paths."""
 
     def target(link: re.Match[str]) -> str:
         place = _in_repository(folder, link[1])
@@ -63,7 +63,7 @@ def _relinked(text: str, folder: Path) -> str:
 
 
 def _outside(page: Path) -> list[Path]:
-    """Files of the repository that a page links to and docs/ does not hold."""
+    """Files outside of docs/ that a page links to."""
     places = [_in_repository(page.parent, link) for link in LINK.findall(page.read_text())]
     return [Path(place) for place in dict.fromkeys(places) if place and _is_file(place)]
 

@@ -2,9 +2,10 @@
 
     python examples/grpo.py
 
-Read it from top to bottom. Warm start, then rounds of: sample completions, judge them, pack them end to end, score them
-under the policy that drew them, weigh every token, step. The trainer (``logitless train recipes/quickstart.yaml``) does
-the same with these functions; what it adds is left out here: several epochs a block, checkpoints, KL control, metrics.
+Read it from top to bottom. After a supervised warm start, each block samples completions, rewards them, packs them end
+to end, computes their log-probs under the sampling policy, computes advantages and token weights, and takes optimizer
+steps. The trainer (``logitless train recipes/quickstart.yaml``) uses the same functions, and adds checkpoints, KL
+control, metrics and more.
 """
 
 import sys
@@ -41,7 +42,7 @@ MODEL = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-PROMPTS, SAMPLES = 32, 16  # a block: so many prompts, so many completions of each
+PROMPTS, SAMPLES = 32, 16  # prompts a block, completions a prompt
 SAMPLING = SamplingOptions(max_new_tokens=16, temperature=1.0)
 RATE = 7e-4
 
@@ -85,29 +86,29 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
         groups = engine.sample(prompts, SAMPLES, SAMPLING, seed=block)
         pairs = [(p, completion) for p, completions in zip(prompts, groups, strict=True) for completion in completions]
 
-        # Judge: one reward a completion.
-        rewards = torch.tensor(judge(reward, pairs))
+        # Reward: one number a completion.
+        rewards = torch.tensor(rewards_of(reward, pairs))
 
-        # Pack: all sequences end to end, without padding; one row for every sampled token, none for prompts.
+        # Pack: all sequences end to end, without padding; only sampled tokens are targets.
         packed = pack(pairs)
         counts = packed.inputs.source_counts  # sampled tokens of each completion
 
-        # Score: the log-probability of every sampled token under the policy that drew it.
+        # Score: the log-prob of every sampled token under the policy that sampled it.
         with torch.no_grad():
             logp_old = scores_of(model, packed).logp
 
-        # Weigh: what each token is worth, and how much it counts in the loss.
+        # Advantages, and the weight of each token in the loss.
         group = torch.arange(len(prompts)).repeat_interleave(SAMPLES)
-        worth = grpo.advantage(AdvantageInputs(rewards=rewards, group=group, sequence=packed.sequence))
+        advantages = grpo.advantage(AdvantageInputs(rewards=rewards, group=group, sequence=packed.sequence))
         tokens = TokenBatch(
             sequence=packed.sequence,
             num_sequences=packed.num_sequences,
-            advantage=worth.advantage,
+            advantage=advantages.advantage,
             token_weight=grpo.weighting(counts, Totals.of(counts)),
             logp_old=logp_old,
         )
 
-        # Step, twice: the second time the ratio to logp_old is no longer 1, and the clip holds it.
+        # Two optimizer steps: in the second the ratio to logp_old is no longer 1, and the clip bounds it.
         for _ in range(2):
             scores = scores_of(model, packed)
             grpo.objective(scores.logp, scores.entropy, tokens).loss.backward()
@@ -136,22 +137,22 @@ def take_step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: fl
     optimizer.zero_grad()
 
 
-def judge(reward: ReasoningGym, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
-    """The reward of each completion of a prompt; NaN, which advantages leave out, where it could not be judged."""
+def rewards_of(reward: ReasoningGym, pairs: Sequence[tuple[Prompt, Completion]]) -> list[float]:
+    """The reward of each completion; NaN if it could not be scored, which advantages leave out."""
     texts = [completion.text for _, completion in pairs]
     given = reward([prompt.text for prompt, _ in pairs], texts, entry=[prompt.columns["entry"] for prompt, _ in pairs])
     return [float("nan") if score is None else score for score in given]
 
 
 def evaluate(engine: TransformersEngine, reward: ReasoningGym, prompts: Sequence[Prompt]) -> float:
-    """The share of held-out prompts that one sampled answer gets right."""
+    """Accuracy on held-out prompts, with one sampled answer each."""
     groups = engine.sample(prompts, 1, SAMPLING, seed=0)
-    rewards = judge(reward, [(p, completion) for p, [completion] in zip(prompts, groups, strict=True)])
+    rewards = rewards_of(reward, [(p, completion) for p, [completion] in zip(prompts, groups, strict=True)])
     return sum(rewards) / len(rewards)
 
 
 def part(items: Sequence[Prompt], number: int, size: int) -> list[Prompt]:
-    """The ``number``-th ``size`` items, from the start again where they end."""
+    """The ``number``-th batch of ``size`` items, starting over at the end."""
     return [items[i % len(items)] for i in range(number * size, (number + 1) * size)]
 
 

@@ -59,7 +59,7 @@ def test_the_headline_figures_are_those_of_the_committed_results():
         head_report.pick(llama["rows"], contender, N=16384, trained="weight")["peak_bytes"] / 2**30
         for contender in ("logitless-fused", "logitless-reference")
     ]
-    assert f"| {peaks[0]:.1f} of {peaks[1]:.1f} GiB |" in README
+    assert f"| {peaks[0]:.1f} instead of {peaks[1]:.1f} GiB |" in README
     laws = [
         row
         for document in bits_report.load(RESULTS, "bits")

@@ -1,4 +1,6 @@
-"""What pages take from the code: ``python -m docs.generate`` (``make docs``) writes it anew, all other words stay."""
+"""The parts of pages that come from the code; ``python -m docs.generate`` (``make docs``) updates them."""
+
+import re
 
 
 def renewed(page: str, begin: str, fresh: str, end: str = "") -> str:
@@ -13,3 +15,13 @@ def renewed(page: str, begin: str, fresh: str, end: str = "") -> str:
     """
     before, after = page.split(begin)
     return f"{before}{begin}{fresh}{after[after.index(end) :] if end else ''}"
+
+
+def linked(text: str) -> str:
+    """The text with names of pages as links.
+
+    Example:
+        >>> linked("see docs/bits.md")
+        'see [bits](bits.md)'
+    """
+    return re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](\1.md)", text)

@@ -1,7 +1,7 @@
 """The keys of ``docs/configuration.md``, from the types of a recipe.
 
-Keys, types and defaults are read from the types themselves, descriptions from pydantic's fields and from the ``Args``
-of dataclass docstrings, so that the page cannot say what the program does not do.
+Keys, types and defaults are read from the types, descriptions from pydantic's fields and from the ``Args`` of dataclass
+docstrings.
 """
 
 import dataclasses
@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 from pydantic import BaseModel
 
+from docs.generate import linked
 from logitless.train.assembly.checks import BUILT_RULES
 from logitless.train.assembly.layers import AUTO_LAYER_RULES, LAYER_RULES
 from logitless.train.assembly.resolve import GPU_RULES
@@ -27,8 +28,8 @@ from logitless.train.recipe.rule import Rule
 
 RULES_INTRODUCTION = """## What goes with what
 
-What a setting needs; without it a run is refused, with what to do about it. `auto` leaves a setting alone in the same
-cases and says why; `logitless doctor` proposes settings that do without.
+What each setting needs. Without it a run is refused, and the error says what to do. `auto` does not choose such a
+setting and says why; `logitless doctor` proposes settings that need less.
 
 """
 
@@ -51,12 +52,12 @@ class Key:
 
     @property
     def meaning(self) -> str:
-        """What variants may have in common: all but the default."""
+        """All but the default; equal for keys that variants share."""
         return f"{self.name} {self.annotation} {self.description}"
 
 
 def page(text: str) -> str:
-    """The page with its sections of keys, which end it."""
+    """The page with its sections of keys, which are its end."""
     return text.partition(FIRST)[0] + sections()
 
 
@@ -77,7 +78,7 @@ def sections() -> str:
     told: dict[str, list[Key]] = {}
     for kinds, path in places.items():
         if first[path] is not kinds:
-            continue  # some of the variants that stand there
+            continue  # a part of the variants that are listed there
         parts.append(f"## `{path}`\n" if path else FIRST)
         if len(kinds) == 1:
             its = keys(kinds[0])
@@ -94,7 +95,7 @@ def sections() -> str:
 
 
 def _rules() -> str:
-    """What each setting needs of others, of processes, of the machine and of the model, in the order of the file."""
+    """What each setting needs: other settings, processes, the machine, the model; in the order of the file."""
     rules: list[Rule[Any]] = [*RULES, *COMPOSED_RULES, *BUILT_RULES, *PROCESS_RULES, *MACHINE_RULES]
     needs: dict[str, list[str]] = {}
     for rule in (*rules, *LAYER_RULES, *AUTO_LAYER_RULES, *GPU_RULES):
@@ -107,12 +108,12 @@ def _rules() -> str:
 
 
 def _without_reasons(said: Sequence[str]) -> str:
-    """What is needed, without the reasons, which errors give."""
+    """Needs without their reasons, which errors give."""
     return "; ".join(re.split(r", (?:for|which|whose|through which|to which) ", each)[0] for each in said)
 
 
 def _variants(kinds: Sequence[type], places: Mapping[tuple[type, ...], str], *, equations: bool) -> list[str]:
-    """What variants have in common, said once, then each of them."""
+    """The keys that variants share, then each variant."""
     of = {kind: keys(kind) for kind in kinds}
     counts = Counter(key.meaning for each in of.values() for key in each)
     common = {meaning for meaning, count in counts.items() if count > 1}
@@ -141,7 +142,7 @@ def _meanings(its: Sequence[Key]) -> set[str]:
 
 
 def _common(of: Mapping[type, Sequence[Key]], chosen: Set[str]) -> list[Key]:
-    """The keys of these meanings, each once, with the default that most variants give it."""
+    """Each key with one of these meanings once, with its most common default."""
     found: dict[str, list[Key]] = {}
     for key in (key for its in of.values() for key in its):
         if key.meaning in chosen:
@@ -189,7 +190,7 @@ def _is_mark(key: Key) -> bool:
 
 
 def _place(kind: type, path: str, places: dict[tuple[type, ...], str]) -> None:
-    """Give each section below ``kind``, and each set of variants, the path where it is used first."""
+    """Record for each section below ``kind``, and each set of variants, the path where it is used first."""
     for key in keys(kind):
         inner = _structures(key.annotation)
         if not inner or inner in places:
@@ -229,13 +230,13 @@ def _mark(kind: type) -> str:
 
 
 def _list(its: Sequence[Key], places: Mapping[tuple[type, ...], str]) -> str:
-    """One line a key, neighbours that one description serves together; empty where there is none."""
+    """One line a key; neighbours with the same description share a line."""
     told = groupby(its, lambda key: f"{_kind(key, places)}{_said(key)}\n")
     return "".join(f"- {', '.join(map(_given, alike))}{description}" for description, alike in told)
 
 
 def _said(key: Key) -> str:
-    """What the key is for, unless that is what the section says that it leads to."""
+    """The key's description, unless it is that of the section that it links to."""
     return "" if key.description == _subject(key.annotation) != "" else f": {key.description or _UNDESCRIBED}"
 
 
@@ -245,7 +246,7 @@ _LONGEST = 60
 
 
 def _given(key: Key) -> str:
-    """The key as it would stand in a recipe, with its default where that is a value."""
+    """The key as in a recipe, with its default if that is a value."""
     if key.default in _NO_VALUE:
         return f"`{key.name}`"
     default = " ".join(key.default.split())
@@ -256,7 +257,7 @@ _NO_VALUE = ("required", "its defaults")
 
 
 def _kind(key: Key, places: Mapping[tuple[type, ...], str]) -> str:
-    """The type in parentheses where the default does not show it, and whether the key is required."""
+    """In parentheses the type, if the default does not show it, and whether the key is required."""
     bare, *bounds = get_args(key.annotation) if get_origin(key.annotation) is Annotated else (key.annotation,)
     if bare in (bool, int, float, str) and key.default not in _NO_VALUE:
         words = " ".join(filter(None, map(_bound, bounds)))
@@ -271,7 +272,7 @@ def _kind(key: Key, places: Mapping[tuple[type, ...], str]) -> str:
 
 
 def _type(annotation: Any, places: Mapping[tuple[type, ...], str]) -> str:
-    """A type in words; sections are links to where they stand."""
+    """A type in words; sections are links."""
     kinds = _structures(annotation)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if kinds:
@@ -331,7 +332,7 @@ def _bound(metadata: Any) -> str:
 
 
 def _are_described(key: Key) -> bool:
-    """Whether it is one of a few words, each of which the description names."""
+    """Whether the value is one of a few words that the description names all."""
     alternatives = [each for each in _flat(key.annotation) if each is not type(None)]
     values = [value for each in alternatives for value in (get_args(each) if get_origin(each) is Literal else [""])]
     named = re.findall(r"[\w-]+", f"{key.default} {key.description}")
@@ -343,7 +344,7 @@ def _or(words: Sequence[str]) -> str:
 
 
 def _yaml(value: Any) -> str:
-    """A default as it would stand in a recipe."""
+    """A default as YAML."""
     if isinstance(value, BaseModel) or dataclasses.is_dataclass(value):
         return "its defaults"
     plain = list(value) if isinstance(value, tuple) else dict(value) if isinstance(value, Mapping) else value
@@ -351,9 +352,9 @@ def _yaml(value: Any) -> str:
 
 
 def _summary(kind: Any, *, equation: bool = True) -> str:
-    """The docstring's first paragraph, and the equation below it where there is one and it is wanted.
+    """The docstring's first paragraph and, if wanted, the equation below it.
 
-    Where it only names a function of its module, the function's own summary stands in its place.
+    If the paragraph only names a function of its module, the function's summary is taken instead.
     """
     text = inspect.getdoc(kind) or ""
     first, *others = [" ".join(part.split()) for part in text.split("\n\n")]
@@ -369,13 +370,13 @@ def _summary(kind: Any, *, equation: bool = True) -> str:
 
 
 def _subject(annotation: Any) -> str:
-    """What the one section that may stand here is for."""
+    """The summary of the section that a value of this type is, if there is just one."""
     kinds = _structures(annotation)
     return _summary(kinds[0]).split(". ")[0].removesuffix(".") if len(kinds) == 1 else ""
 
 
 def _arguments(kind: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of their arguments; the class's own word counts most."""
+    """Descriptions of arguments from the docstrings of a class and its bases; those of the class come first."""
     found: dict[str, str] = {}
     for each in reversed(kind.__mro__):
         match = re.search(r"^Args:\n((?:(?: +.*)?\n?)*)", inspect.cleandoc(each.__dict__.get("__doc__") or ""), re.M)
@@ -395,5 +396,4 @@ def _arguments(kind: type) -> dict[str, str]:
 
 def _markdown(text: str) -> str:
     """The text in Markdown, in the words of a recipe."""
-    linked = re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](\1.md)", text)
-    return re.sub(r"\bNone\b", "null", linked.replace("``", "`"))
+    return re.sub(r"\bNone\b", "null", linked(text).replace("``", "`"))

@@ -1,14 +1,13 @@
-"""The list of ``docs/metrics.md``, a line for metrics that one description serves together."""
+"""The list of ``docs/metrics.md``; metrics with one description share a line."""
 
-import re
 from collections.abc import Sequence
 
-from docs.generate import renewed
+from docs.generate import linked, renewed
 from logitless.train.record.metrics import METRICS, Metric
 
 
 def page(text: str) -> str:
-    """The page with its list, which follows the example and ends the page."""
+    """The page with its list, which follows the example of writers."""
     return renewed(text, "```\n\n", rows())
 
 
@@ -28,7 +27,7 @@ def rows() -> str:
         else:
             told.append((metric.description, [metric]))
     return "".join(
-        f"- {', '.join(f'`{metric.name}`' for metric in alike)} ({_made(alike)}): {_linked(description)}\n"
+        f"- {', '.join(f'`{metric.name}`' for metric in alike)} ({_made(alike)}): {linked(description)}\n"
         for description, alike in told
     )
 
@@ -36,12 +35,8 @@ def rows() -> str:
 _LIKE_EVALUATION = "held_out/{set}/"
 
 
-def _linked(description: str) -> str:
-    return re.sub(r"\bdocs/(\w+)\.md\b", r"[\1](\1.md)", description)
-
-
 def _made(alike: Sequence[Metric]) -> str:
-    """Unit, aggregations and of what, without what goes without saying."""
+    """Unit, aggregations and what they are taken over; what is obvious is left out."""
     made = ", ".join(dict.fromkeys(metric.aggregation for metric in alike))
     unit, over = alike[0].unit, alike[0].over
     if over not in ("run", "evaluation"):

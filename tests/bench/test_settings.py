@@ -1,7 +1,9 @@
 """Benchmarks of settings: every contender is measured or has its reason, and the fastest becomes recipe lines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, me
 from logitless.cli.main import main
 from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
 from logitless.train.plan.run_plan import plan_of
+from logitless.train.recipe.config import Recipe
 from tests.train.tiny import tiny_raw, tiny_recipe
 
 TINY = Scale(0, 2, 5.0, 16, 1, 1, 16, 8, (8,), (8,), 16, 2, (8, 16))
@@ -80,21 +83,27 @@ def test_steps_end_with_the_seconds() -> None:
     assert len(calls) == 1
 
 
-def test_the_fastest_that_a_recipe_can_name_is_recommended_of_the_longest_case() -> None:
-    def row(name: str, case: str, seconds: float | None, *lines: str) -> Row:
-        return Row(name, case, seconds, None, None, None if seconds else "absent", lines)
-
-    rows = [row("a", "128", 1.0, "a: 1"), row("b", "512", 3.0, "b: 1"), row("c", "512", 2.0, "c: 1")]
-    assert best_lines([*rows, row("fast", "512", 1.0), row("gone", "512", None, "gone: 1")]) == ["c: 1"]
-    assert best_lines([row("gone", "", None, "gone: 1")]) == []
+PLAIN = ("plain", "", 1.0, "setting: plain")
 
 
-def test_a_difference_that_may_be_chance_does_not_recommend_more_than_the_plainest() -> None:
-    def row(name: str, seconds: float) -> Row:
-        return Row(name, "", seconds, None, None, None, (f"setting: {name}",))
-
-    assert best_lines([row("plain", 1.04), row("fancy", 1.0)]) == ["setting: plain"]
-    assert best_lines([row("plain", 1.06), row("fancy", 1.0)]) == ["setting: fancy"]
+@pytest.mark.parametrize(
+    ("measured_rows", "recommended_lines"),
+    [
+        ([PLAIN, ("fast", "", 0.5, "setting: fast")], ["setting: fast"]),
+        ([PLAIN, ("nearly as fast", "", 0.96, "setting: other")], ["setting: plain"]),  # the simplest within 5%
+        ([PLAIN, ("faster", "", 0.94, "setting: other")], ["setting: other"]),
+        ([PLAIN, ("no recipe has it", "", 0.1), ("b", "", 0.5, "setting: b")], ["setting: b"]),
+        ([("a", "128", 1.0, "a: 1"), ("b", "512", 3.0, "b: 1"), ("c", "512", 2.0, "c: 1")], ["c: 1"]),  # the last case
+        ([PLAIN], []),  # no choice
+        ([PLAIN, ("absent", "", None, "setting: absent")], []),
+    ],
+    ids=str,
+)
+def test_the_fastest_setting_that_a_recipe_can_have_is_recommended(
+    measured_rows: list[tuple[Any, ...]], recommended_lines: list[str]
+) -> None:
+    rows = [Row(name, case, seconds, None, None, None, tuple(lines)) for name, case, seconds, *lines in measured_rows]
+    assert best_lines(rows) == recommended_lines
 
 
 def test_doctor_prints_lines_of_this_machine_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,25 +120,47 @@ def test_doctor_prints_lines_of_this_machine_alone(tmp_path: Path, monkeypatch: 
     assert recommended.recommended_here() == []
 
 
-def test_doctor_leaves_out_a_line_that_the_recipe_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+Recommend = Callable[..., None]
+
+
+@pytest.fixture
+def recommend(monkeypatch: pytest.MonkeyPatch) -> Recommend:
+    """Makes pairs of a benchmark and a recipe line those that were measured on this machine."""
+
+    def lines(*pairs: tuple[str, str]) -> None:
+        monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: list(pairs))
+
+    return lines
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes are checked as on a GPU of capability 9.0."""
+    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**37, 2**37))
+
+
+def left(recipe: Recipe) -> list[str]:
+    return left_on_the_table(recipe, plan_of(recipe))
+
+
+def test_doctor_leaves_out_a_line_that_the_recipe_has(tmp_path: Path, recommend: Recommend) -> None:
     lines = [("optimizer", "train.optimizer.implementation: fused"), ("attention", "model.sdpa_backends: [flash]")]
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: lines)
-    plain = tiny_recipe(tmp_path)
-    assert left_on_the_table(plain, plan_of(plain)) == [f"{line} — bench {name}" for name, line in lines]
-    has = tiny_recipe(tmp_path, train__optimizer__implementation="fused", model__sdpa_backends=["flash"])
-    assert left_on_the_table(has, plan_of(has)) == []
+    recommend(*lines)
+    assert left(tiny_recipe(tmp_path)) == [f"{line} — bench {name}" for name, line in lines]
+    has = {"train__optimizer__implementation": "fused", "model__sdpa_backends": ["flash"]}
+    assert left(tiny_recipe(tmp_path, **has)) == []
 
 
-def test_doctor_leaves_out_what_auto_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    recipe = tiny_recipe(tmp_path)
-    for name, left_out in (("foreach", True), ("loop", False)):
-        line = ("optimizer", f"train.optimizer.implementation: {name}")
-        monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda line=line: [line])
-        assert (left_on_the_table(recipe, plan_of(recipe)) == []) is left_out
+@pytest.mark.parametrize(("name", "left_out"), [("foreach", True), ("loop", False)])
+def test_doctor_leaves_out_what_auto_is_here(tmp_path: Path, recommend: Recommend, name: str, left_out: bool) -> None:
+    recommend(("optimizer", f"train.optimizer.implementation: {name}"))
+    assert (left(tiny_recipe(tmp_path)) == []) is left_out
 
 
-def test_doctor_leaves_out_lines_that_would_cost_one_set_of_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_doctor_leaves_out_lines_that_would_rule_out_row_invariant_layers(
+    tmp_path: Path, recommend: Recommend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lines = [
         ("attention", "model.attention: sdpa"),
@@ -139,74 +170,63 @@ def test_doctor_leaves_out_lines_that_would_cost_one_set_of_bits(
         ("layers", "model.layers: liger"),
         ("optimizer", "train.optimizer.implementation: fused"),
     ]
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: lines)
+    recommend(*lines)
     recipe = tiny_recipe(tmp_path)
-    assert len(left_on_the_table(recipe, plan_of(recipe))) == len(lines)
+    assert len(left(recipe)) == len(lines)
     monkeypatch.setattr("logitless.doctor.machine.takes_row_invariant_layers", lambda *_: True)
-    assert left_on_the_table(recipe, plan_of(recipe)) == ["train.optimizer.implementation: fused — bench optimizer"]
+    assert left(recipe) == ["train.optimizer.implementation: fused — bench optimizer"]
 
 
-def test_doctor_names_the_dtype_that_row_invariant_layers_wait_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_doctor_names_the_dtype_that_row_invariant_layers_need(tmp_path: Path, recommend: Recommend) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
-    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**37, 2**37))
     source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
 
-    def left(**changes: object) -> str:
-        recipe = tiny_recipe(tmp_path, model__source=source, **changes)
-        return "\n".join(left_on_the_table(recipe, plan_of(recipe)))
+    def said(**changes: object) -> str:
+        return "\n".join(left(tiny_recipe(tmp_path, model__source=source, **changes)))
 
     wanted = "model.trained_dtype: bfloat16, and no model.autocast"
-    assert wanted in left()
-    assert wanted in left(model__autocast="bfloat16")
-    spoils = ("precision", "model.autocast: bfloat16"), ("layers", "model.layers: liger")
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: spoils)
-    assert "bench" not in left()
-    assert "model.autocast: bfloat16 — bench precision" in left(model__attention="sdpa")
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
-    assert wanted not in left(model__trained_dtype="bfloat16")
-    assert wanted not in left(model__layers="transformers")
-    assert wanted not in left(model__attention="sdpa")
+    recommend()
+    assert wanted in said()
+    assert wanted in said(model__autocast="bfloat16")
+    assert wanted not in said(model__trained_dtype="bfloat16")
+    assert wanted not in said(model__layers="transformers")
+    assert wanted not in said(model__attention="sdpa")
+    recommend(("precision", "model.autocast: bfloat16"), ("layers", "model.layers: liger"))
+    assert "bench" not in said()
+    assert "model.autocast: bfloat16 — bench precision" in said(model__attention="sdpa")
 
 
-def test_rows_are_recommended_where_there_is_room_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", lambda: [("sampling", "rollout.max_rows: 8")])
-    few, all_ = tiny_recipe(tmp_path, rollout__max_rows=4), tiny_recipe(tmp_path, rollout__max_rows=16)
-    assert left_on_the_table(few, plan_of(few)) == ["rollout.max_rows: 8 — bench sampling"]
-    assert left_on_the_table(all_, plan_of(all_)) == []
-    monkeypatch.setattr("logitless.doctor.machine.free_memory", lambda _: 3 * plan_of(few).total_bytes)
-    assert left_on_the_table(few, plan_of(few)) == []
-
-
-def test_recomputing_layers_is_advised_against_where_the_plan_without_it_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_rows_are_recommended_where_there_is_room_and_once(
+    tmp_path: Path, recommend: Recommend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("logitless.doctor.machine.recommended_here", list)
-    monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    recommend(("sampling", "rollout.max_rows: 8"))
+    few, all_ = tiny_recipe(tmp_path, rollout__max_rows=4), tiny_recipe(tmp_path, rollout__max_rows=16)
+    assert left(few) == ["rollout.max_rows: 8 — bench sampling"]
+    assert left(all_) == []
+    monkeypatch.setattr("logitless.doctor.machine.free_memory", lambda _: 3 * plan_of(few).total_bytes)
+    assert left(few) == []
+
+
+@pytest.mark.usefixtures("hopper")
+def test_recomputing_layers_is_advised_against_where_the_plan_without_it_fits(
+    tmp_path: Path, recommend: Recommend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommend()
     recipe = tiny_recipe(tmp_path, model__gradient_checkpointing=True)
     whole = plan_of(tiny_recipe(tmp_path)).total_bytes
     for free, advised in ((whole, False), (whole + 1, True)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_, free=free: (free, 2**37))
-        found = [line for line in left_on_the_table(recipe, plan_of(recipe)) if "gradient_checkpointing" in line]
-        assert len(found) == advised
+        assert sum("gradient_checkpointing" in line for line in left(recipe)) == advised
 
 
 def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
-    lowered = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16")
-    gpu = torch.device("cuda")
+    bfloat16, gpu = {"model__trained_dtype": "bfloat16"}, torch.device("cuda")
+    lowered = tiny_recipe(tmp_path, model__source=source, **bfloat16)
     assert takes_row_invariant_layers(lowered, gpu)
     assert not takes_row_invariant_layers(lowered, torch.device("cpu"))
     assert not takes_row_invariant_layers(tiny_recipe(tmp_path, model__source=source), gpu)
-    own = tiny_recipe(tmp_path, model__source=source, model__trained_dtype="bfloat16", model__layers="transformers")
+    own = tiny_recipe(tmp_path, model__source=source, model__layers="transformers", **bfloat16)
     assert not takes_row_invariant_layers(own, gpu)
-
-
-def test_a_single_contender_that_runs_is_no_choice() -> None:
-    assert best_lines([Row("only", "", 1.0, None, None, None, ("model.layers: transformers",))]) == []

@@ -9,8 +9,6 @@ import pytest
 import evidence_smollm2 as evidence
 from tests.models.tiny_gguf import write_gguf
 
-ROOT = Path(__file__).parents[2]
-
 
 def row(trainer: str, seed: int, after: float, **changed: Any) -> dict[str, Any]:
     made = {"task": "addition", "trainer": trainer, "variant": "full", "seed": seed, "held_out_before": 0.01}
@@ -29,11 +27,6 @@ def test_the_table_has_the_interval_of_the_difference_and_the_seconds_of_runs_th
     assert (
         second == "| addition | full | trl | 3 | 0.010 | 0.800 ± 0.100 | +0.000 ± 0.227 | 3 | 40.00 s | 120 s | 3.0 |"
     )
-
-
-def test_the_page_is_what_the_result_files_say() -> None:
-    page = evidence.PAGE.read_text()
-    assert evidence.published(page, evidence.documents_of(evidence.RESULTS)) == page
 
 
 @pytest.fixture(scope="module")

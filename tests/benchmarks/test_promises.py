@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-import quickstart
-
 ROOT = Path(__file__).parents[2]
 
 PROMISES = {"quickstart": (0.4, 0.85), "ifeval-tiny": (0.3, 0.8), "calculator": (0.4, 0.8)}
@@ -27,8 +25,3 @@ def test_the_committed_result_keeps_the_promise(recipe: str) -> None:
             assert run[clock] < most, run
         if recipe == "calculator":
             assert run["two_turns_first_block"] < run["two_turns_last_block"], run
-
-
-def test_the_readme_says_what_the_committed_result_says() -> None:
-    text = (ROOT / "README.md").read_text()
-    assert quickstart.with_readme_lines(text, json.loads(quickstart.RESULT.read_text())) == text

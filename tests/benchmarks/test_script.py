@@ -17,12 +17,18 @@ SCRIPTS = [
 ]
 
 
-@pytest.mark.parametrize("script", ["bits", "head", "rollout", "scale", "step"])
-def test_the_tables_of_the_pages_are_made_from_the_committed_results(script):
-    tables = importlib.import_module(f"{script}_report").tables(RESULTS)
-    shown = "".join(page.read_text() for page in PAGES)
-    assert [part for part in tables if begin(script, part) in shown]
-    assert update([], script, tables, check=True) == 0
+MARKED = re.compile(r"<!-- (\w+)((?: \w+)*): begin -->")
+
+
+def test_the_tables_of_the_pages_are_made_from_the_committed_results():
+    marks = [mark for page in PAGES for mark in MARKED.findall(page.read_text())]
+    assert len(marks) > 20
+    for script in sorted({script for script, _ in marks}):
+        reports = f"{script}_report" if (ROOT / "benchmarks" / f"{script}_report.py").is_file() else script
+        tables = importlib.import_module(reports).tables(RESULTS)
+        parts = {part.strip() for each, part in marks if each == script}
+        assert parts <= set(tables) or (script, tables) == ("precision_default", {})  # not measured yet
+        assert update([], script, tables, check=True) == 0, script
 
 
 def test_a_page_is_rewritten_between_its_marks_and_checked(tmp_path):

@@ -36,7 +36,7 @@ def test_the_machine_is_described_and_nothing_is_an_error(capsys):
     assert set(found["engines"]) == {"transformers", "recorded", "gpu", "vllm", "vllm_server"}
     assert (found["engines"]["vllm"] == "runs") is (importlib.util.find_spec("vllm") is not None)
     assert found["packages"]["torch"] == torch.__version__
-    assert {"machine", "optional", "settings", "one set of bits", "sandbox around a model's text"} <= set(found)
+    assert {"machine", "optional", "settings", "bitwise identical", "sandbox around a model's text"} <= set(found)
 
 
 def test_every_optional_package_of_an_extra_is_listed_with_its_version_or_how_to_get_it(capsys):

@@ -1,4 +1,4 @@
-"""What a measurement depends on, and how memory is given back between two of them."""
+"""Machine and versions of a measurement, its JSON file, and freeing memory between two measurements."""
 
 import gc
 import json
@@ -50,7 +50,7 @@ def _version(package: str) -> str:
 
 
 def release(device: str) -> None:
-    """Give back memory that nothing refers to any more."""
+    """Free memory that nothing refers to any more."""
     gc.collect()
     if device == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,7 @@
-"""What ``logitless parity`` runs: one batch through two implementations, their losses and gradients side by side.
+"""What ``logitless parity`` runs: one batch through two implementations, and the differences of loss and gradients.
 
-Here: what a row of the answer is, and every backend of the head against ``reference`` over a grid of objectives.
-``parity_trl`` and ``parity_liger`` run the code of those packages as it is installed. Nothing of theirs is copied.
+This file compares every backend of the head with ``reference`` over a grid of objectives. ``parity_trl`` and
+``parity_liger`` run the installed code of those packages.
 """
 
 import math
@@ -40,7 +40,7 @@ class Row:
         loss_rel: ``|a - b| / sum |w l|``, the largest of the optimizer steps (centred advantages make a loss itself 0).
         grad_rel: ``|ga - gb| / |ga|`` over everything that has a gradient, ga the other implementation's.
         tolerance: of both.
-        note: what the reader should know of the other implementation; empty where there is nothing.
+        note: about the other implementation; may be empty.
 
     Example:
         >>> Row("grpo", "chunked", 1e-12, 2e-12, 1e-9).ok
@@ -62,7 +62,7 @@ class Row:
         return self.loss_rel <= self.tolerance and self.grad_rel <= self.tolerance
 
     def as_json(self) -> dict[str, str | float | bool | None]:
-        """The row as JSON has it: a difference that is not a number is null."""
+        """The row for JSON; a difference that is not finite is None."""
         names = ("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note")
         values = {name: getattr(self, name) for name in names}
         return {
@@ -73,12 +73,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one implementation gave.
+    """Losses and gradients of one implementation.
 
     Args:
         losses: one an optimizer step.
         gradients: of everything that is trained, detached.
-        scales: ``sum |w l|`` a step; needed of one side only.
+        scales: ``sum |w l|`` of each step; needed from one side only.
     """
 
     losses: tuple[float, ...]
@@ -115,7 +115,7 @@ WIDTH, VOCABULARY = 16, 67
 
 
 def objectives() -> dict[str, tuple[Objective, Weighting]]:
-    """The grid: every preset, and a clipped loss with every part that can stand beside it.
+    """Objectives to compare: every preset, and a clipped loss with each optional part.
 
     Example:
         >>> sorted(set(PRESETS) - set(objectives()))
@@ -145,7 +145,7 @@ def objectives() -> dict[str, tuple[Objective, Weighting]]:
 
 
 def heads(dtype: torch.dtype) -> dict[str, LMHead]:
-    """Heads of every kind that the contract knows."""
+    """Plain, with bias, scale and softcap, and with LoRA."""
     draw = _draw(11, dtype)
     weight = draw(VOCABULARY, WIDTH)
     plain = LMHead(weight)
@@ -157,12 +157,12 @@ def heads(dtype: torch.dtype) -> dict[str, LMHead]:
 
 
 def against_reference(*, quick: bool = False) -> Iterator[Row]:
-    """A row for every backend that can run here, objective and kind of head.
+    """A row for every backend that can run here, every objective and every kind of head.
 
-    Both sides compute in float64, or in float32 where the backend takes no float64.
+    Both sides compute in float64, or in float32 if the backend takes no float64.
 
     Args:
-        quick: three objectives with each head.
+        quick: three objectives only.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for backend in ("chunked", "fused"):
@@ -200,7 +200,7 @@ def _through_head(
         temperature=0.8,
         backend=backend,  # type: ignore[arg-type]
     )
-    batch = _drawn_batch(objective, weighting, dtype)
+    batch = _random_batch(objective, weighting, dtype)
     statistics = objective.block_statistics(batch, generator=generator)
     if statistics is not None:
         batch = statistics.attach(batch)
@@ -218,8 +218,8 @@ def _through_head(
     return Measured((output.loss.item(),), gradients, (_scale(batch.token_weight, output.token_loss),))
 
 
-def _drawn_batch(objective: Objective, weighting: Weighting, dtype: torch.dtype) -> TokenBatch:
-    """A batch around the log-probabilities of a random head, off-policy enough for every bound to bite."""
+def _random_batch(objective: Objective, weighting: Weighting, dtype: torch.dtype) -> TokenBatch:
+    """A batch so far off-policy that every bound has an effect."""
     draw, counts = _draw(14, dtype), torch.tensor(LENGTHS)
     total = sum(LENGTHS)
     sequence = torch.repeat_interleave(torch.arange(len(LENGTHS)), counts)
@@ -250,7 +250,7 @@ def _draw(seed: int, dtype: torch.dtype) -> Callable[..., Tensor]:
 
 
 def worst(rows: Sequence[Row]) -> Mapping[str, Row]:
-    """The row with the largest difference, relative to its tolerance, of each that was compared against.
+    """For each ``against`` the row with the largest difference, relative to its tolerance.
 
     Example:
         >>> rows = [Row("a", "trl", 0.0, 0.0, 1e-9), Row("b", "trl", 0.0, 1e-12, 1e-9)]

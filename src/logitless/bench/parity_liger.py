@@ -25,9 +25,9 @@ class Case:
     Args:
         name: of the row.
         options: of the constructor; beta is 0 and no reference is used unless they say so.
-        given: names of tensors that are passed in the call.
-        padded: False where every completion is as long as the batch.
-        note: what Liger does that the reader should know.
+        given: names of optional tensors in the call.
+        padded: False: all completions have the same length.
+        note: about Liger's loss.
     """
 
     name: str
@@ -82,14 +82,14 @@ def _cases() -> Iterator[Case]:
 
 
 CASES = tuple(_cases())
-"""Every option of Liger's that changes a result."""
+"""Every option of Liger that changes a result."""
 
 
 def against_liger(drop_in: Callable[..., Any], *, quick: bool = False) -> Iterator[Row]:
     """A row for every case.
 
     Args:
-        drop_in: the module that stands in for Liger's, with its ``evaluate`` beside ``forward``.
+        drop_in: a module with Liger's arguments, and ``evaluate`` beside ``forward``.
         quick: every fifth case only.
 
     Raises:
@@ -108,7 +108,7 @@ def against_liger(drop_in: Callable[..., Any], *, quick: bool = False) -> Iterat
 
 
 def _measured(module: Any, case: Case) -> Measured:
-    """Loss and gradients of one call; with ``evaluate``, also what the difference of losses is relative to."""
+    """Loss and gradients of one call; of a module with ``evaluate`` also the scale of the loss."""
     tensors = _tensors(case)
     trained = [tensors[name].requires_grad_() for name in ("_input", "lin_weight", "bias") if name in tensors]
     loss, _metrics = module(**tensors)

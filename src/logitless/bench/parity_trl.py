@@ -1,9 +1,8 @@
 """TRL's installed loss, from rewards to gradients, against ``presets.trl`` on the same rollouts.
 
-TRL's own ``_generate_and_score_completions`` (masks, advantages, sampler ratios, token counts) and ``_compute_loss``
-run on a trainer that was never constructed: it has the attributes they read, and in place of a model the
-log-probabilities and entropies of each call, float64 leaves of which both sides' gradients are taken. Ours starts from
-the same lists and shares nothing with it but the numbers.
+TRL's ``_generate_and_score_completions`` (masks, advantages, sampler ratios, token counts) and ``_compute_loss`` run on
+a trainer without a model: it has only the attributes that they read. Log-probs and entropies are float64 tensors that
+both sides get, and gradients are taken with respect to them.
 """
 
 from collections import defaultdict
@@ -48,7 +47,7 @@ class Case:
         accumulation: micro-batches an optimizer step; a generation batch has four.
         with_tools: whether some tokens, and all of one completion, were written by a tool.
         on_policy: whether TRL has no old log-probabilities and takes the current ones.
-        note: what TRL does that the reader should know.
+        note: about TRL's loss.
     """
 
     name: str
@@ -163,11 +162,11 @@ def _batches() -> Iterator[Case]:
 
 
 CASES = tuple(_cases())
-"""Every option of TRL's that an objective depends on."""
+"""Every option of TRL that an objective depends on."""
 
 
 class Rollouts:
-    """What both sides are given: lists as an engine returns them, and float64 leaves in place of a model."""
+    """Input of both sides: lists as an engine returns them, and float64 tensors in place of a model's outputs."""
 
     def __init__(self, case: Case) -> None:
         generator = torch.Generator().manual_seed(21)
@@ -188,7 +187,7 @@ class Rollouts:
         self.rewards[6] = torch.nan
 
     def completion_ids(self) -> list[list[int]]:
-        """Every third one is cut before its end."""
+        """Token ids; every third completion is truncated."""
         return [[5] * (n - 1) + [5 if i % 3 == 0 else EOS] for i, n in enumerate(LENGTHS)]
 
     def tool_mask(self) -> list[list[int]] | None:
@@ -214,7 +213,7 @@ def against_trl(*, quick: bool = False) -> Iterator[Row]:
         quick: every fifth case only.
 
     Raises:
-        UnavailableError: no TRL whose code this knows.
+        UnavailableError: TRL is not installed, or older than 1.16.
     """
     try:
         installed = metadata.version("trl")
@@ -248,7 +247,7 @@ def theirs(case: Case, rollouts: Rollouts) -> Measured:
         return logp[current["rows"]], entropy[current["rows"]], None
 
     trainer._get_per_token_logps_and_entropies = scores
-    with _float64_by_default():  # or Bessel's correction is a float32 number, 1e-8 off
+    with _float64_by_default():  # in float32 TRL's standard deviation is 1e-8 off
         generation_batch = trainer._generate_and_score_completions([{"prompt": "p"}] * NUM_SEQUENCES)
     micro_batches = split_tensor_dict(generation_batch, MICRO_BATCHES)
     losses = []
@@ -375,7 +374,7 @@ def ours(case: Case, rollouts: Rollouts) -> Measured:
 
 
 def _steps(case: Case, rollouts: Rollouts, algorithm: Algorithm) -> Iterator[list[tuple[slice, TokenBatch, Places]]]:
-    """Micro-batches of each optimizer step, with the rows that they come from and their places there."""
+    """For each optimizer step its micro-batches: rows of the rollouts, packed batch, places in the padded one."""
     weighting, advantage = algorithm.weighting, _advantage(algorithm, rollouts)
     tools = rollouts.tool_mask()
     trained = rollouts.completion_mask.clone()
@@ -421,7 +420,7 @@ def _advantage(algorithm: Algorithm, rollouts: Rollouts) -> Tensor:
     inputs = AdvantageInputs(
         rewards=combine_rewards(rollouts.rewards, weights),
         group=group,
-        sequence=torch.arange(len(group)),  # one number a completion is wanted, so each is a single token here
+        sequence=torch.arange(len(group)),  # one token a completion gives one advantage a completion
         scores=rollouts.rewards,
         weights=weights,
     )

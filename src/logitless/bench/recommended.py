@@ -1,4 +1,4 @@
-"""Recipe lines that benchmarks of settings found best on this machine: they write them, ``logitless doctor`` reads."""
+"""Recipe lines that ``logitless bench`` found fastest on this machine, for ``logitless doctor``."""
 
 import json
 import os
@@ -15,13 +15,13 @@ FOLDER = "LOGITLESS_SETTINGS"
 
 
 def settings_folder() -> Path:
-    """Where ``bench attention | precision | optimizer | compile | layers | sampling`` keep what they measured."""
+    """Folder of the result files of ``logitless bench``."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(FOLDER) or cache / "logitless" / "settings")
 
 
 def recommended_here() -> list[tuple[str, str]]:
-    """Lines of every result file whose machine and torch are these, each after the name of its benchmark.
+    """Pairs of a benchmark and a recipe line, from result files of the same machine and torch.
 
     Example:
         >>> isinstance(recommended_here(), list)
@@ -36,6 +36,6 @@ def _lines(folder: Path) -> Iterator[tuple[str, str]]:
         try:
             found: Mapping[str, Any] = json.loads(path.read_text())
         except (OSError, ValueError):
-            continue  # cut short; the benchmark writes it again
+            continue  # incomplete; the benchmark writes it again
         if all(found.get("environment", {}).get(name) == value for name, value in here.items()):
             yield from ((path.stem, line) for line in found.get("recommended", ()))

@@ -1,10 +1,9 @@
-"""``logitless bench attention | precision | optimizer | compile | layers | sampling``: what is best on this machine.
+"""``logitless bench attention | precision | optimizer | compile | layers | sampling``: the fastest settings here.
 
-One small model (or one attention, or one set of weights) takes the same step with each setting in turn: warm-up, then
-the median of many steps, tokens a second and, on a GPU, peak memory. What cannot run here is listed with the reason.
-``--quick`` takes a smaller model (tiny on a CPU) and few steps, for a look, in under two minutes on a CPU too. A table
-is printed; JSON and a plot are kept (by default where ``logitless doctor`` looks for them), with the recipe lines of
-the best setting.
+Each setting runs the same step of a small model (or of one attention, or of one optimizer). Reported are the median
+time after a warm-up, tokens a second and, on a GPU, peak memory; settings that cannot run here are listed with the
+reason. ``--quick`` uses a smaller model and fewer steps, and takes under two minutes on a CPU. JSON and a plot are
+kept, by default where ``logitless doctor`` finds them, with the recipe lines of the fastest setting.
 """
 
 import argparse
@@ -79,9 +78,9 @@ class Contender:
 
     Args:
         name: in the table.
-        step: makes the step to be timed; raises where the setting cannot run here.
-        lines: of a recipe that choose it; empty where a recipe cannot.
-        case: what it is measured on; the best is found in each case.
+        step: makes the step to be timed; raises if the setting cannot run here.
+        lines: of a recipe that choose it; empty if a recipe cannot.
+        case: what it is measured on, such as a sequence length; contenders are compared within a case.
     """
 
     name: str
@@ -104,7 +103,12 @@ class Row:
 
 
 def measured(contender: Contender, scale: Scale, device: str, tokens: int | None) -> Row:
-    """Warm up, and time until the steps or the seconds are used up; without tokens there is no rate."""
+    """Warm up, then time steps until their number or the seconds are reached.
+
+    Args:
+        contender, scale, device: what to run, how long, and where.
+        tokens: of a step; None: no tokens a second.
+    """
     release(device)
     try:
         step = contender.step()
@@ -223,13 +227,13 @@ def _stepping(optimizer: torch.optim.Optimizer) -> Step:
 
 
 def compiled(scale: Scale, device: str) -> Iterator[Contender]:
-    """Layers as they are, and compiled."""
+    """Plain and compiled layers."""
     yield Contender("plain", partial(_changed, scale, device), ("model.compile: false",))
     yield Contender("compiled", partial(_changed, scale, device, compile_layers), ("model.compile: true",))
 
 
 def _changed(scale: Scale, device: str, change: Callable[[nn.Module], object] | None = None) -> Step:
-    """A training step of a model, changed where something is given that does."""
+    """A training step of a model, after ``change`` was applied to it."""
     model = _model(scale, device)
     if change is not None:
         change(model)
@@ -237,12 +241,12 @@ def _changed(scale: Scale, device: str, change: Callable[[nn.Module], object] | 
 
 
 def _products(device: str) -> torch.dtype | None:
-    """What a recipe's products are in, where one benchmark compares something else."""
+    """Autocast dtype of benchmarks that compare something else than dtypes."""
     return torch.bfloat16 if device == "cuda" else None
 
 
 def layers(scale: Scale, device: str) -> Iterator[Contender]:
-    """Who computes norm, rotary embedding and gate."""
+    """Implementations of norm, rotary embedding and gate."""
     from logitless.models.liger_layers import install_liger_layers
 
     yield Contender("transformers", partial(_changed, scale, device), ("model.layers: transformers",))
@@ -363,9 +367,9 @@ def _ours(length: int, width: int, device: str) -> Step:
 
 
 def sampling(scale: Scale, device: str) -> Iterator[Contender]:
-    """Engines, and how many completions each decodes at once; a step samples all of them, every one as long.
+    """Engines, and how many completions each decodes at once; a step samples completions of one length.
 
-    The engine of ``auto`` is the fastest that a model and a recipe allow, so that a recipe is told its rows alone.
+    ``auto`` already chooses the engine, so only ``rollout.max_rows`` is recommended, for that engine.
     """
     for name, make, chosen in (("transformers", _transformers, device != "cuda"), ("gpu", _gpu, device == "cuda")):
         for rows in scale.rows:
@@ -396,7 +400,7 @@ def _tokenizer() -> Any:
 
 
 def _drawing(engine: Engine, scale: Scale) -> Step:
-    """Eight completions of each prompt, none of which ends before its last token."""
+    """Eight completions of each prompt, all of ``scale.new_tokens`` tokens."""
     from logitless.rollout.sampling import SamplingOptions
     from logitless.types import Prompt
 
@@ -414,13 +418,13 @@ def _drawing(engine: Engine, scale: Scale) -> Step:
 
 @dataclass(frozen=True)
 class SettingBenchmark:
-    """One of them, as a subcommand.
+    """A benchmark as a subcommand.
 
     Args:
         name: of the subcommand and of its files.
-        contenders: of a scale and a device.
-        tokens: that a step reads or samples; an optimizer's none.
-        steps: of a model that a step of a contender is.
+        contenders: for a scale and a device.
+        tokens: of a step; None for an optimizer's.
+        steps: forward passes in one timed step, by which warm-up and number of steps are divided.
     """
 
     name: str
@@ -429,7 +433,7 @@ class SettingBenchmark:
     steps: Callable[[Scale], int] = field(default=lambda _: 1)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """The same for all of them."""
+        """Options of every benchmark."""
         parser.add_argument("--quick", action="store_true", help="a small model and few steps, for a look")
         parser.add_argument("--warmup", type=int, help="steps before the timed ones")
         parser.add_argument("--steps", type=int, help="timed steps of each contender")
@@ -469,13 +473,13 @@ class SettingBenchmark:
 
 
 NEAR = 0.05
-"""A difference in time that is none: medians of repeated runs differ by as much."""
+"""Times that differ by less count as equal: medians of repeated runs differ as much."""
 
 
 def best_lines(rows: Sequence[Row]) -> list[str]:
-    """Recipe lines of the fastest setting that a recipe can have, in the last case that has one.
+    """Recipe lines of the fastest setting, of the last case with several to choose from.
 
-    Of those that are within ``NEAR`` of the fastest it is the first one: the plainest, as contenders are listed.
+    Of the settings within ``NEAR`` of the fastest, the first one is taken: contenders are listed from the simplest on.
 
     Example:
         >>> row = Row("a", "", 1.0, 10.0, None, None, ("model.compile: true",))

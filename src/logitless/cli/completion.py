@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def script() -> str:
-    """The script for bash; words of a deeper level come first, so that they are found first."""
+    """The script for bash; cases of subcommands come before those of their command, because the first match counts."""
     found: dict[str, list[str]] = {}
     for command in COMMANDS:
         parser = argparse.ArgumentParser()
@@ -57,12 +57,12 @@ def script() -> str:
 
 
 def _words(parser: argparse.ArgumentParser) -> Iterator[tuple[str, list[str]]]:
-    """(subcommand, what may follow it); the parser's own words under an empty name, last."""
+    """Pairs of a subcommand and the words that may follow it; last the parser's own words, under an empty name."""
     own: list[str] = []
     for action in parser._actions:
         own += action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for listed in action._choices_actions:  # those with a help; others only say what to run instead
+            for listed in action._choices_actions:  # subcommands with a help; the others only name another command
                 own.append(listed.dest)
                 inner = action.choices[listed.dest]
                 yield listed.dest, [word for each in inner._actions for word in each.option_strings]

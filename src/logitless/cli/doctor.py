@@ -1,10 +1,10 @@
-"""``logitless doctor [RECIPE]``: what this machine can run, what a recipe would take on it, and known mistakes.
+"""``logitless doctor [RECIPE]``: what this machine can run, time and memory of a recipe on it, and known mistakes.
 
-Without a recipe: versions, devices, backends, engines, attention, sandbox. With: whether it runs here, settings that
-are often a mistake, what is left on the table, and a forecast of time and memory from one measured batch; exit status 1
-where it cannot run, with the nearest settings that would. Of a run's ``config.yaml`` also which rewards failed in it.
-``--source FOLDER`` reads someone's training code, runs none of it, and lists places worth a look; exit status 0 with or
-without findings.
+Without a recipe: versions, devices, backends, engines, attention, sandbox. With a recipe: whether it runs here,
+settings that are often a mistake, faster settings, and a forecast of time and memory; exit status 1 if it cannot run,
+with the nearest settings that can. Given a run's ``config.yaml``, also which rewards failed in that run.
+``--source FOLDER`` reads training code without running it and lists likely mistakes; exit status 0 with or without
+findings.
 """
 
 import argparse
@@ -14,15 +14,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless.cli.arguments import add_overrides
 from logitless.errors import LogitlessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe or the source, and the form of the output."""
     parser.add_argument("recipe", type=Path, nargs="?", help="YAML file; without it the machine is described")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
-    )
+    add_overrides(parser)
     parser.add_argument(
         "--source", type=Path, metavar="FOLDER", help="read training code, and list places worth a look"
     )
@@ -94,7 +93,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     try:
         data = read(fit.recipe).data
     except LogitlessError:
-        data = None  # said above, among the problems
+        data = None  # its error is among the problems
     audited = [*audit_recipe(fit.recipe, data), *_of_run(path)]
     found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
     if fit.plan is None:
@@ -120,7 +119,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
 
 
 def _of_run(recipe: Path) -> Sequence[Any]:
-    """What there is to say of the run whose ``config.yaml`` the recipe is."""
+    """Findings about the run whose ``config.yaml`` is given; none if it is another recipe."""
     from logitless.doctor.recipe_audit import Scored, audit_scoring
     from logitless.train.record.run_folder import RunFolder
     from logitless.train.report.page import Recorded

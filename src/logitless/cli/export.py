@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from logitless.cli.arguments import add_checkpoint, add_run
 from logitless.errors import ConfigurationError
 from logitless.train.export import check_form, check_target, export_policy
 from logitless.train.push import check_push, push_folder
@@ -15,14 +16,9 @@ from logitless.train.saved_policy import load_policy
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, where to, and in which form."""
-    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    add_run(parser)
     parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: export/ in the run folder")
-    parser.add_argument(
-        "--checkpoint",
-        default="latest",
-        metavar="WHICH",
-        help="latest (default), best, model, a block's number or a name",
-    )
+    add_checkpoint(parser)
     parser.add_argument(
         "--form", choices=("merged", "adapter"), default="merged", help="whole model (default), or LoRA's factors alone"
     )

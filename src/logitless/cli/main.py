@@ -42,8 +42,8 @@ FIRST = """first:
 SHORT_WAITS = {"GOMP_SPINCOUNT": "10000", "KMP_BLOCKTIME": "1"}
 """How long OpenMP's threads (GNU's by turns of a loop, LLVM's by milliseconds) wait for each other before they sleep.
 
-By default they wait so long that, where another process wants a core, the thread that has work stands in line behind
-the one that waits: on two busy cores a small model then trains many times more slowly. Read when torch is imported.
+By default they spin so long that, on busy cores, spinning threads keep the working one from running: a small model
+then trains many times more slowly. Read when torch is imported.
 """
 
 
@@ -69,11 +69,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if chosen is not None and chosen not in COMMANDS:
         near = difflib.get_close_matches(chosen, COMMANDS, n=1)
         parser.error(f"there is no command {chosen!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
-    if arguments is None:  # a process of its own: what is there at its end goes with it
+    if arguments is None:  # the whole process is ours: skip garbage collection at its end
         atexit.register(gc.freeze)
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
-        if name == chosen:  # the others' imports are not worth waiting for
+        if name == chosen:  # the others' imports take time and are not needed
             with _uncollected():
                 importlib.import_module(module_of(name)).add_arguments(command)
     if not given:
@@ -99,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Garbage is not collected: that takes a quarter of the time of imports, which make a million objects that stay."""
+    """No garbage collection inside: it takes a quarter of the time of imports, and frees nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -110,7 +110,7 @@ def _uncollected() -> Iterator[None]:
 
 
 class _Version(argparse.Action):
-    """Prints the installed version; read when asked for, since sources on a path alone have none."""
+    """Prints the installed version, looked up only when asked for: sources on PYTHONPATH have none."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         try:

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 
 class _Patient:
-    """A stream whose reader may go away (``| head``, a closed terminal): what is written then goes nowhere."""
+    """A stream whose reader may go away (``| head``, a closed terminal); later writes are then discarded."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -30,14 +30,14 @@ class _Patient:
         return getattr(self._stream, name)
 
     def _give_up(self) -> None:
-        """Point the stream's descriptor at nothing, for this process and for what is still in its buffer."""
+        """Point the stream's descriptor at /dev/null, also for what is still in its buffer."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self._stream.fileno())
         os.close(nowhere)
 
 
 def visible(text: str) -> str:
-    """A text of a model's, without the control characters that would move the cursor or colour the terminal.
+    """A model's text with control characters replaced, which could move the cursor or colour the terminal.
 
     Example:
         >>> visible("two\\nlines\\x1b[2J")
@@ -48,7 +48,7 @@ def visible(text: str) -> str:
 
 @contextmanager
 def patient_output() -> Iterator[None]:
-    """Inside, a reader of standard output or standard error that goes away ends the output and nothing else.
+    """Inside, the command goes on if the reader of its output goes away.
 
     Example:
         >>> with patient_output():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from logitless.cli.arguments import add_overrides
 from logitless.errors import ConfigurationError, DataError
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import arrangement_of
@@ -23,9 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpus-per-machine", type=int, default=8, metavar="N", help="processes that share a host's memory (default 8)"
     )
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
-    )
+    add_overrides(parser)
     parser.add_argument("--measured", type=Path, metavar="FILE", help="what `benchmarks/scale.py` wrote of the model")
     parser.add_argument("--tokens-per-second", type=float, help="of one GPU alone in training steps, measured")
     parser.add_argument("--gigabytes-per-second", type=float, help="that a GPU sends in large collectives, measured")
@@ -48,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
-    """What was measured.
+    """Measured rows.
 
     Raises:
-        DataError: no file of ``benchmarks/scale.py``.
+        DataError: not a file of ``benchmarks/scale.py``.
     """
     try:
         rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
@@ -65,7 +64,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _speeds(options: argparse.Namespace) -> Speeds | None:
-    """What was measured of the model, with given speeds in place of its own; None where nothing is known.
+    """Speeds from the file, replaced by those given as options; None without either.
 
     Raises:
         ConfigurationError: one speed without the other and without a file, or one that is not positive.

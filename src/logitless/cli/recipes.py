@@ -11,7 +11,7 @@ from logitless.train.recipe.shipped import ShippedRecipe, shipped_recipes
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to do, and with which recipe."""
     actions = parser.add_subparsers(dest="action", metavar="ACTION")
-    actions.add_parser("list", help="names, and what each is; also without an ACTION")
+    actions.add_parser("list", help="names and descriptions; the default ACTION")
     show = actions.add_parser("show", help="print a recipe")
     copy = actions.add_parser("copy", help="copy a recipe, its tokenizer and its data, to train it or to change it")
     for action in (show, copy):

@@ -5,6 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from logitless.cli.arguments import add_checkpoint, add_run, check_at_least, check_output_file
 from logitless.cli.output import visible
 from logitless.data.prompts import prompts_of_rows
 from logitless.data.sources import FileData, MixedData, Rendered, Row, TrainingData, read_rows
@@ -17,18 +18,13 @@ from logitless.train.saved_policy import load_policy
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, the prompts, how to sample, and where to."""
-    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    add_run(parser)
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="system prompt and template are those of the recipe's data")
     what.add_argument("--file", type=Path, help="JSON Lines or Parquet with a column of prompts")
     parser.add_argument("--column", default="prompt", help="of the file (default: prompt)")
     parser.add_argument("--source", metavar="NAME", help="of a mixture, whose system prompt and template are taken")
-    parser.add_argument(
-        "--checkpoint",
-        default="latest",
-        metavar="WHICH",
-        help="latest (default), best, model, a block's number or a name",
-    )
+    add_checkpoint(parser)
     parser.add_argument("--samples", type=int, default=1, metavar="N", help="completions a prompt (default 1)")
     parser.add_argument("--temperature", type=float, help="default: the recipe's; 0 takes the most likely token")
     parser.add_argument("--max-new-tokens", type=int, metavar="N", help="default: the recipe's")
@@ -45,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Sample and print, or write."""
     folder = open_run_folder(options.run)
-    _check(options)
+    check_at_least("--samples", options.samples, 1)
+    check_at_least("--seed", options.seed, 0)
+    check_output_file("--out", options.out, "a .jsonl or .parquet file", (".jsonl", ".parquet"))
     given = None if options.file is None else read_rows(FileData(path=options.file, columns={"prompt": options.column}))
     saved = load_policy(folder, options.checkpoint, device=options.device)
     rows = given or [Row("the command line", {"prompt": options.prompt})]
@@ -76,23 +74,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Refuse what would fail after a model was loaded."""
-    if options.samples < 1:
-        raise ConfigurationError(needed="--samples of at least 1", given=str(options.samples), remedy="Leave it out.")
-    if options.seed < 0:
-        raise ConfigurationError(needed="a --seed of at least 0", given=str(options.seed), remedy="Leave it out.")
-    out: Path | None = options.out
-    if out is not None and (out.suffix not in (".jsonl", ".parquet") or not out.absolute().parent.is_dir()):
-        raise ConfigurationError(
-            needed="a .jsonl or .parquet file in an existing folder for --out",
-            given=str(out),
-            remedy="Make the folder first, or name another file.",
-        )
-
-
 def _rendered(data: TrainingData, source: str | None) -> Rendered:
-    """How the run's prompts became text: as those of the source named, where there are several and they differ."""
+    """System prompt and template of the run's data; of the named source, if those of several sources differ."""
     if not isinstance(data, MixedData):
         of_sources = {"train": data}
     else:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from logitless.cli.arguments import check_at_least, check_output_file
 from logitless.errors import ConfigurationError
 from logitless.rewards.evaluation import (
     Pairing,
@@ -72,15 +73,9 @@ def _check(args: argparse.Namespace) -> None:
             given=str(args.deadline),
             remedy="Give for example --deadline 60.",
         )
-    if args.workers < 1:
-        raise ConfigurationError(needed="--workers of at least 1", given=str(args.workers), remedy="Leave it out.")
-    for option, path in (("--json", args.json), ("--plot", args.plot)):
-        if path is not None and (path.is_dir() or not path.absolute().parent.is_dir()):
-            raise ConfigurationError(
-                needed=f"a file in an existing folder for {option}",
-                given=str(path),
-                remedy="Make the folder first, or name another file.",
-            )
+    check_at_least("--workers", args.workers, 1)
+    check_output_file("--json", args.json)
+    check_output_file("--plot", args.plot)
     if args.plot is not None:
         from matplotlib.backend_bases import FigureCanvasBase
 

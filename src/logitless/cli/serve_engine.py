@@ -7,6 +7,7 @@ from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
+from logitless.cli.arguments import add_checkpoint, add_overrides
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.rollout.engine import Engine
@@ -24,8 +25,8 @@ from logitless.train.saved_policy import load_policy
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to serve, and where."""
     parser.add_argument("source", type=Path, help="a recipe's YAML file, or a run folder")
-    parser.add_argument("--checkpoint", default="latest", metavar="WHICH", help="of a run (default: latest)")
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="of a recipe")
+    add_checkpoint(parser, "of a run (default: latest)")
+    add_overrides(parser, "of a recipe")
     parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1; 0 takes a free one (default 8000)")
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default 0)")
 
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _opened(options: argparse.Namespace) -> tuple[Recipe, Engine, PreTrainedTokenizerBase, int]:
-    """A recipe with its engine, which has the weights of the run or those that the run would begin with."""
+    """Recipe, engine, tokenizer and version; the weights are a run's, or those that a recipe starts with."""
     if options.source.is_dir():
         saved = load_policy(open_run_folder(options.source), options.checkpoint)
         return saved.recipe, saved.engine(), saved.tokenizer, saved.step

@@ -1,17 +1,17 @@
-"""``logitless show RUN``: a group that a run sampled, with what was said of each completion."""
+"""``logitless show RUN``: a group that a run sampled, with the verdicts of each completion."""
 
 import argparse
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.rule import Rule
 from rich.text import Text
 
+from logitless.cli.arguments import add_run
 from logitless.cli.output import visible
 from logitless.errors import ConfigurationError
 from logitless.train.record.rollout_data import turns
@@ -20,7 +20,7 @@ from logitless.train.record.run_folder import open_run_folder
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run and which group."""
-    parser.add_argument("run", type=Path, help="run folder, for example runs/quickstart")
+    add_run(parser)
     parser.add_argument("--block", type=int, metavar="N", help="from 1; default: the last one")
     parser.add_argument("--group", type=int, default=1, metavar="N", help="of the block, from 1 (default 1)")
 
@@ -59,7 +59,7 @@ def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
 
 
 def _said(row: Mapping[str, Any]) -> list[Text]:
-    """The text of a completion, or of several turns what everybody said, each below its role."""
+    """The text of a completion, or the messages of a conversation, each below its role."""
     said: list[Text] = []
     for role, text in turns(row):
         said += [Text(visible(f"{role}:"), style="bold")] if role else []

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless.cli.arguments import add_overrides
 from logitless.distributed.ranks import Ranks
 from logitless.errors import ConfigurationError
 from logitless.train.assembly.algorithm import algorithm_of
@@ -33,9 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe and what to do with it."""
     parser.epilog, parser.formatter_class = STATUS, argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", type=Path, help="YAML file, see recipes/ and docs/configuration.md")
-    parser.add_argument(
-        "--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE", help="replace a value (repeatable)"
-    )
+    add_overrides(parser)
     instead, mode = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
     instead.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
     instead.add_argument(
@@ -77,10 +76,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _refused(recipe: Recipe, *, resume: Resume, fork: str | None, numbered: bool) -> ConfigurationError | None:
-    """Why a start of a recipe that can be planned would be refused: its name is taken.
+    """The error of a start whose name is taken, which does not keep a recipe from being planned.
 
     Raises:
-        LogitlessError: what was asked for beside the plan, ``--resume`` or ``--fork``, would be refused.
+        LogitlessError: ``--resume`` or ``--fork`` would be refused.
     """
     needs_name = resume is False and not numbered
     algorithm, folder = algorithm_of(recipe), RunFolder(Path(recipe.output) / recipe.name)
@@ -89,11 +88,11 @@ def _refused(recipe: Recipe, *, resume: Resume, fork: str | None, numbered: bool
 
 
 class _Ending(Callback):
-    """Prints what came of a run and what may come next.
+    """Prints the result of a run and the next command.
 
     Args:
         recipe: path of its file.
-        settings: that replaced keys of it.
+        settings: of ``--set``.
     """
 
     def __init__(self, recipe: Path, settings: Sequence[str]) -> None:
@@ -105,7 +104,7 @@ class _Ending(Callback):
 
 
 OFTEN = 0.1
-"""Share of a reward's verdicts that failed from which on it is to be repaired before anything is run again."""
+"""From this share of failed verdicts on, a reward should be repaired before the next run."""
 
 
 def _ending(result: RunResult, recipe: Path, settings: Sequence[str]) -> str:
@@ -125,9 +124,9 @@ def _ending(result: RunResult, recipe: Path, settings: Sequence[str]) -> str:
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(label, first and last value) of what is held out, and of the training reward.
+    """Label, first and last value of held-out accuracies and rewards, and of the training reward.
 
-    A held-out reward that equals the accuracy says nothing new.
+    A held-out reward that equals the accuracy is left out.
     """
 
     def change(before: str, after: str) -> str | None:
@@ -150,7 +149,7 @@ def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _of(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """(what it is of, value) of the entries ``name`` and ``name/...``."""
+    """The entries ``name`` and ``name/X``, as pairs of X (empty without one) and value."""
     for key, value in summary.items():
         start, _, of = key.partition("/")
         if start == name:
@@ -165,11 +164,11 @@ def _failed(reward: str, summary: Mapping[str, Any]) -> str:
 
 
 def _next(result: RunResult, recipe: Path, settings: Sequence[str], *, unrepaired: bool) -> str:
-    """The command that may come next.
+    """The command to run next.
 
     Args:
         result, recipe, settings: of the run.
-        unrepaired: whether its rewards are to be repaired before anything else.
+        unrepaired: whether a reward must be repaired first.
     """
     name = result.folder.path.name
     others = [each for each in settings if not each.startswith("name=")]

@@ -1,1 +1,1 @@
-"""What ``logitless doctor`` says: of this machine, of a recipe on it, of a recipe's settings, of someone's code."""
+"""What ``logitless doctor`` checks: this machine, a recipe on it, a recipe's settings, somebody's training code."""

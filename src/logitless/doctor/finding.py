@@ -1,4 +1,4 @@
-"""What an audit says of one place, and the rules that say it."""
+"""Findings of an audit, and the decorator that makes rules which return them."""
 
 import inspect
 import re
@@ -8,22 +8,22 @@ from functools import wraps
 from typing import TypeAlias, TypeVar
 
 Places: TypeAlias = Iterator[tuple[str, str]]
-"""Recipe keys, or files with their lines; and what stands there."""
+"""Pairs of a place (a recipe's key, or a file and its line) and what was found there."""
 
 Subject = TypeVar("Subject")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A place worth a look, why, and where that is written.
+    """A likely mistake: where it is, why it matters, and what to do.
 
     Args:
-        rule: short name of what was looked for, such as ``epochs``.
+        rule: name of the rule, such as ``epochs``.
         place: a recipe's key, or a file and its line.
-        said: what stands there.
+        said: what was found there.
         reason: what it does to training.
         remedy: what to do, as an imperative sentence.
-        source: where the reason can be read.
+        source: a paper or page with the reason.
 
     Example:
         >>> print(Finding("epochs", "train.epochs_per_block", "8", "It drifts.", "Lower it.", "a paper"))
@@ -43,7 +43,7 @@ class Finding:
 
 
 def rule(name: str) -> Callable[[Callable[[Subject], Places]], Callable[[Subject], list[Finding]]]:
-    """Make a rule of a function that yields places; its docstring says Reason, Remedy and Source.
+    """Turn a function that yields places into a rule; reason, remedy and source come from its docstring.
 
     Example:
         >>> @rule("epochs")

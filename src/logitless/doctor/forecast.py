@@ -1,17 +1,13 @@
-"""What a recipe will take on this machine: time and memory of a block, from a measured batch, beside the plan.
+"""Forecast of a recipe's time and memory on this machine, from measured batches.
 
-The batch is drawn, judged, scored and trained on by the parts of a run: once or twice to warm up (kernels are compiled,
-the allocator finds its blocks), and then to be measured, three to five times, less often where that takes longer than
-half a minute. Of each phase the median counts, so that one batch in which a kernel was still compiled, or in which the
-machine was busy, decides nothing.
+The parts of a run sample, score and train on a batch: once or twice to warm up, and then three to five times, timed.
+The median of each phase counts, so that a single slow batch decides nothing.
 
-A batch has as many prompts as one round of decoding takes (``rollout.max_rows`` completions) or one optimizer step,
-whichever is more, and no more than the block; a block takes that many times longer. A whole step, because its update
-takes as long whatever was read before it; and where a block has several, none of them reads ``logp_old`` in its own
-pass. Decoding takes that many times longer only where rows of a round end together: see ``times_as_long``. Completions
-are as long as the policy writes them now: one that learns to write longer ones takes longer. Groups without a signal
-are trained on here, also where the recipe leaves them out, and a warm start is left out: both make a block of the run
-shorter than it says. Nothing is written outside a temporary folder. One process measures, also of a recipe for several.
+A batch holds one round of decoding (``rollout.max_rows`` completions) or one optimizer step, whichever is more, and at
+most a block. The time of a block is the batch's, multiplied by the number of completions; decoding has its own factor
+(``times_as_long``). What the forecast does not know: completions that grow longer in training, zero-signal groups
+(they are trained on here), the warm start, evaluation and checkpoints. Nothing is written outside a temporary folder.
+One process measures, also for a recipe of several.
 """
 
 import math
@@ -45,7 +41,7 @@ from logitless.train.record.run_folder import create_run_folder
 from logitless.types import Group, VerdictStatus
 
 ENOUGH = ((3, 30.0), (5, 5.0))
-"""So many batches are measured unless so many seconds have passed: a median of fewer than three hides nothing."""
+"""(batches, seconds): that many batches are measured unless that much time has passed, at least three if possible."""
 
 PHASES = ("weights", "rollout", "scoring", "training")
 """Of a block."""
@@ -53,20 +49,20 @@ PHASES = ("weights", "rollout", "scoring", "training")
 
 @dataclass(frozen=True)
 class Forecast:
-    """A block as the measured batch foretells it.
+    """Time and memory of a block, from measured batches.
 
     Args:
         planned_bytes: of the plan, worst case.
-        peak_bytes: that the measured batch held.
+        peak_bytes: peak of the measured batches.
         seconds: of one block, by phase.
         blocks: of the run.
-        completions: that were drawn, and
-        tokens: their sampled tokens.
-        share: of a block's completions that were drawn.
+        completions: sampled for a batch.
+        tokens: of these completions.
+        share: of a block's completions in a batch.
         also_held: what else ``peak_bytes`` counts, in words.
-        batches: seconds of each measured batch, by phase; ``seconds`` are their medians, of a whole block.
-        verdicts: of the last measured batch, how many have which status, by reward.
-        failures: what there is to say of rewards that failed in the measured batches, with their first tracebacks.
+        batches: seconds of each measured batch, by phase; ``seconds`` are their medians, scaled to a block.
+        verdicts: counts by reward and status, of the last measured batch.
+        failures: messages about rewards that failed in the measured batches, with their first tracebacks.
         first_failures: of the last measured batch, by reward, in a line.
 
     Example:
@@ -114,10 +110,10 @@ class Forecast:
 
 
 def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
-    """Measure a batch of a recipe.
+    """Measure batches of a recipe.
 
     Args:
-        recipe: checked; its plan fits into this machine.
+        recipe: checked; its plan fits this machine.
         plan: of the recipe.
 
     Raises:
@@ -170,12 +166,12 @@ def lengths_of(groups: Sequence[Group]) -> list[int]:
 
 
 def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Recipe:
-    """The recipe with a block that is the batch to be measured, every group of which is trained on.
+    """The recipe with the measured batch as its block; every group is trained on.
 
     Args:
-        recipe: whose block is foretold.
-        prompts: of a batch that was drawn already; None: one round of decoding.
-        tokens: that were sampled for it, by which the steps of a block are known.
+        recipe: to be forecast.
+        prompts: of a batch sampled before; None: one round of decoding.
+        tokens: sampled for that batch; they give the number of steps a block.
     """
     rollout, train = recipe.rollout, recipe.train
     whole = rollout.prompts_per_block
@@ -189,17 +185,17 @@ def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Rec
 
 
 def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills: bool) -> float:
-    """How many times as many steps a block is decoded in as a batch, from the lengths of the batch's completions.
+    """Decoding steps of a block over those of a batch, from the lengths of the batch's completions.
 
-    With n completions, at most R at once, of mean length m and greatest length l, there are ceil(n / R) l steps where
-    the rows of a round end together. Where a row that has ended is given to the next completion, all rows are in use
-    until none is left, and the last ones end alone: l + (n / R - 1) m steps.
+    Of n completions at most R are decoded at once; their mean length is m, the greatest l. An engine that waits for a
+    whole round takes ``ceil(n / R) l`` steps. One that replaces each finished sequence by the next completion takes
+    ``l + (n / R - 1) m``.
 
     Args:
-        lengths: of the completions of the batch, in tokens.
+        lengths: of the batch's completions, in tokens.
         whole: completions of a block.
         max_rows: R.
-        refills: whether rows that have ended are given to others.
+        refills: whether finished sequences are replaced.
 
     Example:
         >>> times_as_long([8, 2], 8, max_rows=2, refills=False), times_as_long([8, 2], 8, max_rows=2, refills=True)
@@ -213,8 +209,8 @@ def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills:
 
 
 def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Sequence[Group], list[str], float]:
-    """Seconds by phase of each batch after those to warm up; the judged groups of the last; what there is to say of
-    rewards that failed; and how many times as long as for that batch the engine decodes for a block."""
+    """Seconds by phase of each timed batch; scored groups of the last; messages about failed rewards; and the factor
+    ``times_as_long`` from a batch to a block."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     inputs = read(recipe)
     loaded = load(inputs)
@@ -235,7 +231,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         groups, _ = block(parts)
         said = failures.new(groups)
         larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths_of(groups)))
-        if larger != batch:  # kernels and buffers of its size, too, are made before it is measured
+        if larger != batch:  # warm up its kernels and buffers too
             parts = parts.under(larger)
             block(parts)
         batches = list[dict[str, float]]()
@@ -252,7 +248,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
 
 
 def _block(parts: Parts, journal: Journal) -> Sequence[Group]:
-    """Draw a block and train on it; its judged groups."""
+    """Sample a block and train on it; its scored groups."""
     learner = parts.learner
     with journal.phase("weights"):
         parts.engines.load_all(learner.weights(), learner.version)

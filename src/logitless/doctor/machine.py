@@ -1,4 +1,4 @@
-"""What is installed on this machine, what of logitless would run on it, and settings that are left on the table."""
+"""What is installed on this machine, what of logitless runs on it, and settings that would be faster."""
 
 import importlib.metadata
 import importlib.util
@@ -41,16 +41,16 @@ OPTIONAL = {
     "verifiers": "verifiers",
     "vllm": "vllm",
 }
-"""Packages, and the extra that brings each."""
+"""Packages, and the extra that installs each."""
 
 _OTHERS = ("wandb", "trackio")
-"""Packages that are used where they are, and that no extra brings."""
+"""Packages that are used if installed, and that no extra installs."""
 
 Sections = dict[str, dict[str, Any]]
 
 
 def findings() -> Sections:
-    """Sections of names and values; what would not run has the reason in place of "runs".
+    """Sections of names and values; the value is "runs", or the reason why not.
 
     Example:
         >>> findings()["head backends"]["chunked"]
@@ -71,7 +71,7 @@ def findings() -> Sections:
             "programs (code)": str(sandbox_of("program")),
             "graders (math, reasoning_gym)": str(sandbox_of("grader")),
         },
-        "one set of bits": bits(),
+        "bitwise identical": _bitwise_identical(),
         "head backends": {name: why_not(name, hidden, head) or "runs" for name in ("reference", "chunked", "fused")},
         "engines": _engines(),
         "attention": _attention(),
@@ -80,7 +80,7 @@ def findings() -> Sections:
 
 
 def _version(module: str) -> str:
-    """Of the package that an import of this module would find; empty where there is none."""
+    """Version of the package that provides a module; empty if it is not installed."""
     if importlib.util.find_spec(module) is None:
         return ""
     for name in (module, f"{module}-skinny"):  # as MLflow's client calls itself
@@ -114,8 +114,8 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.is_file() else []
 
 
-def bits() -> dict[str, str]:
-    """Which kernels may serve here for a layer of an 8B model, or why none; docs/bits.md says what for."""
+def _bitwise_identical() -> dict[str, str]:
+    """Which kernels pass the self-check for the layer shapes of an 8B model (docs/bits.md), or why none can run."""
     if not torch.cuda.is_available():
         return {"row-invariant layers": "no: they need a CUDA device"}
     if importlib.util.find_spec("triton") is None:
@@ -123,7 +123,7 @@ def bits() -> dict[str, str]:
     from logitless.models.row_invariant.self_check import check_layer, rows_in_words
 
     report = check_layer(torch.device("cuda", torch.cuda.current_device()))
-    same = "the bits of the packed row" if report.exact else f"OTHER BITS than the packed row: {report.attention}"
+    same = "as in the packed row" if report.exact else f"NOT as in the packed row: {report.attention}"
     found = {"attention, decoded": same}
     for shape, finding in report.linear.items():
         refused = {way: rows_in_words(rows) for way, rows in finding.failed.items()}
@@ -155,7 +155,7 @@ def _attention() -> dict[str, str]:
 
 
 def _settings() -> Iterator[tuple[str, str]]:
-    """What the environment decides before a recipe does."""
+    """Settings that environment variables override, and their defaults."""
     allocator = allocator_of_environment()
     yield "allocator", allocator or "not set: a recipe's model.allocator holds (default expandable_segments:True)"
     yield "float32 products", "full precision unless model.matmul_precision says high (TF32) or medium"
@@ -170,7 +170,7 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 
 def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
-    """Settings of a recipe that cost speed or memory on this machine without giving anything, one line each.
+    """Settings of a recipe that cost speed or memory on this machine without a benefit, one line each.
 
     Args:
         recipe: runs here.
@@ -193,28 +193,28 @@ _NOT_ROW_INVARIANT = frozenset(
 
 
 def _settled(recipe: Recipe, plan: Plan, device: torch.device) -> frozenset[str]:
-    """Keys whose fastest value on this machine is no advice: with it the recipe would lose what it was set for."""
+    """Keys for which the fastest measured value is not recommended, because the recipe would lose something else."""
     rows = frozenset[str]() if _has_room_for_rows(recipe, plan, device) else frozenset({"rollout.max_rows"})
     if takes_row_invariant_layers(recipe, device) or _would_take_row_invariant_layers(recipe, device):
-        return rows | _NOT_ROW_INVARIANT  # in the second case a dtype is advised, which these would spoil
+        return rows | _NOT_ROW_INVARIANT  # these would rule out row-invariant layers
     lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
     return rows | ({"model.autocast", "model.matmul_precision"} if lowered else frozenset())
 
 
 def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
-    """Whether more completions could be decoded at once: not all of a block are, and three quarters of the memory
-    stay free."""
+    """Whether more completions could be decoded at once: fewer than a block's are, and the plan takes less than a
+    quarter of the memory."""
     rollout = recipe.rollout
     completions = rollout.prompts_per_block * rollout.completions_per_prompt
     return rollout.max_rows < completions and plan.total_bytes < free_memory(device) / 4
 
 
 def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether a run would have row-invariant layers, unless this GPU's self-check finds against them.
+    """Whether a run would use row-invariant layers, if this GPU passes the self-check.
 
     Args:
         recipe: runs here.
-        device: that it would run on.
+        device: of the run.
     """
     if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
         return False
@@ -224,7 +224,7 @@ def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
 
 
 def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether nothing but a dtype keeps a recipe from them: that of its weights, under LoRA that of its base."""
+    """Whether only a dtype keeps a recipe from them: that of its weights, under LoRA that of the base model."""
     if recipe.model.layers != "auto" or takes_row_invariant_layers(recipe, device):
         return False
     key = "trained_dtype" if recipe.model.lora is None else "dtype"
@@ -233,7 +233,7 @@ def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bo
 
 
 def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
-    """Whether a recipe has the setting that a line names already, written out or by its default."""
+    """Whether a recipe already has the setting of a line, explicitly or by default."""
     key, _, value = line.partition(": ")
     at: Any = recipe
     for part in key.split("."):
@@ -251,8 +251,8 @@ def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
         float32 = model.autocast is None and model.trained_dtype == "float32"
         if _would_take_row_invariant_layers(recipe, device):
             yield (
-                f"model.{'trained_dtype' if model.lora is None else 'dtype'}: bfloat16, and no model.autocast — layers "
-                "and sampling then have one set of bits and kernels of their own (docs/bits.md)"
+                f"model.{'trained_dtype' if model.lora is None else 'dtype'}: bfloat16, and no model.autocast — then "
+                "sampling and training use the fused, bitwise identical layers (docs/bits.md)"
             )
         elif float32 and capability >= (8, 0):
             yield (

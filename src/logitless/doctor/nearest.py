@@ -21,10 +21,10 @@ class Fit:
     """Whether a recipe runs here.
 
     Args:
-        problems: why not; empty where it does.
-        changes: ``key=value`` for ``--set``, with which it would; None where none were found.
-        recipe: with the changes, or as it is.
-        plan: of that recipe; None where it has none.
+        problems: why not; empty if it does.
+        changes: settings for ``--set`` with which it would run; None if none were found.
+        recipe: with these changes.
+        plan: of that recipe; None if it cannot be planned.
     """
 
     problems: tuple[str, ...]
@@ -39,7 +39,7 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host
     Args:
         path, overrides: of ``load_recipe``.
         memory: bytes that the run may hold on its device; None: what is free there.
-        host: bytes that it may hold of the host beside a GPU; None: what is available.
+        host: bytes of host memory that a run on a GPU may hold; None: what is available.
 
     Raises:
         ConfigurationError: the recipe is invalid anywhere.
@@ -57,7 +57,7 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host
         return Fit((*problems, str(error)), None, recipe, None)
     memory = free_memory(device) if memory is None else memory
     if host is None:
-        host = free_host_memory() if device.type == "cuda" else sys.maxsize  # the plan's memory is the host's itself
+        host = free_host_memory() if device.type == "cuda" else sys.maxsize  # on a CPU the plan counts host memory
 
     def fits(plan: Plan) -> bool:
         return plan.total_bytes <= memory and plan.host.peak_bytes <= host
@@ -84,7 +84,7 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that a new process may take: free on the GPU, or of the host.
+    """Free bytes of a GPU, or of the host.
 
     Example:
         >>> free_memory(torch.device("cpu")) > 0
@@ -94,7 +94,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _lacking(recipe: Recipe) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(what is not here, the settings that do without it)."""
+    """Pairs of what this machine lacks and the settings that do without it."""
     try:
         device = device_of(recipe.model)
     except LogitlessError as error:
@@ -146,13 +146,13 @@ _SMALLER: tuple[Change, ...] = (
     *(_checkpointing, _micro_batch, _rows(128), _rows(32), _prefill, _head, _lora),
     *(_rows(8),),
 )
-"""What saves memory, what changes results least first: LoRA is another method, and comes late."""
+"""Changes that save memory, those that change results least first; LoRA trains something else, so it comes late."""
 
 
 def _smaller(
     path: Path, overrides: Sequence[str], suits: Callable[[Plan], bool], ways: Sequence[Change]
 ) -> list[str] | None:
-    """The changes with which the plan fits, those left out that are not needed; None if it never does."""
+    """A minimal list of changes with which the plan fits; None if it never does."""
 
     def fits(changes: Sequence[Sequence[str]]) -> bool:
         flat = [each for change in changes for each in change]

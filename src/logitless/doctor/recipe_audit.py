@@ -1,7 +1,6 @@
-"""Settings of a recipe that are valid and often a mistake, each with its reason and a source.
+"""Settings of a recipe that are valid but often a mistake, each with its reason and a source.
 
-A recipe that is invalid never gets here: ``load_recipe`` refuses it. An audit refuses nothing: a setting that is
-meant can stay.
+An audit refuses nothing: a setting that is meant can stay. Invalid recipes are refused by ``load_recipe``.
 """
 
 import re
@@ -25,7 +24,7 @@ FULL_RATE, LORA_RATE = (1e-7, 1e-5), (5e-6, 5e-4)
 """Learning rates in use for RL of pretrained weights, lowest and highest."""
 
 BLOCK_TOKENS = (50_000, 200_000)
-"""Sampled tokens a block that published runs have; twice as far away is called far."""
+"""Sampled tokens a block in published runs."""
 
 MAX_EPOCHS, MIN_GROUP = 4, 4
 
@@ -34,12 +33,12 @@ FAILED = ("error", "timeout")
 
 @dataclass(frozen=True)
 class Audited:
-    """What the rules read.
+    """Input of the rules.
 
     Args:
         recipe: checked.
         algorithm: of the recipe.
-        data: its prompts; None where they cannot be had here, and rules that read them say nothing.
+        data: its prompts; None if they are not available here; rules about them then find nothing.
     """
 
     recipe: Recipe
@@ -48,7 +47,7 @@ class Audited:
 
     @property
     def pretrained(self) -> bool:
-        """Whether practice with pretrained models applies: not to toys that begin with random weights."""
+        """Whether the model is pretrained; recommendations for such models do not apply to random weights."""
         return not self.recipe.model.random_weights
 
 
@@ -57,7 +56,7 @@ def audit_recipe(recipe: Recipe, data: Data | None = None) -> list[Finding]:
 
     Args:
         recipe: checked.
-        data: as ``data_of`` loads it; without it prompts are not looked at.
+        data: as ``data_of`` loads it; None: prompts are not checked.
 
     Example:
         >>> from logitless.train.recipe.loading import parse_recipe
@@ -75,11 +74,11 @@ def audit_recipe(recipe: Recipe, data: Data | None = None) -> list[Finding]:
 
 @dataclass(frozen=True)
 class Scored:
-    """What became of the completions of a run, or of a measured batch.
+    """Verdicts of a run, or of a measured batch.
 
     Args:
-        where: they were scored.
-        verdicts: by reward, how many have which status.
+        where: what the completions belong to, in words.
+        verdicts: counts by reward and status.
         first_failures: by reward, its first error or time-out, in a line.
     """
 
@@ -109,8 +108,8 @@ def audit_scoring(scored: Scored) -> Places:
 def _across_groups(audited: Audited) -> Places:
     """An advantage over all groups of a block.
 
-    Reason: The gradient of one prompt then depends on which other prompts were drawn with it, and easy and hard
-        prompts are scaled alike.
+    Reason: The gradient of one prompt then depends on the other prompts of its block, and easy and hard prompts are
+        scaled alike.
     Remedy: Use group_standardized or group_centered, unless the paper that you follow does this on purpose.
     Source: GRPO normalises in the group: arXiv:2402.03300, sec. 4.1; over the batch on purpose: arXiv:2508.08221
     """
@@ -123,8 +122,8 @@ def _across_groups(audited: Audited) -> Places:
 def _across_micro_batches(audited: Audited) -> Places:
     """A weighting over each micro-batch.
 
-    Reason: A token's weight depends on the micro-batch that it lies in, so that train.tokens_per_micro_batch, which
-        should change memory alone, changes the loss.
+    Reason: A token's weight depends on its micro-batch, so that train.tokens_per_micro_batch, which should change
+        memory alone, changes the loss.
     Remedy: Use token_mean.
     Source: docs/objectives.md; TRL's loss_type bnpo
     """
@@ -138,7 +137,7 @@ def _repeated_prompts(audited: Audited) -> Places:
 
     Reason: They were not sampled, and training on them raises the probability of the question.
     Remedy: Record the completions' own tokens.
-    Source: Williams 1992 (REINFORCE): the gradient is of what the policy drew
+    Source: Williams 1992 (REINFORCE): the gradient is of what the policy sampled
     """
     engine, data = audited.recipe.rollout.engine, audited.data
     if engine.recorded_file is None or data is None:
@@ -157,9 +156,8 @@ def _repeated_prompts(audited: Audited) -> Places:
 def _filtered_sampling(audited: Audited) -> Places:
     """Filtered sampling.
 
-    Reason: Tokens are drawn from a narrower distribution than the one that the loss is of: the policy is trained on
-        samples of another one, its entropy falls faster, and a sampler correction cannot repair it, since what was
-        cut has no samples.
+    Reason: Tokens are sampled from a narrower distribution than the policy's own: its entropy falls faster, and a
+        sampler correction cannot repair it, because filtered tokens are never sampled.
     Remedy: Train on temperature alone, and filter in evaluation.
     Source: arXiv:2512.02556, sec. 3.1, where the sampler's mask is kept for the loss; docs/objectives.md
     """
@@ -179,7 +177,7 @@ def _filtered_sampling(audited: Audited) -> Places:
 def _same_prompts(audited: Audited) -> Places:
     """Held-out prompts that differ from training's in spelling alone.
 
-    Reason: Their accuracy says what was memorised.
+    Reason: Their accuracy measures what was memorised.
     Remedy: Leave them out of one of the two.
     Source: arXiv:2405.00332 (GSM1k): accuracy on seen problems overstates
     """
@@ -197,7 +195,7 @@ def _same_prompts(audited: Audited) -> Places:
 def _same_instructions(audited: Audited) -> Places:
     """Instruction ids that are both rewarded and held out.
 
-    Reason: Accuracy then says how well these checks are met, and nothing of instructions that were not trained.
+    Reason: Accuracy then measures these checks, and not instructions that were not trained.
     Remedy: Hold whole ids out, or train on IFTrain's ids and evaluate on IFBench's.
     Source: arXiv:2507.02833 (IFBench): models overfit to the checks that they are trained on
     """
@@ -235,7 +233,7 @@ def _idle_reference(audited: Audited) -> Places:
 def _stuck_target(audited: Audited) -> Places:
     """KL target without control.
 
-    Reason: The target is written down and never sought.
+    Reason: The target has no effect.
     Remedy: Set beta_min below beta_max, or use control: {name: fixed}.
     Source: arXiv:1909.08593, sec. 2.2: the coefficient moves until the KL meets the target
     """
@@ -269,8 +267,8 @@ def _learning_rate(audited: Audited) -> Places:
 def _epochs(audited: Audited) -> Places:
     """Epochs.
 
-    Reason: After a few passes the policy is far from the one that sampled, most ratios are clipped, and what is
-        left of the gradient is that of the outliers.
+    Reason: After a few passes the policy is far from the one that sampled, most ratios are clipped, and the gradient
+        that remains comes from outliers.
     Remedy: Use 1 to 4, and more prompts a block instead.
     Source: 1 in arXiv:2402.03300, at most 4 in arXiv:2403.17031
     """
@@ -283,8 +281,8 @@ def _epochs(audited: Audited) -> Places:
 def _block_tokens(audited: Audited) -> Places:
     """Far fewer or more sampled tokens a block than published runs have.
 
-    Reason: Too few give a gradient that is mostly noise, and more time in starting rounds than in them; too many are
-        drawn from a policy that is stale by the last step on them, and one round takes long.
+    Reason: Too few give a gradient that is mostly noise, and much time goes into starting rounds; too many come from a
+        policy that is stale by the last step on them, and one block takes long.
     Remedy: Aim at 50,000 to 200,000 sampled tokens: change prompts_per_block, completions_per_prompt or max_new_tokens.
     Source: 1,024 completions of at most 1,024 tokens in arXiv:2402.03300, sec. 4.2
     """

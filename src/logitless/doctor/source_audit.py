@@ -1,8 +1,7 @@
-"""Someone's training code, read and never run: places worth a look, each with its reason and a source.
+"""Likely mistakes in somebody's training code, which is read and never run.
 
-Files are parsed with ``ast``; nothing of them is imported, so that no import, decorator or ``__main__`` of theirs runs.
-A rule knows a few forms of a mistake, not what a program does: it can miss one, and it can point at code that is right.
-docs/doctor.md says how often both happened on public trainers.
+Files are parsed with ``ast`` and not imported. A rule knows a few forms of a mistake, not what a program does: it can
+miss one, and it can be wrong. docs/doctor.md says how often both happened on public trainers.
 """
 
 import json
@@ -16,7 +15,7 @@ from logitless.doctor.source_rules import RULES, TREE_RULES
 from logitless.errors import DataError
 
 MAX_FILE_BYTES = 2_000_000
-"""A longer file is data in Python's clothes; it is left out and counted."""
+"""Longer files hold data rather than code; they are not read, and named."""
 
 _LEFT_OUT = {".git", ".venv", "venv", "node_modules", "__pycache__", "site-packages"}
 

@@ -1,4 +1,4 @@
-"""A parsed file, and the questions that rules ask of an expression."""
+"""A parsed file, and what rules need to know of its expressions."""
 
 import ast
 import re
@@ -46,11 +46,11 @@ class Module:
 
     @cached_property
     def parents(self) -> dict[ast.AST, ast.AST]:
-        """What each node stands in."""
+        """The parent of each node."""
         return {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
 
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
-        """What a node stands in, from the inside out."""
+        """The ancestors of a node, from the inside out."""
         while (parent := self.parents.get(node)) is not None:
             yield parent
             node = parent
@@ -68,11 +68,11 @@ class Module:
         return (node for node in self.nodes if isinstance(node, kind))
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """Calls of functions or methods of these names, whatever they are called on."""
+        """Calls of functions or methods with these names, on any object."""
         return (call for call in self.every(ast.Call) if called(call) in names)
 
     def assigned(self, name: str, before: ast.AST) -> list[ast.expr]:
-        """What a name was given in the same function above a node, the latest first."""
+        """Values assigned to a name above a node in the same function, the latest first."""
         line = getattr(before, "lineno", 0)
         found = [
             node.value
@@ -164,11 +164,11 @@ _WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+|\d+")
 
 
 Terms = Counter[str]
-"""Signed summands of an expression: its source, with how often it is added less how often it is subtracted."""
+"""Coefficients of the summands of an expression, by their source."""
 
 
 def terms_of(expression: ast.expr, sign: int = 1) -> Terms:
-    """The summands of an expression; conversions (``.float()``, ``.detach()``, ``.clamp(...)``) are looked through.
+    """The summands of an expression, without conversions (``.float()``, ``.detach()``, ``.clamp(...)``).
 
     Example:
         >>> terms_of(ast.parse("a - (b.float() - c)", mode="eval").body) == Counter({"a": 1, "b": -1, "c": 1})
@@ -193,7 +193,7 @@ _CONVERSIONS = ("float", "detach", "clamp", "contiguous", "to", "clip", "double"
 
 
 def without_conversions(expression: ast.expr) -> ast.expr:
-    """The same without calls that change the form or the range of a value alone.
+    """The expression without outer calls that change only the dtype, device or range of a value.
 
     Example:
         >>> ast.unparse(without_conversions(ast.parse("torch.clamp(a, min=0).float()", mode="eval").body))

@@ -28,10 +28,10 @@ _REWARD_WORDS = {"reward", "rewards", "return", "returns", "advantage", "advanta
 
 @rule("centred over the batch")
 def centred_over_batch(module: Module) -> Places:
-    """``rewards - rewards.mean()`` over all dimensions, where nothing says that it is one group.
+    """``rewards - rewards.mean()`` over all dimensions, unless names or loops around show that it is one group.
 
-    Reason: A mean over everything compares completions of different prompts: a completion of an
-        easy prompt is praised. GRPO's baseline is the mean of one prompt's completions.
+    Reason: A mean over everything compares completions of different prompts, so that completions of easy prompts are
+        rewarded. GRPO's baseline is the mean of one prompt's completions.
     Remedy: Give the mean the group's dimension, or say in a name that this is one group.
     Source: arXiv:2402.03300, sec. 4.1; over the batch on purpose: REINFORCE++, arXiv:2501.03262
     """
@@ -77,10 +77,10 @@ _GROUP_COUNTS = re.compile(
 
 @rule("groups shuffled")
 def groups_shuffled(module: Module) -> Places:
-    """A shuffle in a function that later reads rows as (groups, completions).
+    """A shuffle in a function that later reshapes rows to (groups, completions).
 
-    Reason: Rows are read as groups by their position after an order has been drawn: if it is the rows' own,
-        completions of different prompts are compared.
+    Reason: Rows are grouped by their position after a shuffle: if the rows were shuffled, completions of different
+        prompts are compared.
     Remedy: Shuffle whole groups, or after advantages are known.
     Source: arXiv:2402.03300, sec. 4.1
     """
@@ -124,7 +124,7 @@ _Claim = tuple[str, set[str], list[ast.expr]]
 
 
 def _claims(module: Module) -> Iterator[_Claim]:
-    """(who says it, what it says, the expressions that should be it)."""
+    """(where an estimator is named, which ones, the expressions that should compute it)."""
     for node in module.nodes:
         if isinstance(node, ast.If) and (names := _compared(node.test)):
             values = [each for statement in node.body for each in _values(statement)]
@@ -153,7 +153,7 @@ def _kinds(names: set[str]) -> set[str]:
 
 
 def _values(statement: ast.stmt) -> Iterator[ast.expr]:
-    """What is assigned and returned, outside branches that say something themselves."""
+    """What is assigned and returned, branches left out: they may name another estimator."""
     if isinstance(statement, ast.Assign | ast.Return) and statement.value is not None:
         yield statement.value
     elif isinstance(statement, ast.With):
@@ -226,9 +226,9 @@ def _is_log_ratio(module: Module, expression: ast.expr) -> bool:
 def k3_reversed(module: Module) -> Places:
     """``exp(d) - d - 1`` with ``d = logp - logp_ref``; for samples of the policy it is ``logp_ref - logp``.
 
-    Reason: With tokens drawn from the policy, exp(d) - d - 1 estimates KL(policy || reference) for d = logp_ref - logp;
-        with the sign turned it estimates nothing of the kind, and explodes where the policy moved.
-    Remedy: Turn the difference round.
+    Reason: With tokens sampled from the policy, exp(d) - d - 1 estimates KL(policy || reference) for d = logp_ref -
+        logp; with the other sign it does not, and it explodes where the policy moved.
+    Remedy: Reverse the difference.
     Source: Schulman 2020, Approximating KL Divergence
     """
     if "exp" not in module.text:
@@ -251,11 +251,11 @@ _REFERENCE = re.compile(r"(^|_)(ref|reference)(_|$)|^(ref|reference)_?(model|pol
 
 @rule("reference left trainable")
 def reference_left_trainable(module: Module) -> Places:
-    """A reference model that is made here, and neither frozen nor put into evaluation mode in this file.
+    """A reference model that is created in a file and not frozen, or not put into evaluation mode, in this file.
 
-    Reason: A reference with gradients costs their memory, and an optimizer may step it; with dropout on, its
-        log-probs are of another function each time.
-    Remedy: Freeze it and call eval() where it is made.
+    Reason: A reference with gradients costs their memory, and an optimizer may change it; with dropout on, its
+        log-probs are random.
+    Remedy: Freeze it and call eval() where it is created.
     Source: torch documentation, Module.requires_grad_ and Module.eval
     """
     for node in module.every(ast.Assign):
@@ -296,21 +296,21 @@ _SET_UP = (
     *("eval", "requires_grad_", "to", "cpu", "cuda", "prepare", "disable", "initialize", "isinstance", "print"),
     *("from_pretrained", "deepcopy", "parameters", "named_parameters", "get_parameter", "generate"),
 )
-"""Calls on a model, or with one, that make no graph."""
+"""Calls on a model, or with one, that record no gradient."""
 
 _NO_GRADIENT = ("no_grad", "inference_mode")
 
 
 def _only_without_gradient(module: Module, name: str) -> bool:
-    """Whether every use of a model as a function, or as an argument, stands where no gradient is recorded."""
+    """Whether every call of a model, or with it as an argument, records no gradient."""
     uses = [
         call
         for call in module.every(ast.Call)
         if not called(call).startswith(_SET_UP)
         and name in {ast.unparse(each).rpartition(".")[2] for each in (call.func, *_given(call))}
     ]
-    handed_on = any(called(use).endswith("Trainer") for use in uses)  # who freezes it, or should
-    return bool(uses) and (handed_on or all(_without_gradient(module, use) for use in uses))
+    given_to_trainer = any(called(use).endswith("Trainer") for use in uses)  # which should freeze it
+    return bool(uses) and (given_to_trainer or all(_without_gradient(module, use) for use in uses))
 
 
 def _given(call: ast.Call) -> list[ast.expr]:
@@ -331,7 +331,7 @@ def _without_gradient(module: Module, node: ast.AST) -> bool:
 def prompt_in_loss(module: Module) -> Places:
     """Labels that are the whole input, or a loss that is masked by the attention mask alone.
 
-    Reason: Every token of the input is trained on, the prompt among them, which the policy did not write.
+    Reason: Every token of the input is trained on, also the prompt, which the policy did not write.
     Remedy: Give prompt and padding the label -100, or multiply by a mask of the completion.
     Source: arXiv:2203.02155, sec. 3.5: the loss is of the policy's own tokens; transformers, ignore_index
     """
@@ -425,7 +425,7 @@ def float16_alone(module: Module) -> Places:
 
 @rule("xFormers required")
 def xformers_required(module: Module) -> Places:
-    """xFormers imported without a way around it, or asked for by name.
+    """xFormers imported unconditionally, or enabled by name.
 
     Reason: Its wheels are built for one version of torch each; on another one the whole program does not start, and
         torch has had the same kernels since 2.0.
@@ -515,8 +515,8 @@ def _converted(call: ast.Call, half: bool) -> bool:
 def trl_configuration(module: Module) -> Places:
     """A ``GRPOConfig(...)`` of literal values, read as the algorithm that TRL makes of it.
 
-    Reason: TRL takes settings that its loss does not read, or that do something else under another loss_type,
-        without a word.
+    Reason: TRL accepts settings that its loss ignores, or that mean something else under another loss_type, without a
+        warning.
     Remedy: Leave out what has no effect, and write down what is meant.
     Source: TRL's GRPOTrainer._compute_loss, as presets.trl reads it
     """
@@ -561,8 +561,8 @@ def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
 def temperature_forgotten(modules: Sequence[Module]) -> Places:
     """Sampling at a temperature that no log-prob of the whole tree is divided by.
 
-    Reason: Tokens come from softmax(logits / temperature), and no logits of this tree are divided by it: the
-        log-probs that are trained belong to another policy than the one that sampled.
+    Reason: Tokens are sampled from softmax(logits / temperature), and no logits of this tree are divided by it: the
+        trained log-probs belong to another policy than the one that sampled.
     Remedy: Divide the logits by the same temperature, or sample at 1.
     Source: TRL's and verl's trainers divide; docs/head.md, temperature
     """
@@ -597,8 +597,8 @@ def tf32_at_default(modules: Sequence[Module]) -> Places:
 def allocator_at_default(modules: Sequence[Module]) -> Places:
     """A tree that trains and never mentions the allocator's settings.
 
-    Reason: Lengths differ from batch to batch, and on a small card the allocator's cache falls to pieces long before
-        memory is really full.
+    Reason: Lengths differ from batch to batch, and on a small card the allocator's cache fragments long before memory
+        is full.
     Remedy: Set expandable_segments:True before the first CUDA call, or say in the README who does.
     Source: torch documentation, CUDA memory management
     """

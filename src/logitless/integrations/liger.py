@@ -3,10 +3,10 @@
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss        # before
     from logitless.integrations.liger import LigerFusedLinearGRPOLoss     # after
 
-Liger is not imported. The loss is the one ``presets.trl`` describes and the head is ``token_scores``. Where Liger
-answers in silence with something else than was asked for, this raises: a KL without a reference (Liger: 0), a
-sequence's sampler ratio under VESPO; it warns about ``cispo`` with a ceiling below 1. Padded positions have no row:
-under ``luspo`` at the token level Liger averages over padded columns, here a sequence's trained tokens are summed.
+Liger is not imported: the loss is that of ``presets.trl``, the head ``token_scores``. Two things that Liger accepts
+raise here: a KL without a reference (Liger: 0), and a sampler ratio of whole sequences with VESPO. ``cispo`` with a
+ceiling below 1 gives a warning. With ``luspo`` at the token level Liger averages over padded columns; here a
+sequence's trained tokens are summed.
 """
 
 from dataclasses import replace
@@ -36,7 +36,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
 
     Args:
         beta: coefficient of the KL to the reference.
-        compiled, chunk_size: how Liger computes; they change no result and nothing here depends on them.
+        compiled, chunk_size: accepted for Liger's signature, and not used; they change no result.
         use_ref_model: whether a reference is given in the call; without it beta must be 0.
         epsilon_low, epsilon_high: distances from 1; under ``cispo`` epsilon_high is the ceiling itself.
         loss_type: ``grpo``, ``bnpo``, ``dr_grpo``, ``dapo``, ``cispo``, ``sapo``, ``luspo`` or ``vespo``.
@@ -47,7 +47,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         delta: upper bound of the ratio for negative advantages too.
         use_bias_correction_kl: multiply the KL by the ratio.
         vespo_k_pos, vespo_lambda_pos, vespo_k_neg, vespo_lambda_neg: of ``vespo``.
-        backend: of the head; not among Liger's arguments.
+        backend: of the head; not an argument of Liger.
 
     Raises:
         ConfigurationError: what ``presets.trl`` raises.
@@ -100,7 +100,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 remedy="Set max_completion_length.",
             )
         self.temperature = temperature
-        # CISPO has no lower bound, and its upper one is no distance.
+        # CISPO has no lower bound, and epsilon_high is its upper bound, not a distance from 1.
         self.clip_range = (-inf, epsilon_high) if loss_type == "cispo" else (1 - epsilon_low, 1 + epsilon_high)
         self.backend: Literal["auto", "reference", "chunked", "fused"] = backend
         self.algorithm: Algorithm = trl(
@@ -152,15 +152,15 @@ class LigerFusedLinearGRPOLoss(nn.Module):
             _input: [B, T, D] hidden states that predict the tokens.
             lin_weight, bias: of the LM head.
             selected_token_ids: [B, T] the tokens.
-            attention_mask: [B, T] 1 on trained tokens; nothing at other positions is read.
+            attention_mask: [B, T] 1 on trained tokens; other positions are ignored.
             advantages: [B].
             ref_per_token_logps: [B, T], or ``ref_input`` with ``ref_weight`` to take them from.
             old_per_token_logps: [B, T]; None takes the current ones.
             ref_input, ref_weight, ref_bias: hidden states and head of the reference.
             vllm_is_ratio: [B, T], or [B, 1] or [B] for one a sequence: importance weight of the old policy to the
                 sampler, already bounded.
-            num_items_in_batch: trained tokens of the whole step on every rank, which ``dapo``, ``cispo`` and ``vespo``
-                divide by, at least one a rank; it need not be whole. None counts those of this call on every rank.
+            num_items_in_batch: trained tokens of the whole step over all ranks, which ``dapo``, ``cispo`` and ``vespo``
+                divide by, at least one a rank; it may be fractional. None: the tokens of this call over all ranks.
 
         Raises:
             InputError: no reference for the KL; a ratio of another shape, or of whole sequences under ``vespo``.
@@ -201,7 +201,8 @@ class LigerFusedLinearGRPOLoss(nn.Module):
     def _weight(
         self, counts: tuple[int, ...], num_items: float | Tensor | None, device: torch.device
     ) -> Float[Tensor, "N"]:
-        """Of this call alone, but for the token mean: over every rank, times their number, for they are averaged."""
+        """Token weights of this call. A token mean divides by the tokens of all ranks, and is multiplied by their
+        number, because gradients are averaged over ranks."""
         totals = Totals.of(counts)
         if self.algorithm.weighting.spans_block:
             ranks = torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -210,13 +211,13 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 num_items = torch.tensor(totals.num_tokens, device=device)
                 if ranks:
                     torch.distributed.all_reduce(num_items)
-            # Totals count whole tokens; what they are divided by need not be whole, nor as many as this call has.
+            # Totals take whole tokens, so a divisor that may be fractional goes in as a share of a step.
             share = max(totals.num_tokens, 1) / max(float(num_items), float(num_ranks))
             totals = replace(totals, num_steps=num_ranks * share)
         return self.algorithm.weighting(counts, totals)
 
     def _sampler(self, batch: TokenBatch, places: Places, ratio: Tensor) -> Float[Tensor, "B T"]:
-        """The sampler's log-probabilities that a given importance weight stands for."""
+        """The sampler's log-probs that give this importance ratio."""
         assert batch.logp_old is not None
         logp_old = places.scatter_back(batch.logp_old)
         if ratio.dim() == 1:

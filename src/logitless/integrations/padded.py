@@ -1,7 +1,4 @@
-"""Padded tensors at the edge: completions as [B, T] are packed on the way in, spread on the way back.
-
-Inside logitless nothing is padded, so nothing there knows of this.
-"""
+"""Conversion between padded tensors [B, T] of other libraries and packed ones [N] of logitless."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +13,7 @@ from logitless.types import TokenBatch
 
 @dataclass(frozen=True)
 class Places:
-    """Where the tokens of a packed batch stand in the padded one that it was made from.
+    """Positions of packed tokens in the padded batch.
 
     Args:
         sequence, column: [N] row and column of each token.
@@ -34,11 +31,11 @@ class Places:
     shape: tuple[int, int]
 
     def taken_from(self, values: Tensor) -> Tensor:
-        """The tokens' values [N, ...] out of padded ones [B, T, ...]."""
+        """Packed values [N, ...] from padded ones [B, T, ...]."""
         return values[self.sequence, self.column]
 
     def scatter_back(self, values: Float[Tensor, "N"]) -> Float[Tensor, "B T"]:
-        """Per-token results in the padded shape, 0 where no token is trained.
+        """Packed values in the padded shape, 0 at other positions.
 
         Gradient: through ``values``.
 
@@ -69,17 +66,16 @@ def from_padded(
     tool_mask: Bool[Tensor, "B T"] | Int[Tensor, "B T"] | None = None,
     **vectors: Float[Tensor, "B T"] | Int[Tensor, "B T"] | None,
 ) -> tuple[TokenBatch, Places]:
-    """The packed batch of padded tensors, and the way back.
+    """The packed batch of padded tensors, and the positions of its tokens.
 
-    A masked position gets no row: whatever stands there, NaN included, reaches neither loss nor gradient. The masks are
-    brought to the host for this.
+    Values at masked positions, NaN included, reach neither loss nor gradient. The masks are copied to the host.
 
     Args:
         completion_mask: [B, T] 1 on the tokens of the completion.
         advantages: [B], the same for each token of a completion, or [B, T].
-        token_weight: [B, T], or what makes the weights [N] from the B numbers of trained tokens, such as
+        token_weight: [B, T], or a function from the B numbers of trained tokens to weights [N], such as
             ``lambda counts: SequenceMean()(counts, Totals.of(counts))``.
-        tool_mask: [B, T] 1 on the policy's own tokens, 0 on what a tool or environment wrote.
+        tool_mask: [B, T] 1 on the policy's own tokens, 0 on tokens of a tool or environment.
         vectors: [B, T] further fields of ``TokenBatch`` by name, such as ``logp_old``; None leaves one out.
 
     Raises:

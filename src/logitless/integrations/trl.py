@@ -3,12 +3,11 @@
     from trl import GRPOTrainer                          # before
     from logitless.integrations.trl import GRPOTrainer   # after
 
-Only two things are swapped: hidden states become log-probabilities in ``token_scores``, and ``_compute_loss`` is the
-objective that ``presets.trl`` reads from the configuration. Data, generation, vLLM, rewards, advantages, PEFT, FSDP and
-checkpoints are TRL's. Loss and gradient are TRL's too, as far as TRL's configuration goes; ``GRPOConfig`` here adds
-what it lacks. The router loss of a mixture of experts is TRL's, from the same pass of the backbone.
-Gives up: DeepSpeed ZeRO-3, which takes the head's weight away before the backward pass needs it; prompt learning; LM
-heads that ``verify_lm_head`` does not recognise.
+Two things are replaced: log-probs come from ``token_scores``, and ``_compute_loss`` uses the objective that
+``presets.trl`` makes from the configuration. Data, generation, vLLM, rewards, advantages, PEFT, FSDP and checkpoints
+are TRL's. Loss and gradient equal TRL's; ``GRPOConfig`` here has further options. The router loss of a mixture of
+experts is TRL's, from the same pass of the backbone. Not supported: DeepSpeed ZeRO-3, which frees the head's weight
+before the backward pass; prompt learning; LM heads that ``verify_lm_head`` does not recognise.
 """
 
 import functools
@@ -54,12 +53,12 @@ _MULTIMODAL = (
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """TRL's configuration and what it lacks; ``importance_sampling_level`` may also be ``sequence_token`` (GSPO-token).
+    """TRL's configuration with further options; ``importance_sampling_level`` may be ``sequence_token`` (GSPO-token).
 
     Args:
         kl_estimator: ``k1``, ``k2`` or ``k3`` (TRL's).
         kl_control: ``fixed``, ``proportional``, ``linear`` or ``ziegler``: how beta follows the KL.
-        kl_target: nats a token, of an adaptive ``kl_control``.
+        kl_target: nats a token, for an adaptive ``kl_control``.
         skip_rows: tell the head before the forward pass that completions with advantage 0 have no gradient.
         head_backend: ``auto``, ``reference``, ``chunked`` or ``fused``.
 
@@ -77,10 +76,10 @@ class GRPOConfig(trl.GRPOConfig):
 
 
 def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
-    """The algorithm that a configuration describes: ``presets.trl``, and the additions of ``GRPOConfig`` by name.
+    """The algorithm of a configuration: that of ``presets.trl``, with the further options of ``GRPOConfig``.
 
     Raises:
-        ConfigurationError: what ``presets.trl`` raises; an unknown addition, or one that nothing would read.
+        ConfigurationError: what ``presets.trl`` raises; an unknown option, or one without effect.
 
     Example:
         >>> args = GRPOConfig("out", use_cpu=True, bf16=False, report_to="none", beta=0.1, kl_control="proportional")
@@ -99,7 +98,7 @@ def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
     estimator, rule = getattr(args, "kl_estimator", "k3"), getattr(args, "kl_control", "fixed")
     if objective.kl is None and (estimator, rule) != ("k3", "fixed"):
         raise ConfigurationError(
-            needed="a KL term for kl_estimator and kl_control to speak of",
+            needed="a KL term, for kl_estimator and kl_control",
             given=f"beta=0.0, kl_estimator={estimator!r}, kl_control={rule!r}",
             remedy="Set beta, or leave them at 'k3' and 'fixed'.",
         )
@@ -214,7 +213,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return batch, places
 
     def _totals(self, counts: tuple[int, ...], inputs: Mapping[str, Any], mode: str) -> Totals:
-        """What TRL divides by: as many of this micro-batch as a step has, or the tokens of the generation batch."""
+        """TRL's divisors: this micro-batch times the micro-batches of a step, or the tokens of the generation batch."""
         accumulation = self.current_gradient_accumulation_steps if mode == "train" else 1
         if not self.algorithm.weighting.spans_block:
             return Totals(sum(counts) * accumulation, len(counts) * accumulation, num_micro_batches=accumulation)
@@ -227,7 +226,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         )
 
     def _entropy_controller(self) -> EntropyController | None:
-        """Of an adaptive bonus, at the state that TRL's own attributes (and checkpoints) hold."""
+        """The controller of an adaptive bonus, with the state from TRL's attributes, which its checkpoints hold."""
         bonus = self.algorithm.objective.entropy_bonus
         if bonus is None or bonus.adaptive is None:
             return None
@@ -236,7 +235,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         return controller
 
     def _steer(self, output: ObjectiveOutput, controller: EntropyController | None, num_sequences: int) -> None:
-        """Let beta and the entropy coefficient follow the step, once its last micro-batch is there."""
+        """Update beta and the entropy coefficient after the last micro-batch of a step."""
         if controller is not None and output.entropy is not None:
             kept = output.trained & ~output.dropped.get("top_entropy", torch.zeros_like(output.trained))
             seen = torch.stack([output.entropy[kept].sum(), kept.sum().float()])
@@ -267,7 +266,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         Args:
             output, batch, places: of one micro-batch.
             mode: ``train`` or ``eval``.
-            one_flag: whether the tokens of a sequence share their ratio and their advantage.
+            one_flag: whether all tokens of a sequence have the same ratio and advantage.
         """
         metrics = self._metrics[mode]
 
@@ -290,7 +289,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         counts = places.scatter_back(output.trained.float()).sum(1)
 
         def of_sequences(flags: Tensor) -> Tensor:
-            # Under one ratio and one advantage a sequence, TRL counts an empty sequence as not clipped.
+            # With one ratio and one advantage a sequence, TRL counts an empty sequence as not clipped.
             return places.scatter_back(flags.float()).sum(1) / (counts.clamp(min=1.0) if one_flag else counts)
 
         def mean(flags: Tensor) -> float:
@@ -332,13 +331,13 @@ class GRPOTrainer(trl.GRPOTrainer):
 
 @dataclass
 class _Head:
-    """What a model does with ``fused_lm_head=True`` instead of what TRL installed.
+    """Replaces the forward that TRL installs for ``fused_lm_head=True``.
 
     Args:
         temperature: divides the logits.
         backend: of ``token_scores``.
         in_float32: compute in float32 whatever the dtype of the hidden states.
-        live: one flag a sequence of the next call: False where no row has a gradient.
+        live: one flag for each sequence of the next call: False if none of its tokens has a gradient.
     """
 
     temperature: float
@@ -347,7 +346,7 @@ class _Head:
     live: Tensor | None = None
 
     def install(self, model: PreTrainedModel) -> None:
-        """Every other call of the model, and generation, is what it was."""
+        """Wrap the model's forward; calls without ``fused_lm_head=True`` stay as they are."""
         before, head = model.forward, self
 
         @functools.wraps(type(model).forward)

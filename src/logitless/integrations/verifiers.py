@@ -1,13 +1,12 @@
-"""Environments and rewards of `verifiers`: tasks that verifiers plays and judges, and rewards in both directions.
+"""Tasks of `verifiers` as environments, and rewards converted in both directions; for verifiers 0.4 and later.
 
-``play_task`` drives an episode: verifiers runs a task of a taskset, with its own harness program, tools and rewards,
-against the policy's endpoint, and the trainer sees the tokens (``rollout.environment: {name: harness}``). ``task_rows``
-are the rows to train on, which ``python -m logitless.integrations.verifiers TASKSET`` prints as JSON lines.
+- ``play_task`` runs an episode (``rollout.environment: {name: harness}``): verifiers runs a task with its own harness
+  program, tools and rewards against the policy's endpoint.
+- ``task_rows`` are the rows to train on; ``python -m logitless.integrations.verifiers TASKSET`` prints them as JSON.
+- ``task_reward`` makes a logitless reward a ``@reward`` method of a task.
+- ``task_function`` makes a task a reward function with TRL's signature.
 
-``task_reward`` makes a logitless reward a method of a task; ``task_function`` makes a task a reward function of TRL's
-shape, which TRL takes as it is and logitless by its import path. Written for verifiers 0.4, where the rubric of older
-versions is a task's ``@reward`` methods. Gives up environments of several agents; and in ``task_function`` what needs a
-sandbox or a judge model, for no runtime is started there.
+Not supported: environments of several agents; in ``task_function`` rewards that need a sandbox or a judge model.
 """
 
 import asyncio
@@ -27,20 +26,20 @@ from logitless.rewards.reward import RESERVED_ARGUMENTS, Text, TextReward, TrlFu
 def play_task(
     base_url: str,
     row: Mapping[str, Any],
-    seed: int,  # noqa: ARG001 - the endpoint draws, and what a task draws itself is the task's
+    seed: int,  # noqa: ARG001 - the endpoint samples by it; a task has its own randomness
     *,
     taskset: str,
     config: Mapping[str, Any] | None = None,
     harness: str = "null",
     max_turns: int | None = None,
 ) -> float | None:
-    """Have verifiers play one task against an endpoint; what a recipe names as ``rollout.environment.function``.
+    """Run one task against an endpoint; for ``rollout.environment.function`` of a recipe.
 
-    The harness's program runs in a process of this machine, with your rights.
+    The harness's program runs in a process on this machine, with your rights.
 
     Args:
         base_url: of the episode.
-        row: of ``task_rows``; its ``idx`` says which task.
+        row: of ``task_rows``; its ``idx`` is the task's number.
         seed: not used.
         taskset: name of an installed package that exports one, or of a module.
         config: of the taskset, besides its name.
@@ -54,7 +53,7 @@ def play_task(
         UnavailableError: verifiers is not installed.
         ConfigurationError: no such taskset.
         InputError: a row without the task's number.
-        RuntimeError: verifiers could not play or judge it; that episode has no reward.
+        RuntimeError: verifiers could not run or score it; that episode has no reward.
     """
     verifiers = _verifiers()
     if not isinstance(row.get("idx"), int):
@@ -82,7 +81,7 @@ def play_task(
 
 
 def task_rows(taskset: str, config: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-    """A taskset as rows of a data file: ``id``, ``prompt`` and ``idx``, by which ``play_task`` finds the task again.
+    """A taskset as rows of a data file: ``id``, ``prompt`` and ``idx``, the task's number.
 
     Args:
         taskset, config: as of ``play_task``.
@@ -99,7 +98,7 @@ _ONE_AT_A_TIME = threading.Lock()
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """The one event loop on which all episodes are played: what verifiers shares between them belongs to one."""
+    """The event loop of all episodes: objects that verifiers shares between episodes belong to one loop."""
     with _ONE_AT_A_TIME:
         return _started_loop()
 
@@ -144,15 +143,15 @@ def _task(taskset: str, config: str, number: int) -> Any:
 def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any]:
     """A logitless reward as a ``@reward`` method of a verifiers task.
 
-    The task's data are the reward's columns, one row of them. A completion without a score raises in the method, by
-    which verifiers leaves the reward unscored and names the reason: it is not a wrong answer.
+    The fields of the task's data are the reward's columns. For a completion without a score the method raises, so that
+    verifiers leaves the reward unscored and records the reason.
 
     Args:
-        reward: judges the last message that the model wrote, as it stands.
+        reward: scores the last message that the model wrote.
         weight: factor in the task's reward.
 
     Returns:
-        What to assign inside the class of a task; the trace names it as ``reward.metric_name``.
+        A method to assign in the class of a task; its name is ``reward.metric_name``.
 
     Raises:
         UnavailableError: verifiers is not installed.
@@ -183,9 +182,9 @@ def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any
 
 
 def task_function(task_type: type[Any], config: Any = None) -> TrlFunction:
-    """A verifiers task as an async reward function of TRL's shape.
+    """A verifiers task as an async reward function with TRL's signature.
 
-    Each completion becomes a finished trace of one turn, of a task whose data are the prompt and the row's columns.
+    Each completion becomes a finished trace of one turn; the task's data are the prompt and the row's columns.
 
     ``score = sum_name weight[name] * rewards[name]``
 
@@ -194,7 +193,7 @@ def task_function(task_type: type[Any], config: Any = None) -> TrlFunction:
         config: of the task; None for its default.
 
     Returns:
-        A function that gives None where the task records no reward, and raises what the task raises.
+        A function that returns None if the task records no reward, and raises what the task raises.
 
     Raises:
         UnavailableError: verifiers is not installed.
@@ -241,7 +240,7 @@ def _verifiers() -> Any:
 
 
 def _check_offline(task_type: Any, config: Any) -> None:
-    """Scoring without a runtime leaves out, in silence, what needs one: refuse it beforehand."""
+    """Refuse rewards that need a runtime: without one verifiers would skip them silently."""
     methods = [getattr(task_type, name) for name in dir(task_type)]
     in_sandbox = [
         method.__name__
@@ -258,7 +257,7 @@ def _check_offline(task_type: Any, config: Any) -> None:
 
 
 def _trace(verifiers: Any, task: Any, text: str) -> Any:
-    """The trace of a task that one message answered."""
+    """The trace of a task with one answer."""
     prompt = verifiers.MessageNode(message={"role": "user", "content": task.data.prompt_text})
     answer = verifiers.MessageNode(parent=0, message={"role": "assistant", "content": text}, sampled=True)
     return verifiers.Trace(
