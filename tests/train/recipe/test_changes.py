@@ -8,7 +8,7 @@ import pytest
 from logitless.errors import ConfigurationError
 from logitless.objective import presets
 from logitless.train.assembly.algorithm import algorithm_of
-from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, of_micro_batches
+from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, parts_per_micro_batch
 from logitless.train.record.metrics import repeatable
 from logitless.train.run import start
 from tests.train.interrupting import stopped_at
@@ -93,7 +93,7 @@ def test_micro_batches_that_the_loss_looks_at_may_not_change(tmp_path):
         before, after = tiny_recipe(tmp_path, **parts), tiny_recipe(tmp_path, **parts, **other)
         with pytest.raises(ConfigurationError, match=r"on which algorithm\.entropy_bonus depends"):
             check_resumed(before, after, algorithm_of(after), can_fork=lambda: True)
-    assert of_micro_batches(presets.grpo()) == []
+    assert parts_per_micro_batch(presets.grpo()) == []
 
 
 def test_halvings_of_the_earlier_size_are_over_once_the_size_is_set_anew(tmp_path):

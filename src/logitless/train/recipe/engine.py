@@ -25,52 +25,52 @@ if TYPE_CHECKING:
 
 
 class EngineSection(Section):
-    """What other code asks an engine; a member of the union overrides what is otherwise for it."""
+    """What other code may ask of any engine, with the answers that most engines give."""
 
     samples_policy: ClassVar[bool] = False
     """Whether it samples with the policy's own module, in this process."""
     bitwise: ClassVar[bool] = False
-    """Whether its log-probs are those of training by its name alone."""
+    """Whether its log-probs are always bitwise those of training."""
     is_vllm: ClassVar[bool] = False
 
     @property
     def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
-        """Of ``auto``, the engine where it can sample bitwise as training computes, and the one elsewhere."""
+        """What ``auto`` chooses from: the bitwise engine where it can run, else the second. None for a named engine."""
         return None
 
     @property
     def cache_bytes(self) -> int | None:
-        """The most that keys and values take; None: what the recipe needs."""
+        """Most bytes of the key-value cache; None: as many as the recipe needs."""
         return None
 
     @property
     def blocks_between_rescores(self) -> int:
-        """After how many blocks sampled log-probs are compared with a scoring pass."""
+        """Blocks from one bitwise check of the sampled log-probs to the next."""
         return 1
 
     @property
     def recorded_file(self) -> Path | None:
-        """Completions that it replays."""
+        """File of completions to replay."""
         return None
 
     @property
     def recorded_run(self) -> Path | None:
-        """Folder of a run that it replays block by block."""
+        """Folder of a run to replay block by block."""
         return None
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether it is sent a LoRA adapter alone."""
+        """Whether it is sent the LoRA adapter instead of whole weights."""
         return False
 
     @property
     def changes_in_flight(self) -> bool:
-        """Whether it gets weights while completions are under way."""
+        """Whether it gets new weights while it is sampling."""
         return False
 
     @property
     def sleeping_dtype(self) -> str | None:
-        """Of weights that it keeps in the host's memory while the policy is trained; None: it keeps none there."""
+        """Dtype of the weights that it keeps in host memory while the policy is trained; None if it keeps none."""
         return None
 
 
@@ -250,7 +250,8 @@ def _backends(recipe: "Recipe") -> tuple[str, str]:
     return recipe.train.scoring_backend, recipe.train.training_backend
 
 
-def _not_applied_alike(recipe: "Recipe") -> str:
+def _not_applied_by_vllm(recipe: "Recipe") -> str:
+    """Sampling settings that vLLM lacks or applies in another order; empty where there are none."""
     return "; ".join(filter(None, (refusal(partial(sampling_fields, each)) for each in recipe.samplings)))
 
 
@@ -290,8 +291,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     Setting["Recipe"]("rollout.engine vllm or vllm_server", lambda recipe: recipe.rollout.engine.is_vllm).needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
-        holds=lambda recipe: not _not_applied_alike(recipe),
-        given=_not_applied_alike,
+        given=_not_applied_by_vllm,
         remedy="Leave one of them out, or sample with rollout.engine: {name: transformers}.",
     ),
     server.needs(

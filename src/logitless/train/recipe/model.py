@@ -1,4 +1,4 @@
-"""The section ``model``: which model is trained and how it is held, and what that needs."""
+"""The section ``model``: which model is trained, and how it is held in memory."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +88,7 @@ class ModelSection(Section):
 
     @property
     def activation_bytes(self) -> int:
-        """Of a number in activations: that of the products' dtype."""
+        """Bytes of a number in activations, which have the dtype of the products."""
         half = self.autocast is not None or self.trained_dtype != "float32"
         return 2 if half or (self.lora is not None and self.dtype != "float32") else 4
 
@@ -122,7 +122,7 @@ ROW_INVARIANT = (
         remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
     ),
 )
-"""Of the section alone: ``auto`` takes these layers where all of them hold, and more (assembly/layers.py)."""
+"""What row-invariant layers need of this section; assembly/layers.py has what they need of model and machine."""
 
 
 def _model(recipe: "Recipe") -> ModelSection:

@@ -45,7 +45,7 @@ class Best:
             ConfigurationError: the metric is not among those of its set.
         """
         name = self.section.metric
-        of_set = sorted(each for each in found if each.startswith(self.section.of_set))
+        of_set = sorted(each for each in found if each.startswith(self.section.prefix))
         if not of_set:
             return
         if name not in found:
