@@ -28,7 +28,7 @@ from logitless.doctor.forecast import Forecast, forecast_of
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.memory import size_text
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from script import RESULTS, ROOT, between, command_line, short_name
 
 PAGE = ROOT / "docs" / "doctor.md"
@@ -107,7 +107,7 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, l
     """Median seconds of a block, the peak, and the seconds of each record, of a run of so many blocks."""
     with tempfile.TemporaryDirectory() as output:
         overrides = [*overrides, f"train.blocks={blocks}", f"output={output}", "writers=[]", "data.held_out=null"]
-        folder, _ = start(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"]))
+        folder = run_recipe(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"])).folder
         records = [record for record in folder.read_metrics() if record["step"]]
     seconds: dict[int, float] = {}
     for record in records:

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
-from tests.train.tiny import tiny_raw
+from tests.train.tiny import start, tiny_raw
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

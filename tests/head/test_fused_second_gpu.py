@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from logitless.head import token_scores
-from logitless.train.run import start
 from logitless.types import LMHead
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 pytestmark = pytest.mark.multi_gpu
 

@@ -11,9 +11,8 @@ from logitless.errors import EngineError, LostRankError, TrainingError
 from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.record.journal import Journal
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store.checkpoint import BackgroundSaver, checkpoints, no_room
-from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
+from tests.train.tiny import assert_same_run, finished_run, start, tiny_recipe
 
 OFTEN = {"evaluation__every_blocks": 1, "checkpoint__every_blocks": 100}
 

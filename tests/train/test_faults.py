@@ -13,10 +13,10 @@ from logitless.train.learn.policy import Policy
 from logitless.train.loop import Loop
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion
-from tests.train.tiny import ALPHABET, blocks_of, finished_run, steps_of, tiny_recipe
+from tests.train.tiny import ALPHABET, blocks_of, finished_run, start, steps_of, tiny_recipe
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 ONE_PASS = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
@@ -106,14 +106,14 @@ def test_blocks_without_a_signal_are_written_and_end_the_run_after_the_configure
 
 
 def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp_path, monkeypatch):
-    recipe, plain = tiny_recipe(tmp_path, **{**SHORT, **NEVER_RIGHT, "train__blocks": 3}), Loop._pass_over
+    recipe, plain = tiny_recipe(tmp_path, **{**SHORT, **NEVER_RIGHT, "train__blocks": 3}), Loop._skip_block
 
     def interrupted(self):
         plain(self)
         self.interrupt.requested = self.learner.progress.block == 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loop, "_pass_over", interrupted)
+        patched.setattr(Loop, "_skip_block", interrupted)
         folder, complete = start(recipe)
     assert not complete
     start(recipe, resume=True)

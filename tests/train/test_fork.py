@@ -11,7 +11,7 @@ from logitless.errors import ConfigurationError
 from logitless.train.fork import parent_of
 from logitless.train.record.provenance import parent_in
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stopped_at
@@ -20,6 +20,7 @@ from tests.train.tiny import (
     assert_same_end,
     finished_run,
     repeated,
+    start,
     start_without_report,
     tiny_recipe,
     warm_start,

@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
 from tests.models.tiny_gguf import write_gguf
+from tests.train.tiny import start
 
 RECIPE = """
 name: gguf

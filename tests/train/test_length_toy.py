@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
+from tests.train.tiny import start
 
 ROOT = Path(__file__).parents[2]
 

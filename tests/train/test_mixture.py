@@ -11,9 +11,8 @@ from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.train.assembly.data import data_of, order_of, rewards_of
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.run import start
 from logitless.types import Completion, Episode, Prompt
-from tests.train.tiny import repeated, tiny_recipe
+from tests.train.tiny import repeated, start, tiny_recipe
 
 
 def written(path, rows):

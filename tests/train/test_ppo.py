@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from logitless.train.learn.policy import Policy
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import assert_same_run, blocks_of, finished_run, steps_of, stored, tiny_recipe
+from tests.train.tiny import assert_same_run, blocks_of, finished_run, start, steps_of, stored, tiny_recipe
 
 PPO = {"algorithm": {"preset": "ppo"}, "kl": None, "data__held_out": None}
 IN_REWARD = {"placement": "reward", "control": {"name": "fixed", "beta": 0.05}}

@@ -13,11 +13,10 @@ from logitless.train.assembly.layers import against_row_invariant, in_words
 from logitless.train.assembly.resolve import before_loading, resolved
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.config import Recipe
-from logitless.train.run import start
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.interrupting import before
-from tests.train.tiny import assert_equal, tiny_model, tiny_recipe
+from tests.train.tiny import assert_equal, start, tiny_model, tiny_recipe
 
 if interpreted():
     complete_interpreter()

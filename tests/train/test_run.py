@@ -20,11 +20,10 @@ from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store import checkpoint as checkpoints
 from logitless.types import Completion
 from tests.train.interrupting import at_step, before, stopped_at
-from tests.train.tiny import finished_run, recorded_engine, tiny_recipe, warm_start
+from tests.train.tiny import finished_run, recorded_engine, start, tiny_recipe, warm_start
 
 SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 TWO_BLOCKS = {**SHORT, "train__blocks": 2}

@@ -21,14 +21,13 @@ from logitless.rollout.vllm.nccl_transfer import NcclSync
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.collect.ahead import LOG
-from logitless.train.collect.one_client import ReadTogether
+from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import assert_same_end, start_without_report, tiny_model, tiny_recipe
+from tests.train.tiny import assert_same_end, start, start_without_report, tiny_model, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -153,7 +152,7 @@ def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
 
 def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
     weights = Weights.of(_served(tmp_path).model(), score=lambda *_: [])
-    with ReadTogether(Ranks.alone(), 0, weights, SharedWork()).lent() as lent:
+    with ShardedWeights(Ranks.alone(), 0, weights, SharedWork()).lent() as lent:
         assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
     with pytest.raises(EngineError, match="a server that was restarted and must get them again"):
         next(lent.tensors())
@@ -162,7 +161,7 @@ def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_o
 def _half_read(rank, values):
     """What a reader gets that gives up a reading and begins another one, then asks for a score."""
     held = Weights(None, lambda: iter(values.items()), None, lambda prompt, completion, _: [len(prompt), *completion])
-    reading = ReadTogether(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
+    reading = ShardedWeights(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
     if rank != 1:
         reading.take_part()
         return None

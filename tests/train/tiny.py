@@ -17,7 +17,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import parse_recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import Checkpoint, checkpoints, load_checkpoint, read_checkpoint
 from logitless.types import Completion
 
@@ -61,6 +61,12 @@ def finished_run(folder: Path, *, resume: bool = False, open_engines: Any = open
     run, complete = start(tiny_recipe(folder, **changes), resume=resume, open_engines=open_engines)
     assert complete
     return run
+
+
+def start(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
+    """Run a recipe; returns the folder, and whether the run is complete."""
+    result = run_recipe(recipe, **options)
+    return result.folder, result.complete
 
 
 def start_without_report(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:

@@ -12,9 +12,8 @@ import yaml
 from logitless.errors import EngineError
 from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.train.assembly.model import policy_model, tokenizer_of
-from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints
-from tests.train.tiny import stored, tiny_raw, tiny_recipe
+from tests.train.tiny import start, stored, tiny_raw, tiny_recipe
 from tests.vllm.conftest import VLLM
 from vllm_process import vllm_server
 

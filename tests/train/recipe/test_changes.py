@@ -10,9 +10,8 @@ from logitless.objective import presets
 from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, parts_per_micro_batch
 from logitless.train.record.metrics import repeatable
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import finished_run, held_out_set, tiny_recipe
+from tests.train.tiny import finished_run, held_out_set, start, tiny_recipe
 
 TRAINED = ("loss/", "optimizer/", "reward/", "kl_ref/", "entropy/", "ratio/")
 

@@ -13,9 +13,8 @@ from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.recipe.writers import TensorBoardSection, WriterSection
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.writers import ServiceWriter, open_writers
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 RECORD = {"step": 3, "reward/mean": 0.5, "kl_ref/k3_mean": None, "optimizer/grad_norm": math.inf}
 

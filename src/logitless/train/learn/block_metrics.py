@@ -10,42 +10,42 @@ import torch
 from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
 from logitless.rewards.statistics import reward_statistics
-from logitless.train.block import JudgedBlock, ScoredBlock, number, signal
+from logitless.train.block import JudgedBlock, ScoredBlock, have_signal, reward_or_nan
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, VerdictStatus
 
 
 def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
-    """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
+    """Rewards, verdicts, groups and lengths of everything that was sampled, before any group is left out.
 
     Args:
         block: all groups, those of refills included.
         seconds: that sampling and judging took.
     """
-    drawn, num_trained = block.drawn, sum(block.kept)
-    rewards = torch.tensor([number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
+    groups, num_trained = block.sampled, sum(block.kept)
+    rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float64)
     rewarded = rewards[~rewards.isnan()]
-    completions = [c for g in drawn for c in g.completions]
+    completions = [c for g in groups for c in g.completions]
     lengths = [c.length for c in completions]
-    spreads = [_spread(g) for g in drawn]
+    spreads = [_spread(g) for g in groups]
     metrics: Numbers = {
         "reward/mean": float(rewarded.mean()),
         "reward/std": float(rewarded.std()) if len(rewarded) > 1 else 0.0,
         "reward/std_in_group": sum(spreads) / len(spreads),
         "reward/unscored": len(rewards) - len(rewarded),
-        "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
+        "group/zero_signal_fraction": 1 - sum(have_signal(groups)) / len(groups),
         "group/trained": num_trained,
-        "group/dropped": len(drawn) - num_trained,
+        "group/dropped": len(groups) - num_trained,
         "group/refill_rounds": block.rounds - 1,
         "length/mean": sum(lengths) / len(lengths),
         "length/min": min(lengths),
         "length/max": max(lengths),
         "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
         "length/empty": sum(not c.text for c in completions),
-        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
+        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in groups) / len(groups),
     }
     speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
-    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | source_metrics(drawn) | speed
+    return metrics | turn_metrics(groups) | verdict_metrics(groups) | source_metrics(groups) | speed
 
 
 def source_metrics(groups: Sequence[Group]) -> Numbers:
@@ -65,7 +65,7 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
         found |= {
             f"source/{source}/prompts": len(of_source),
             f"source/{source}/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            f"source/{source}/zero_signal_fraction": 1 - sum(signal(of_source)) / len(of_source),
+            f"source/{source}/zero_signal_fraction": 1 - sum(have_signal(of_source)) / len(of_source),
             f"source/{source}/length_mean": sum(c.length for c in completions) / len(completions),
             f"source/{source}/truncated_fraction": sum(c.finish_reason == "length" for c in completions)
             / len(completions),
@@ -99,7 +99,7 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
         block: all groups.
         version: of the weights that are about to be trained.
     """
-    known = [(c.weights_version, c) for g in block.drawn for c in g.completions if c.weights_version is not None]
+    known = [(c.weights_version, c) for g in block.sampled for c in g.completions if c.weights_version is not None]
     lags = [version - oldest for oldest, _ in known]
     if not lags:
         return {}
@@ -172,7 +172,7 @@ def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | 
     first = (torch.cumsum(counts, 0) - counts).tolist()
     values = iter([float(block.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])
     return [
-        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.drawn, judged.kept, strict=True)
+        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.sampled, judged.kept, strict=True)
     ]
 
 

@@ -20,7 +20,7 @@ from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.block import PackedBlock, number, rewards_of_groups
+from logitless.train.block import PackedBlock, reward_or_nan, rewards_of_groups
 from logitless.train.learn.policy import Scorer
 from logitless.train.recipe.training import Backend
 from logitless.types import Completion, Group, PackedBatch, TokenScores
@@ -200,7 +200,7 @@ def advantages(
     if turn_rewards is not None:  # what is left for the end
         rewards = rewards - torch.tensor([sum(paid) for g in groups for paid in _paid(g)], dtype=rewards.dtype)
     scores = [
-        [number(v[name].score if name in v else None) for name in weights] for g in groups for v in g.verdicts
+        [reward_or_nan(v[name].score if name in v else None) for name in weights] for g in groups for v in g.verdicts
     ]  # a reward that does not judge the prompt's source has said nothing
     inputs = AdvantageInputs(
         rewards=rewards,

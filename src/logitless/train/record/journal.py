@@ -113,13 +113,13 @@ class Journal:
             block: everything that was drawn.
             advantages: one a completion, by group; None where the block is not trained on.
         """
-        rewards = [reward for group in block.drawn for reward in group.rewards]
+        rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
         self._count("scored_completions", len(rewards) - rewards.count(None))
         if not self._ranks.is_first:
             return
         with self.clock.phase("writing"):
-            self.folder.write_rollouts(number, block.drawn, advantages)
+            self.folder.write_rollouts(number, block.sampled, advantages)
         if advantages is not None:
             first = block.trained[0]
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
