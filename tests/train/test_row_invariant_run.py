@@ -119,7 +119,7 @@ def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_pro
 
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
-    monkeypatch.setattr(assembly_model, "_keeps_bits", lambda _: False)
+    monkeypatch.setattr(assembly_model, "_passes_self_check", lambda _: False)
     assert not hasattr(backbone(tiny_model(recipe(tmp_path, "auto"))), "row_invariant")
     with pytest.raises(UnavailableError, match="attention does not keep its bits"):
         reason(tmp_path, "cpu", "row_invariant")

@@ -152,22 +152,22 @@ def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
 
 def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
     weights = Weights.of(_served(tmp_path).model(), score=lambda *_: [])
-    with ShardedWeights(Ranks.alone(), 0, weights, SharedWork()).lent() as lent:
-        assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
+    with ShardedWeights(Ranks.alone(), 0, weights, SharedWork()).gathered() as gathered:
+        assert [name for name, _ in gathered.tensors()] == [name for name, _ in weights.tensors()]
     with pytest.raises(EngineError, match="a server that was restarted and must get them again"):
-        next(lent.tensors())
+        next(gathered.tensors())
 
 
 def _half_read(rank, values):
     """What a reader gets that gives up a reading and begins another one, then asks for a score."""
     held = Weights(None, lambda: iter(values.items()), None, lambda prompt, completion, _: [len(prompt), *completion])
-    reading = ShardedWeights(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
+    sharded = ShardedWeights(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
     if rank != 1:
-        reading.take_part()
+        sharded.take_part()
         return None
-    with reading.lent() as lent:
-        first = next(lent.tensors())[0]
-        return first, [name for name, _ in lent.tensors()], lent.score((4, 5), (6,), 1.0)
+    with sharded.gathered() as gathered:
+        first = next(gathered.tensors())[0]
+        return first, [name for name, _ in gathered.tensors()], gathered.score((4, 5), (6,), 1.0)
 
 
 def test_a_reading_of_sharded_weights_may_be_given_up_for_another():

@@ -1,4 +1,4 @@
-"""The numbers of a block as a whole: rewards, verdicts, groups, lengths, advantages and values."""
+"""Metrics of a block: rewards, verdicts, groups, lengths, advantages and values."""
 
 import math
 from collections import Counter
@@ -16,11 +16,11 @@ from logitless.types import Group, VerdictStatus
 
 
 def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
-    """Rewards, verdicts, groups and lengths of everything that was sampled, before any group is left out.
+    """Rewards, verdicts, groups and lengths of all that was sampled, before any group is left out.
 
     Args:
         block: all groups, those of refills included.
-        seconds: that sampling and judging took.
+        seconds: that sampling and scoring by rewards took.
     """
     groups, num_trained = block.sampled, sum(block.kept)
     rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float64)
@@ -49,7 +49,7 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
 
 
 def source_metrics(groups: Sequence[Group]) -> Numbers:
-    """What each source of a mixture gave and got; nothing where there is one source.
+    """Metrics of each source of a mixture; none where there is one source.
 
     Example:
         >>> source_metrics([])
@@ -74,7 +74,7 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def turn_metrics(groups: Sequence[Group]) -> Numbers:
-    """How many turns completions have and what an environment added to them; nothing where all are single turns.
+    """Turns of completions and tokens of the environment; none where all completions are single turns.
 
     Example:
         >>> turn_metrics([])
@@ -93,7 +93,7 @@ def turn_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
-    """How old the weights were that drew a block; nothing where the engine did not say.
+    """Lag of a block: the age of the weights that sampled it; none where the engine gives no versions.
 
     Args:
         block: all groups.
@@ -112,12 +112,12 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
 
 
 def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
-    """How fast the tokens were scored by the passes of policy and reference over them, and how many needed none.
+    """Speed of the scoring passes of policy and reference, and the number of tokens that needed no pass of the policy.
 
     Args:
         block: scored.
-        passed: whether the policy made a pass for what is not left to the training step.
-        seconds: that it took.
+        passed: whether the policy made a scoring pass; else the engine gave the log-probs.
+        seconds: that scoring took.
     """
     known = int((~block.logp_old.isnan()).sum()) if passed else 0
     num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
@@ -129,7 +129,7 @@ def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numb
 
 
 def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
-    """How long a step took and how fast it was.
+    """Duration and speed of a training step.
 
     Example:
         >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
@@ -142,7 +142,7 @@ def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
 
 
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:
-    """Rewards and statuses by reward function; pass rates by constraint and family, over all functions."""
+    """Scores and statuses by reward function; pass rates by constraint and by family, over all functions."""
     metrics: Numbers = {}
     checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
@@ -162,10 +162,10 @@ def verdict_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | None]]:
-    """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
+    """The advantage of each sampled completion's first token; None for one without a token to train on.
 
     Args:
-        block: the kept groups, packed in order.
+        block: the groups that are trained on, packed in order.
         judged: all groups.
     """
     counts = torch.tensor(block.packed.inputs.source_counts)
@@ -177,7 +177,7 @@ def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | 
 
 
 def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Estimator | None) -> Numbers:
-    """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
+    """Mean and standard deviation of the advantages, and how many were clipped if the estimator clips.
 
     Example:
         >>> from logitless.objective.advantage import GroupCentered
@@ -194,7 +194,7 @@ def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: E
 
 
 def value_metrics(block: ScoredBlock) -> Numbers:
-    """What the value head said in the scoring pass, against the returns; nothing where there is no value head."""
+    """Values of the scoring pass against the returns; none without a value head."""
     if block.value_old is None or block.value_target is None:
         return {}
     return {

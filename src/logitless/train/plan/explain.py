@@ -18,6 +18,7 @@ from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head, why_uns
 from logitless.objective.algorithm import Algorithm
 from logitless.seeds import derived_seed
 from logitless.train.assembly.stages import Inputs, load, read
+from logitless.train.learn.learner import scores_in_training
 from logitless.train.recipe.config import Recipe
 from logitless.types import Completion, PackedBatch, Prompt
 
@@ -180,11 +181,7 @@ def _scored_by_the_policy(recipe: Recipe, algorithm: Algorithm, steps: Sequence[
     """Who says ``logp_old``: the engine, the training step (of what it reads), or a pass of the policy."""
     if recipe.rollout.engine.bitwise and algorithm.value_loss is None:
         return "engine"
-    reads = algorithm.kl_in_reward or algorithm.value_loss is not None or algorithm.objective.reads_scoring_pass
-    once = recipe.train.epochs_per_block == len(steps) == 1
-    lora = recipe.model.lora
-    drops_out = lora is not None and lora.dropout > 0
-    return "training" if recipe.train.reuse_logp and once and not reads and not drops_out else "pass"
+    return "training" if scores_in_training(recipe, algorithm, len(steps)) else "pass"
 
 
 def _lines(found: Sequence[tuple[str, _Way, str]]) -> list[str]:
