@@ -1,8 +1,8 @@
-"""``--explain``: what a batch of a recipe costs to train on, and what each saving takes off it.
+"""``--explain``: what a block of a recipe costs to train on, and what each saving takes off.
 
-The prompts are the recipe's own. Completions are not drawn, for that would need the weights: their lengths are uniform
-between 1 and ``rollout.sampling.max_new_tokens``. Operations are counted, not measured: two a weight and token for
-products, four a width of a query head for each pair of tokens in attention, and backward twice the forward pass.
+Prompts are the recipe's. Completions are not sampled, which would need the weights; their lengths are uniform between 1
+and ``rollout.sampling.max_new_tokens``. Operations are counted, not measured: products cost two for each weight and
+token, attention four for each pair of tokens and each number of a query, and backward twice as much as forward.
 """
 
 from collections.abc import Sequence
@@ -28,11 +28,11 @@ class Operations:
     """Floating-point operations of a forward pass.
 
     Args:
-        per_token: of the decoder's products.
-        per_pair: of attention, over all layers.
-        per_scored: of the head, for a token that is scored.
-        backward: of a backward pass, as a multiple of the forward pass's products; attention's is always 2.
-        recomputed: forward passes of the decoder that the backward repeats.
+        per_token: of the decoder's products, for a token.
+        per_pair: of attention in all layers, for a pair of tokens.
+        per_scored: of the head, for a scored token.
+        backward: factor of the backward pass for products; that of attention is always 2.
+        recomputed: forward passes of the decoder that the backward pass repeats.
 
     Example:
         >>> Operations(10.0, 1.0, 100.0).forward(tokens=3, pairs=4.5, scored=2)
@@ -47,7 +47,7 @@ class Operations:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Operations":
-        """Those of a causal LM, which may be on the meta device."""
+        """Operations of a causal LM, which may be on the meta device."""
         inner: Any = causal_lm(model)
         config = inner.config.get_text_config()
         weight = lm_head(model).weight
@@ -65,11 +65,11 @@ class Operations:
         )
 
     def forward(self, tokens: int, pairs: float, scored: int) -> float:
-        """Of a pass without gradient."""
+        """Operations of a pass without gradient."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_scored * scored
 
     def step(self, tokens: int, pairs: float, scored: int) -> float:
-        """Of forward and backward."""
+        """Operations of forward and backward."""
         products = (1 + self.recomputed + self.backward) * self.per_token * tokens
         return (
             products
@@ -80,7 +80,7 @@ class Operations:
 
 @dataclass(frozen=True)
 class _Way:
-    """One way to train on the batch: rows, tokens that are read, tokens that are scored, operations."""
+    """The cost of a pass over the block: packed rows, tokens read, tokens scored, operations."""
 
     rows: int
     read: int
@@ -89,7 +89,7 @@ class _Way:
 
 
 def explain(recipe: Recipe) -> str:
-    """Rows, tokens and operations of a batch's passes, before any saving and after each.
+    """A table of rows, tokens and operations of a block's passes, before any saving and after each.
 
     Raises:
         LogitlessError: what loading the recipe's data or its model's config raises.
@@ -178,7 +178,7 @@ def _table(
 
 
 def _scored_by_the_policy(recipe: Recipe, algorithm: Algorithm, steps: Sequence[StepPlan]) -> str:
-    """Who says ``logp_old``: the engine, the training step (of what it reads), or a pass of the policy."""
+    """Where ``logp_old`` comes from: ``engine``, ``training`` (of what it reads), or a scoring ``pass``."""
     if recipe.rollout.engine.bitwise and algorithm.value_loss is None:
         return "engine"
     return "training" if scores_in_training(recipe, algorithm, len(steps)) else "pass"
