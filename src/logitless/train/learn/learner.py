@@ -52,7 +52,12 @@ from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import Numbers
-from logitless.train.store import checkpoint as checkpoints
+from logitless.train.store.checkpoint import (
+    optimizer_tensors,
+    parameter_tensors,
+    restore_optimizer,
+    restore_parameters,
+)
 from logitless.train.store.stored_block import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
@@ -536,7 +541,7 @@ class Learner:
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.check_whole()
         parameters = self.policy.held()
-        tensors = checkpoints.parameter_tensors(parameters) | checkpoints.optimizer_tensors(parameters, self.optimizer)
+        tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -549,9 +554,9 @@ class Learner:
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
         parameters = self.policy.held()
-        checkpoints.restore_parameters(parameters, tensors)
+        restore_parameters(parameters, tensors)
         self.policy.round_master_weights()
-        checkpoints.restore_optimizer(parameters, self.optimizer, tensors)
+        restore_optimizer(parameters, self.optimizer, tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 

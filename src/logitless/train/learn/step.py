@@ -46,10 +46,6 @@ class MicroBatch:
     tokens: TokenBatch
     scores_itself: bool = False
 
-    def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same on another device."""
-        return replace(self, packed=self.packed.to(device), tokens=self.tokens.to(device))
-
 
 @dataclass(frozen=True)
 class MicroBatchOutput:

@@ -237,10 +237,6 @@ AnyEngine: TypeAlias = (
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _named(recipe: "Recipe", name: str) -> bool:
-    return recipe.rollout.engine.name == name
-
-
 def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
     engine = recipe.rollout.engine
     return engine if isinstance(engine, VllmServerEngineSection) else None
@@ -256,7 +252,7 @@ def _not_applied_by_vllm(recipe: "Recipe") -> str:
 
 
 gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
-vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: _named(recipe, "vllm"))
+vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: recipe.rollout.engine.name == "vllm")
 server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
