@@ -16,10 +16,8 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion
-from tests.train.tiny import ALPHABET, blocks_of, finished_run, start, steps_of, tiny_recipe
+from tests.train.tiny import ALPHABET, ONE_STEP, SHORT, blocks_of, finished_run, start, steps_of, tiny_recipe
 
-SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
-ONE_PASS = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 MIXTURE = {
     "model__source__model_type": "mixtral",
     "model__source__num_local_experts": 2,
@@ -165,6 +163,6 @@ def _break_steps(monkeypatch, broken) -> None:
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):
     _break_steps(monkeypatch, {1, 3, 4})
     with pytest.raises(TrainingError, match=r"2 steps in a row.*max_skipped_in_a_row"):
-        start(tiny_recipe(tmp_path, **{**SHORT, **ONE_PASS, "train__blocks": 9}, train__max_skipped_in_a_row=2))
+        start(tiny_recipe(tmp_path, **{**SHORT, **ONE_STEP, "train__blocks": 9}, train__max_skipped_in_a_row=2))
     lines = steps_of(RunFolder(tmp_path / "runs" / "tiny"))
     assert [line["optimizer/skipped_steps"] for line in lines] == [1, 1, 2, 3]

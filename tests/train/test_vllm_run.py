@@ -27,7 +27,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import assert_same_end, start, start_without_report, tiny_model, tiny_recipe
+from tests.train.tiny import assert_same_end, completed, start, start_without_report, tiny_model, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -47,8 +47,7 @@ def _served(folder, seed=9):
 def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(tmp_path):
     with serving(_served(tmp_path)) as url:
         weights = {"name": "folder", "differences_in_a_row": 4}
-        run, complete = start(_recipe(tmp_path, url, engine={"weights": weights}))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"weights": weights}))
     pushed = [line for line in run.read_metrics() if "weights/pushed_bytes" in line]
     assert len(pushed) == 3  # one after each block
     for line in pushed:
@@ -76,8 +75,7 @@ def _die_from_the_second_block(served):
 def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path):
     served = _served(tmp_path, seed=tiny_recipe(tmp_path).seed)
     with serving(served) as url:
-        run, complete = start(_recipe(tmp_path, url, engine={"weights": {"name": "adapter"}}, model__lora=LORA))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"weights": {"name": "adapter"}}, model__lora=LORA))
     assert not _loads(served)
     assert max(line.get("parity/difference_max", 0.0) for line in run.read_metrics()) < 1e-4
 
@@ -244,8 +242,7 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         "rewards": [{"name": "length", "cap": 24}],
     }
     with serving(served) as url:
-        run, complete = start(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert max(line["rollout/mixed_fraction"] for line in lines) > 0
     logged = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
