@@ -84,7 +84,6 @@ class Beginning:
         Args:
             folder: of the run, locked by this process.
             recipe: unresolved, with the folder's name.
-            inputs: of the recipe.
             ranks: of the run; the first one writes.
         """
         if not ranks.is_first:
@@ -133,8 +132,6 @@ def beginning(
 
     Args:
         recipe: unresolved.
-        algorithm: of the recipe.
-        ranks: of the run.
         resume, fork: of ``run_recipe``.
 
     Raises:
@@ -160,7 +157,6 @@ def run_folder(begun: Beginning, recipe: Recipe, ranks: Ranks, *, numbered: bool
     """The run's locked folder, and the recipe with its name. A new folder is removed if the start fails. A collective.
 
     Args:
-        begun: of the run.
         recipe: names the folder.
         ranks: of the run; the first one creates it.
         numbered: of ``run_recipe``.
@@ -185,7 +181,6 @@ def check_beginning(
 
     Args:
         recipe: unresolved.
-        algorithm: of the recipe.
         ranks: of the run; the first one checks.
         resume, fork, numbered: of ``run_recipe``.
 

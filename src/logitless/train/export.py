@@ -76,7 +76,6 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
 
     Args:
         saved: of ``load_policy`` with ``exact=True``.
-        folder: of the run.
         target: does not exist yet.
         form: ``merged`` is the whole model for ``from_pretrained``, ``adapter`` PEFT's files alone.
         dtype: of the weights.

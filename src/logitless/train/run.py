@@ -58,7 +58,6 @@ def run_recipe(
     """Run a recipe, or continue it.
 
     Args:
-        recipe: checked.
         numbered, resume, fork, callbacks, clock: of ``logitless.train``.
         open_engines: makes the engines from resolved recipe, model and tokenizer; for engines that no recipe names.
         environment: answers the policy; None for the recipe's.
@@ -141,7 +140,6 @@ def _journal(
     """The journal, with the live view and the recipe's writers on the first rank.
 
     Args:
-        recipe, folder, begun, ranks, clock: of the run.
         stack: closes the view.
         services: closes the writers.
     """

@@ -64,7 +64,6 @@ def load_policy(
     On a GPU it has the recipe's layers. Elsewhere it has transformers' own, which compute the same but for rounding.
 
     Args:
-        folder: of the run.
         which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``best`` (under
             ``checkpoint.keep_best``), ``model``, a checkpoint's block number or its folder's name.
         device: ``cpu``, ``cuda``, ...; None for the recipe's.

@@ -28,7 +28,6 @@ def save_run(
     """Begin to write a checkpoint of everything; the caller calls ``saver.wait`` before the next optimizer step.
 
     Args:
-        saver: of the run.
         collector, learner, journal: parts of the run.
         of_loop: state of the loop itself, as JSON.
         best: name of a checkpoint that is kept, however many come after it.

@@ -63,7 +63,6 @@ def value_head_of(recipe: Recipe, algorithm: Algorithm, model: nn.Module) -> Val
 
     Args:
         recipe: names a file to start from, or none.
-        algorithm: of the recipe.
         model: the policy's.
 
     Raises:

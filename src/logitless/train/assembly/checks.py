@@ -119,8 +119,6 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
     A model on the meta device is checked for the recipe's device, which need not be on this machine.
 
     Args:
-        recipe: checked.
-        data: of the recipe.
         model: of the recipe, on any device, ``meta`` included.
 
     Raises:

@@ -19,7 +19,6 @@ def costly_choices(chosen: Resolved, device: torch.device) -> list[str]:
 
     Args:
         chosen: resolved recipe of the run.
-        device: of the run.
     """
     recipe, because = chosen.recipe, chosen.because
     engine = recipe.rollout.engine

@@ -53,8 +53,6 @@ def data_of(
     """Load all prompts of a recipe; held-out texts are removed from training.
 
     Args:
-        recipe: checked.
-        tokenizer: of the policy.
         tools: of the environment, which the chat template puts into prompts.
 
     Raises:
@@ -113,7 +111,6 @@ def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOr
     """The order of training prompts: random permutations of one source, or a mixture's sources by weight.
 
     Args:
-        recipe: checked.
         prompts: to train on.
 
     Raises:

@@ -83,7 +83,6 @@ def engines_on(ranks: Ranks, engines: Engines) -> Engines:
     """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
 
     Args:
-        ranks: of the run.
         engines: opened by this rank.
     """
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
@@ -98,7 +97,6 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
     Args:
         recipe: resolved.
         model: of the policy, for engines in this process.
-        tokenizer: of the model.
 
     Raises:
         DataError: a file of completions is missing or malformed.
@@ -133,8 +131,6 @@ def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizer
 
     Args:
         recipe: sets batch sizes and autocast.
-        model: of the policy.
-        tokenizer: of the model.
     """
     return TransformersEngine(
         model,

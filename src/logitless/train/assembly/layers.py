@@ -114,7 +114,6 @@ def against_row_invariant(
     """Reasons against giving a model row-invariant layers; empty where they run.
 
     Args:
-        section: of the recipe.
         model: with transformers' own layers.
         device: that it will run on; None for the model's.
     """

@@ -54,7 +54,6 @@ def policy_model(
     """The model to train: all weights in ``trained_dtype``, or under LoRA a frozen base with an adapter in it.
 
     Args:
-        section: of the recipe.
         tokenizer: must fit the vocabulary.
         seed: of random weights, the adapter's included.
         device: ``meta`` for a dry run.

@@ -20,8 +20,6 @@ def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = N
     """A policy with the recipe's settings around a model.
 
     Args:
-        recipe: checked.
-        model: of the recipe.
         value_head: for an algorithm with a value loss.
     """
     return Policy(
@@ -39,8 +37,6 @@ def policies_of(
     """The policy; its reference (a frozen copy) if the recipe has a KL; the activation plan if it sets a limit.
 
     Args:
-        recipe: checked.
-        algorithm: of the recipe.
         model: that is trained.
     """
     policy = policy_of(recipe, model, value_head_of(recipe, algorithm, model))
@@ -63,7 +59,6 @@ def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tens
     Under ``auto``, if that sends fewer bytes for the largest micro-batch (``head_traffic``).
 
     Args:
-        recipe: checked.
         arrangement: of its processes.
         weight: of the LM head, sharded or not yet.
 

@@ -105,9 +105,6 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     """Lines that describe what is in force, read back from torch and the model.
 
     Args:
-        section: of the recipe.
-        device: of the model.
-        model: of the section.
         layers: which layers it has and why, in words.
     """
     trained = [p for p in model.parameters() if p.requires_grad]

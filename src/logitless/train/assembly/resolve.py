@@ -62,12 +62,7 @@ class Resolved:
 
 
 def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
-    """The recipe to load the model by: ``model.layers: auto`` is ``transformers`` where weights or sequences are split.
-
-    Args:
-        recipe: checked.
-        arrangement: of the ranks.
-    """
+    """The recipe to load a model by: ``model.layers: auto`` is ``transformers`` if weights or sequences are split."""
     is_split = arrangement.is_sharded or arrangement.sequence > 1
     return _with_layers(recipe, "transformers") if is_split and recipe.model.layers == "auto" else recipe
 
@@ -76,9 +71,7 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
     """Resolve ``auto`` for a model.
 
     Args:
-        recipe: checked.
         model: loaded by ``before_loading``, on its device or on ``meta``.
-        arrangement: of the ranks.
 
     Raises:
         UnavailableError: the recipe names layers or an engine that do not run on its device.

@@ -146,7 +146,6 @@ def read(
     """Load all parts of a recipe but its model and engine. A collective.
 
     Args:
-        recipe: checked.
         ranks: of the run; all of them must read the same.
         algorithm: of the recipe; None: made here.
         environment: answers the policy; None for the recipe's.
@@ -175,7 +174,6 @@ def load(
 
     Args:
         inputs: of ``read``.
-        ranks: of the run.
         weights: folder of a warm start; None for the recipe's weights.
         device: None for the recipe's; ``meta`` for a plan.
     """
@@ -210,7 +208,6 @@ def assemble(
         inputs: of ``read``.
         loaded: of ``load``; its model is trained in place.
         engines: that sample.
-        ranks: of the run.
         folder: of the run, for the log of blocks that are collected ahead; None: blocks are not collected ahead.
     """
     recipe, data = loaded.recipe, inputs.data
@@ -243,10 +240,7 @@ def learner_of(
 
     Args:
         recipe: resolved.
-        algorithm: of the recipe.
         model: to train.
-        arrangement: of the ranks.
-        ranks: of the run.
         rewards: their weights are for advantages that read each reward.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
@@ -278,12 +272,7 @@ def _distribute(
 
 
 def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
-    """Lines about the parts of a run, for the user.
-
-    Args:
-        parts: of the run.
-        ranks: of the run.
-    """
+    """Lines about the parts of a run, for the user."""
     recipe, policy = parts.recipe, parts.learner.policy
     if policy.unshared_because is not None:
         yield f"prompts are read for each completion: {policy.unshared_because}"

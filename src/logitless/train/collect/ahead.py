@@ -36,7 +36,6 @@ def collector_of(recipe: Recipe, folder: Path | None, *arguments: Any, **options
     """The collector of a recipe: ``AheadCollector``, ``ReplayingCollector`` or plain ``Collector``.
 
     Args:
-        recipe: checked.
         folder: of the run; None for a plain collector.
         *arguments, **options: of ``Collector``.
     """

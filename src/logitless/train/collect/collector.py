@@ -170,7 +170,6 @@ def sampled_and_judged(
         prompts: the same on every rank, with distinct ids.
         rewards: score completions.
         num_samples: of each prompt.
-        options: of sampling.
         unscored: what happens to a completion that some rewards could not score.
         seed: of this round.
         limits: of an episode.

@@ -132,7 +132,6 @@ def evaluation_of(
     """The evaluation of a recipe; greedy by default.
 
     Args:
-        recipe: checked.
         engine, environment, rewards, ranks: of ``Evaluation``.
         prompts: by name of the set: ``held_out`` of the data section, and each of ``evaluation.sets``. Empty sets are
             left out.

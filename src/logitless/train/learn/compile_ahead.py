@@ -36,8 +36,6 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
 
     Args:
         policy: to train.
-        backend: of the head.
-        temperature: of sampling.
         entropy_gradient: whether the objective has a gradient in the entropy.
     """
     decoder: Any = backbone(policy.model)

@@ -53,7 +53,6 @@ class Controllers:
 
         Args:
             record: metrics of the step, changed in place.
-            tokens: of the block.
             sequences: of the block, that the step read, on all ranks.
             taken: False for a skipped step.
         """
@@ -75,11 +74,7 @@ class Controllers:
         record["kl_ref/bounded"] = self._kl.num_bounded
 
     def end_epoch(self, num_sequences: int) -> None:
-        """Update a controller that moves once an epoch, with the mean over the epoch's steps.
-
-        Args:
-            num_sequences: of the block.
-        """
+        """Update a controller that moves once an epoch, with the mean over the epoch's steps."""
         section = self._kl_section
         if self._kl is not None and section is not None and section.update == "epoch" and self._kl_of_epoch:
             self._kl.update(sum(self._kl_of_epoch) / len(self._kl_of_epoch), num_sequences)

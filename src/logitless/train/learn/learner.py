@@ -597,7 +597,6 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm, num_steps: int) -> 
 
     Args:
         recipe: resolved.
-        algorithm: of the recipe.
         num_steps: of the block's epoch.
     """
     return (

@@ -79,7 +79,6 @@ def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], No
 
     Args:
         found: of ``parity_metrics``.
-        section: of the recipe.
         say: called with the warning.
 
     Raises:

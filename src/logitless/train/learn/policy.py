@@ -191,7 +191,6 @@ class Policy:
         Args:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
-            backend: of the head.
         """
         if not batch.num_tokens:
             if self.sharded is None or self.sharded.is_whole:
@@ -308,7 +307,6 @@ class Policy:
 
         Args:
             folder: need not exist.
-            tokenizer: of the model.
             state: of ``whole_state``.
         """
         if self.is_adapter:

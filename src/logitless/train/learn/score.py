@@ -45,8 +45,6 @@ def scores_of(
         batch: on the CPU.
         micro_batches: the sequences of each packed row of this rank. The rows of all ranks together hold each sequence
             that is to be scored once.
-        temperature: of sampling.
-        backend: of the head.
         ranks: that divide the rows.
 
     Returns:

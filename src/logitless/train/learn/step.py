@@ -87,10 +87,8 @@ def step_batch(
         tokens: the same with scores and advantages; with ``value_target`` they get weights of the value loss too.
         plan: the step's sequences in rows, over all ranks; a row may be empty.
         objective: its entropy bonus has weights of its own.
-        weighting: of the algorithm.
         dropped: one flag a sequence of the block: True for truncated completions whose tokens have weight 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
-        statistics: of the block.
         scores_itself: whether the training pass gives ``logp_old``.
         places: indices of the plan's rows that this rank reads; None: all.
 
@@ -220,13 +218,10 @@ def backward(
 
     Args:
         policy: whose parameters get gradients.
-        objective: of the algorithm.
         micro_batches: of ``step_batch``.
         temperature: of sampling; it divides the logits in the loss too.
-        backend: of the head.
         beta: coefficient of the KL in the loss.
         entropy_coefficient: of an adaptive entropy bonus.
-        statistics: of the block.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
         gather: over ranks, for parts that choose tokens in each micro-batch.

@@ -35,7 +35,6 @@ def warm_start(
         policy: changed in place.
         prompts: each with the answer's text under ``options.answer_column``.
         tokenizer: tokenizes answers, without special tokens; its EOS ends them.
-        options: of the recipe.
         train: gives ``tokens_per_micro_batch``, gradient norm and head backend.
         seed: of the order.
         tell: called with a line about the loss, ten times.

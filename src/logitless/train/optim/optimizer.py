@@ -30,7 +30,6 @@ def adamw(
 
     Args:
         parameters: of the model; frozen ones are left out.
-        options: of the recipe.
         device: of the parameters.
         value_head: parameters of the value head.
         value_head_factor: the value head's learning rate over that of the model.

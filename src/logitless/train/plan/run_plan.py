@@ -152,7 +152,6 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
     """Refuse a run that would fill the disk before its last checkpoint.
 
     Args:
-        recipe: of the run.
         parts: of ``disk``; estimates are left out.
         folder: of the run; bytes that it holds already are not needed again.
 

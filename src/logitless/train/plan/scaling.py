@@ -153,10 +153,7 @@ def forecast(
     """Forecast memory, traffic and time of a recipe on several processes.
 
     Args:
-        recipe: checked.
         model: on any device, ``meta`` included.
-        arrangement: of the processes.
-        value_head: of the algorithm.
         speeds: measured.
         processes: on one machine; None: all.
     """
@@ -200,7 +197,6 @@ def traffic_of_rank(
 
     Args:
         model: not sharded yet, on any device.
-        arrangement: of the processes.
         rows: micro-batches of a rank.
         tokens_per_row: of a micro-batch.
         in_order: gradients are summed along a tree (``parallel.deterministic``): every rank gets those of all.

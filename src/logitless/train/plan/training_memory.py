@@ -82,7 +82,6 @@ def training_memory(
 
     Args:
         model: not sharded yet, on any device, ``meta`` included.
-        arrangement: of the processes.
         tokens: N, read by this process in a micro-batch, all of them scored.
         head_budget: bytes of exponentials that the head keeps; None: all.
         in_order: gradients are summed along a tree (``parallel.deterministic``).
@@ -160,10 +159,7 @@ def memory_of_rank(
     have the dtype of master weights; for sampling, gathered weights have that of the products.
 
     Args:
-        recipe: checked.
         model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
-        arrangement: of the processes.
-        value_head: of the algorithm.
     """
     section, train, parallel = recipe.model, recipe.train, recipe.parallel
     trained = [p for p in model.parameters() if p.requires_grad]

@@ -44,7 +44,6 @@ def resolved_dtypes(recipe: Recipe, *, plans_for_gpus: bool = False) -> dict[str
     that both start with bitwise identical log-probs; it is float32 on a CPU, and where there is no reference.
 
     Args:
-        recipe: checked.
         plans_for_gpus: of ``automatic_dtype``.
     """
     model = recipe.model

@@ -45,7 +45,6 @@ def record_start(
     Args:
         folder: of the run, locked by this process.
         data: digests by name.
-        device: of the policy.
         step: optimizer steps done before this start.
         changed: changed keys of the recipe since the last start. A held-out set whose data are among them may have
             other rows.

@@ -240,7 +240,6 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
 
     Args:
         root: folder of run folders; created if missing.
-        name: of the run.
         unique: if the name is taken, use ``name-2``, ``name-3``, ...
 
     Raises:

@@ -164,7 +164,6 @@ def open_writers(
     """Open the writers of a recipe, in its order. Ids of runs at services are kept in the run folder for a resume.
 
     Args:
-        sections: of the recipe.
         folder: of the run; gives its name, and the place of TensorBoard's event files.
         config: the resolved recipe as plain values.
         first_step: steps done before a resume.
