@@ -217,8 +217,7 @@ def assemble(
     collector = collector_of(
         recipe,
         folder,
-        *(data.train, engines.training, inputs.environment, inputs.rewards, recipe.rollout),
-        seed=recipe.seed,
+        *(data.train, engines.training, inputs.environment, inputs.rewards),
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
     )

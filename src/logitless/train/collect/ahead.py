@@ -16,8 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless.data.mixing import MixedOrder
+from logitless.data.prompts import PromptOrder
+from logitless.distributed.ranks import Ranks
 from logitless.errors import DataError
-from logitless.rollout.engine import ConcurrentEngine
+from logitless.rewards.reward import WeightedReward
+from logitless.rollout.engine import ConcurrentEngine, Engine
 from logitless.rollout.environment import Driver, Environment, play
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
@@ -32,23 +36,35 @@ LOG = "collected"
 """The log's folder in that of a run."""
 
 
-def collector_of(recipe: Recipe, folder: Path | None, *arguments: Any, **options: Any) -> Collector:
+def collector_of(
+    recipe: Recipe,
+    folder: Path | None,
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    environment: Environment | Driver,
+    rewards: Sequence[WeightedReward],
+    *,
+    ranks: Ranks,
+    order: PromptOrder | MixedOrder,
+) -> Collector:
     """The collector of a recipe: ``AheadCollector``, ``ReplayingCollector`` or plain ``Collector``.
 
     Args:
         folder: of the run; None for a plain collector.
-        *arguments, **options: of ``Collector``.
+        prompts, engine, environment, rewards, ranks, order: of ``Collector``.
     """
-    engine, prompts = recipe.rollout.engine, arguments[0]
-    if folder is None:
-        return Collector(*arguments, **options)
-    if engine.recorded_run is not None:
-        return ReplayingCollector(*arguments, log=CollectedBlocks(engine.recorded_run / LOG, prompts), **options)
-    staleness = recipe.rollout.staleness
-    if staleness == 0:
-        return Collector(*arguments, **options)
-    log = CollectedBlocks(folder / LOG, prompts)
-    return AheadCollector(*arguments, staleness=staleness, blocks=recipe.train.blocks, log=log, **options)
+
+    def made(kind: type[Collector], **options: Any) -> Collector:
+        parts = (prompts, engine, environment, rewards, recipe.rollout)
+        return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, **options)
+
+    replayed, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
+    if folder is not None and replayed is not None:
+        return made(ReplayingCollector, log=CollectedBlocks(replayed / LOG, prompts))
+    if folder is not None and staleness > 0:
+        log = CollectedBlocks(folder / LOG, prompts)
+        return made(AheadCollector, staleness=staleness, blocks=recipe.train.blocks, log=log)
+    return made(Collector)
 
 
 class CollectedBlocks:

@@ -88,6 +88,26 @@ class Speeds:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """Seconds of an optimizer step.
+
+    Args:
+        compute: without communication.
+        traffic: of communication, without computation.
+        total: of both, less what is hidden.
+    """
+
+    compute: float
+    traffic: float
+    total: float
+
+    @property
+    def traffic_share(self) -> float:
+        """Share of the total that communication adds."""
+        return 1 - self.compute / self.total
+
+
+@dataclass(frozen=True)
 class Forecast:
     """Forecast for one of several processes.
 
@@ -111,34 +131,11 @@ class Forecast:
     tokens: int
     speeds: Speeds | None = None
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak memory, of training or sampling."""
-        return self.memory.peak_bytes
-
-    @property
-    def compute_seconds(self) -> float | None:
-        """Seconds of a step without communication."""
-        return None if self.speeds is None else self.tokens / self.speeds.tokens_per_second
-
-    @property
-    def traffic_seconds(self) -> float | None:
-        """Seconds of a step's communication without computation."""
-        return None if self.speeds is None else sum(self.traffic_bytes.values()) / self.speeds.bytes_per_second
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Seconds of a step, with communication that is not hidden."""
-        if self.speeds is None or self.compute_seconds is None or self.traffic_seconds is None:
-            return None
-        return self.compute_seconds + self.speeds.exposed * self.traffic_seconds
-
-    @property
-    def traffic_share(self) -> float | None:
-        """Share of communication in the step's time."""
-        if self.compute_seconds is None or self.step_seconds is None:
-            return None
-        return 1 - self.compute_seconds / self.step_seconds
+    def step_time(self, speeds: Speeds) -> StepTime:
+        """Time of a step at measured speeds."""
+        compute = self.tokens / speeds.tokens_per_second
+        traffic = sum(self.traffic_bytes.values()) / speeds.bytes_per_second
+        return StepTime(compute, traffic, compute + speeds.exposed * traffic)
 
 
 def forecast(
@@ -252,14 +249,15 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
         "  sent by each in a step",
         *sizes(found.traffic_bytes),
     ]
-    if found.speeds is None:
+    speeds = found.speeds
+    if speeds is None:
         lines.append("  time: not forecast; give --measured, a file of `benchmarks/scale.py`, or --tokens-per-second")
         lines.append("        and --gigabytes-per-second")
     else:
+        time = found.step_time(speeds)
         lines.append(
-            f"  time of a step: {found.step_seconds:.3f} s: {found.compute_seconds:.3f} s at "
-            f"{found.speeds.tokens_per_second:,.0f} tokens/s, and {found.speeds.exposed:.0%} of "
-            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s "
-            f"({found.traffic_share or 0:.0%} of the step)"
+            f"  time of a step: {time.total:.3f} s: {time.compute:.3f} s at {speeds.tokens_per_second:,.0f} tokens/s, "
+            f"and {speeds.exposed:.0%} of {time.traffic:.3f} s of messages at "
+            f"{speeds.bytes_per_second / 1e9:,.0f} GB/s ({time.traffic_share:.0%} of the step)"
         )
     return "\n".join(lines)
