@@ -21,7 +21,7 @@ class DataSection(Section):
     train: TrainingData = Field(description="prompts to train on, of one source or of a mixture")
     held_out: DataOptions | None = Field(None, description="prompts to evaluate on, removed from training; or None")
     max_prompt_tokens: PositiveInt = Field(512, description="tokens; longer prompts are handled as `too_long` says")
-    too_long: Literal["drop", "error"] = Field("drop", description="what a longer prompt is; dropped ones are counted")
+    too_long: Literal["drop", "error"] = Field("drop", description="drop longer prompts and count them, or refuse")
 
 
 class WarmStartSection(Section):
@@ -84,7 +84,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Correct the name, or leave `sources` out for a reward that judges everything.",
     ),
     Setting["Recipe"]("rewards", lambda recipe: bool(recipe.rewards)).needs(
-        "for each of the data one that judges it and is no gate",
+        "for each source of data a reward that is not a gate",
         given=_sources_without_reward,
         remedy="Add the name to `sources` of a reward, or leave `sources` out.",
     ),

@@ -117,7 +117,7 @@ class _OnGpu(EngineSection):
 
 
 class GpuEngineSection(_OnGpu):
-    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+    """Sample on a GPU with the policy itself; its row-invariant layers give the log-probs of training, bit for bit."""
 
     name: Literal["gpu"] = "gpu"
     bitwise: ClassVar[bool] = True
@@ -184,7 +184,7 @@ class VllmServerEngineSection(EngineSection):
     api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
     api_key_variable: str | None = Field(None, description="environment variable with the key")
     weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
-        default_factory=FolderWeightsSection, discriminator="name", description="the way of the weights"
+        default_factory=FolderWeightsSection, discriminator="name", description="how new weights reach the engine"
     )
     probe: ProbeSection = Field(default_factory=ProbeSection)
     request_seconds: PositiveFloat = Field(600.0, description="that one request may take")

@@ -109,7 +109,7 @@ def _watched(key: str, section: Callable[["Recipe"], WatchSection | None]) -> Ru
         return f"{watch.metric}, and there are {' and '.join(prefixes) or 'none'}"
 
     return Setting["Recipe"](f"{key}.metric", lambda recipe: section(recipe) is not None).needs(
-        "held-out prompts that it is of",
+        "the held-out prompts that the metric is measured on",
         given=given,
         remedy="Give data.held_out, or name a metric of a set of evaluation.sets.",
     )
