@@ -51,7 +51,7 @@ from logitless.train.recipe.loading import parse_recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.training import OptimizerSection
 from logitless.train.record.provenance import environment as made_with
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from logitless.types import Completion, LMHead, Prompt, TokenScores
 from script import command_line, parsed
 
@@ -319,7 +319,7 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     policy_module.token_scores = HEADS.get(name, EXACT)
     if name in HEADS:
         arguments["open_engines"] = rescoring
-    run, _ = start(made, **arguments)
+    run = run_recipe(made, **arguments).folder
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     summary = json.loads((run.path / "summary.json").read_text())
     by_block = {line["block"]: line for line in lines}  # the last line of each

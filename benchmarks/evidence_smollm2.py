@@ -40,8 +40,7 @@ from logitless.train.collect.evaluate import evaluation_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.provenance import environment as made_with
-from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from script import command_line, parsed, short_name
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -117,10 +116,11 @@ def base(folder: Path, source: str) -> None:
 def logitless_run(recipe: Recipe) -> dict[str, Any]:
     """The recipe, trained."""
     shutil.rmtree(Path(recipe.output) / recipe.name, ignore_errors=True)
-    run, complete = start(recipe)
-    if not complete:
+    result = run_recipe(recipe)
+    if not result.complete:
         raise SystemExit("The run was stopped.")
-    lines = RunFolder(run.path).read_metrics()
+    run = result.folder
+    lines = run.read_metrics()
     elapsed: dict[int, float] = {}
     judging = 0.0
     for line in lines:

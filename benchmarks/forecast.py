@@ -27,7 +27,7 @@ from logitless.doctor.forecast import Forecast, forecast_of
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.memory import size_text
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from script import ROOT, command_line, parsed, short_name
 
 STILL = ("train.optimizer.learning_rate=1e-12", "train.optimizer.warmup_steps=0")
@@ -103,7 +103,7 @@ def real(recipe: Path, overrides: list[str], blocks: int) -> tuple[float, int, l
     """Median seconds of a block, peak memory, and the times of each record of a run."""
     with tempfile.TemporaryDirectory() as output:
         overrides = [*overrides, f"train.blocks={blocks}", f"output={output}", "writers=[]", "data.held_out=null"]
-        folder, _ = start(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"]))
+        folder = run_recipe(load_recipe(recipe, [*overrides, "rollout.zero_signal=keep"])).folder
         records = [record for record in folder.read_metrics() if record["step"]]
     seconds: dict[int, float] = {}
     for record in records:

@@ -73,8 +73,7 @@ def fork(recipe: Recipe, log: Path) -> int:
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
         resume = RunFolder(Path(recipe.output) / recipe.name).config.exists()
-        _, complete = run.start(recipe, resume=resume)
-        status = 0 if complete else STOPPED
+        status = 0 if run.run_recipe(recipe, resume=resume).complete else STOPPED
     except BaseException:
         traceback.print_exc()
     finally:

@@ -34,7 +34,7 @@ from logitless.train.assembly.process import set_allocator
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from script import command_line, needs_gpu, parsed
 
 RESULT = "recipe-memory.json"
@@ -134,7 +134,8 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
     cuda = torch.cuda.is_available()
     began = time.perf_counter()
     with drawn_on_the_device(limit, rounded_there=checked.model.quantize is not None):
-        run, complete = start(checked, resume=blocks > 1)
+        result = run_recipe(checked, resume=blocks > 1)
+    run = result.folder
     summary = json.loads(run.summary.read_text())
     lines = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     lengths = [line["length/mean"] for line in lines if "length/mean" in line]
@@ -143,7 +144,7 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
         "limit_bytes": limit,
         "overrides": [*overrides[:-1], *places[1:]],
         "resumed": blocks > 1,
-        "complete": complete,
+        "complete": result.complete,
         "prompt_tokens": num_tokens,
         "completion_tokens_mean": lengths[-1] if lengths else None,
         "planned_bytes": dict(plan.memory_bytes),

@@ -18,11 +18,10 @@ from logitless.rollout.recorded import read_completions
 from logitless.train import push
 from logitless.train.export import _shown_recipe
 from logitless.train.record.run_folder import RunFolder, open_run_folder
-from logitless.train.run import start
 from logitless.train.saved_policy import load_policy
 from logitless.train.store.checkpoint import checkpoints, read_checkpoint
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.tiny import give_chat_template, tiny_recipe
+from tests.train.tiny import give_chat_template, start, tiny_recipe
 
 SHORT = {"train__blocks": 2, "train__epochs_per_block": 1}
 ALL_OF_LORA = {

@@ -11,10 +11,9 @@ from logitless.rollout.environment import SingleTurn
 from logitless.train.learn.learner import Learner
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.record.journal import Journal
-from logitless.train.run import start
 from logitless.types import Group
 from tests.train.groups import group_of
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 
 def test_a_block_that_one_round_decodes_is_measured_as_it_is(tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
-from tests.train.tiny import tiny_raw
+from tests.train.tiny import completed, tiny_raw
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -31,8 +30,7 @@ def run_of(folder: Path, name: str, **environment: object) -> list[dict]:
     raw["rollout"] |= keys.pop("rollout", {})
     raw["rollout"].get("environment", {}).update(environment)
     (folder / "recipe.yaml").write_text(yaml.safe_dump(raw | keys))
-    run, complete = start(load_recipe(folder / "recipe.yaml"))
-    assert complete
+    run = completed(load_recipe(folder / "recipe.yaml"))
     return [line for line in run.read_metrics() if "reward/mean" in line]
 
 

@@ -4,9 +4,8 @@ import pytest
 import torch
 
 from logitless.head import token_scores
-from logitless.train.run import start
 from logitless.types import LMHead
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import completed, tiny_recipe
 
 pytestmark = pytest.mark.multi_gpu
 
@@ -38,7 +37,6 @@ def test_the_fused_head_of_tensors_on_another_device_than_the_current_one_has_th
 def test_a_run_on_the_second_device_trains_and_samples_there(tmp_path):
     before = torch.cuda.memory_allocated(0)
     fused = {"train__training_backend": "fused", "train__scoring_backend": "fused"}
-    _, complete = start(tiny_recipe(tmp_path, model__device="cuda:1", train__blocks=2, **fused))
-    assert complete
+    _ = completed(tiny_recipe(tmp_path, model__device="cuda:1", train__blocks=2, **fused))
     assert torch.cuda.memory_allocated(0) == before
     assert torch.cuda.max_memory_allocated(1) > 0

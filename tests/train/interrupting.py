@@ -9,7 +9,7 @@ import pytest
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
+from tests.train.tiny import start
 
 
 def at_step(step: int, monkeypatch, do: Callable[[], object]) -> None:

@@ -8,8 +8,7 @@ import pytest
 from logitless.cli.main import main
 from logitless.errors import ConfigurationError
 from logitless.train.recipe.loading import dump_recipe
-from logitless.train.run import start
-from tests.train.tiny import finished_run, tiny_recipe
+from tests.train.tiny import finished_run, start, tiny_recipe
 
 
 def _fails(*_arguments: object, **_options: object) -> None:

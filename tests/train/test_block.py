@@ -1,6 +1,6 @@
 """A block from what was drawn to what is trained on."""
 
-from logitless.train.block import signal
+from logitless.train.block import have_signal
 from tests.train.groups import group_of
 
 
@@ -11,4 +11,4 @@ def test_a_group_has_a_signal_where_its_known_rewards_differ():
         group_of("3", [1.0, None]),
         group_of("4", [None, None]),
     ]
-    assert signal(groups) == [False, True, False, False]
+    assert have_signal(groups) == [False, True, False, False]

@@ -19,10 +19,10 @@ from logitless.train.learn.learner import Learner
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.store import checkpoint as checkpoints
 from tests.ranks import run_on_ranks
-from tests.train.tiny import assert_equal, assert_same_run, finished_run, tiny_raw, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_raw, tiny_recipe
 
 ROOT = Path(__file__).parents[2]
 

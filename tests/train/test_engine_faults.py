@@ -7,13 +7,13 @@ from unittest import mock
 import pytest
 import torch
 
-from logitless.errors import EngineError, LostRankError, TrainingError
+from logitless.errors import CheckpointError, EngineError, LostRankError, TrainingError
 from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.record.journal import Journal
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
-from logitless.train.store.checkpoint import BackgroundSaver, checkpoints, no_room
-from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
+from logitless.train.store.atomic import cannot_write
+from logitless.train.store.checkpoint import BackgroundSaver, checkpoints
+from tests.train.tiny import assert_same_run, finished_run, start, tiny_recipe
 
 OFTEN = {"evaluation__every_blocks": 1, "checkpoint__every_blocks": 100}
 
@@ -127,7 +127,7 @@ def test_completions_of_older_weights_are_trained_on(tmp_path, monkeypatch):
     finished_run(tmp_path, open_engines=_unreliable(100))
 
 
-FULL = no_room(Path("checkpoints"), "No space left on device")
+FULL = cannot_write(Path("checkpoints"), "No space left on device", CheckpointError)
 GONE = LostRankError(needed="all 2 ranks", given="without rank 1", remedy="Look at it.")
 
 

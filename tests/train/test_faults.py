@@ -13,13 +13,11 @@ from logitless.train.learn.policy import Policy
 from logitless.train.loop import Loop
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion
-from tests.train.tiny import ALPHABET, blocks_of, finished_run, steps_of, tiny_recipe
+from tests.train.tiny import ALPHABET, ONE_STEP, SHORT, blocks_of, finished_run, start, steps_of, tiny_recipe
 
-SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
-ONE_PASS = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 MIXTURE = {
     "model__source__model_type": "mixtral",
     "model__source__num_local_experts": 2,
@@ -106,14 +104,14 @@ def test_blocks_without_a_signal_are_written_and_end_the_run_after_the_configure
 
 
 def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp_path, monkeypatch):
-    recipe, plain = tiny_recipe(tmp_path, **{**SHORT, **NEVER_RIGHT, "train__blocks": 3}), Loop._pass_over
+    recipe, plain = tiny_recipe(tmp_path, **{**SHORT, **NEVER_RIGHT, "train__blocks": 3}), Loop._skip_block
 
     def interrupted(self):
         plain(self)
         self.interrupt.requested = self.learner.progress.block == 1
 
     with monkeypatch.context() as patched:
-        patched.setattr(Loop, "_pass_over", interrupted)
+        patched.setattr(Loop, "_skip_block", interrupted)
         folder, complete = start(recipe)
     assert not complete
     start(recipe, resume=True)
@@ -165,6 +163,6 @@ def _break_steps(monkeypatch, broken) -> None:
 def test_too_many_skipped_steps_in_a_row_stop_the_run(tmp_path, monkeypatch):
     _break_steps(monkeypatch, {1, 3, 4})
     with pytest.raises(TrainingError, match=r"2 steps in a row.*max_skipped_in_a_row"):
-        start(tiny_recipe(tmp_path, **{**SHORT, **ONE_PASS, "train__blocks": 9}, train__max_skipped_in_a_row=2))
+        start(tiny_recipe(tmp_path, **{**SHORT, **ONE_STEP, "train__blocks": 9}, train__max_skipped_in_a_row=2))
     lines = steps_of(RunFolder(tmp_path / "runs" / "tiny"))
     assert [line["optimizer/skipped_steps"] for line in lines] == [1, 1, 2, 3]

@@ -11,15 +11,17 @@ from logitless.errors import ConfigurationError
 from logitless.train.fork import parent_of
 from logitless.train.record.provenance import parent_in
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stopped_at
 from tests.train.tiny import (
     assert_equal,
     assert_same_end,
+    completed,
     finished_run,
     repeated,
+    start,
     start_without_report,
     tiny_recipe,
     warm_start,
@@ -56,7 +58,7 @@ def _assert_goes_on(parent, fork):
 
 def test_a_fork_with_the_same_keys_is_bitwise_the_run_going_on_also_where_it_was_stopped(parent, fork_recipe):
     fork = stopped_at(6, fork_recipe(), fork=f"{parent.path}:1")
-    assert start(fork_recipe(), resume="auto", fork=f"{parent.path}:1")[1]
+    completed(fork_recipe(), resume="auto", fork=f"{parent.path}:1")
     _assert_goes_on(parent, fork)
     assert len(json.loads(fork.provenance.read_text())["starts"]) == 2
 
@@ -64,8 +66,7 @@ def test_a_fork_with_the_same_keys_is_bitwise_the_run_going_on_also_where_it_was
 def test_a_fork_of_lora_after_a_warm_start_is_bitwise_the_run_going_on(tmp_path):
     changes = LORA | {"warm_start": warm_start(tmp_path)}
     whole = finished_run(tmp_path, **changes)
-    fork, complete = start(tiny_recipe(tmp_path, **changes, name="fork"), fork=f"{whole.path}:1")
-    assert complete
+    fork = completed(tiny_recipe(tmp_path, **changes, name="fork"), fork=f"{whole.path}:1")
     _assert_goes_on(whole, fork)
 
 
@@ -73,10 +74,7 @@ def test_a_fork_takes_other_keys_and_says_what_begins_anew(parent, fork_recipe, 
     (tmp_path / "other.jsonl").write_text('{"prompt": "ae", "answer": "ea"}\n' * 8)
     changes = {"train__optimizer": {"learning_rate": 3e-3}, "rewards": [{"name": "length", "cap": 4}]}
     changes |= {"kl": None, "seed": 0, "train__tokens_per_step": 80, "train__blocks": 4}
-    fork, complete = start(
-        fork_recipe(**changes, data__train__path=str(tmp_path / "other.jsonl")), fork=str(parent.path)
-    )
-    assert complete
+    fork = completed(fork_recipe(**changes, data__train__path=str(tmp_path / "other.jsonl")), fork=str(parent.path))
     first, *lines = fork.read_metrics()
     assert (first["step"], first["block"]) == (load_checkpoint(parent.checkpoints).state["progress"]["step"], 4)
     assert "evaluation/accuracy" in first
@@ -89,8 +87,7 @@ def test_a_fork_takes_other_keys_and_says_what_begins_anew(parent, fork_recipe, 
 
 
 def test_a_fork_in_another_dtype_begins_with_the_same_master_weights(parent, fork_recipe):
-    fork, complete = start(fork_recipe(model__trained_dtype="bfloat16", train__blocks=2), fork=f"{parent.path}:1")
-    assert complete
+    fork = completed(fork_recipe(model__trained_dtype="bfloat16", train__blocks=2), fork=f"{parent.path}:1")
     folders = checkpoints(fork.checkpoints)[0], parent.checkpoints / "block-000001-step-000004"
     begun, before = (read_checkpoint(folder).tensors for folder in folders)
     assert begun.keys() == before.keys()
@@ -151,7 +148,7 @@ def test_a_fork_that_was_killed_before_its_first_checkpoint_is_not_begun_without
     fork.summary.unlink()
     with pytest.raises(ConfigurationError, match=rf"--fork {parent.path}:block-000002"):
         start(recipe, resume=True)
-    assert start(recipe, resume="auto", fork=place)[1]
+    completed(recipe, resume="auto", fork=place)
 
 
 @pytest.mark.parametrize("options", [{"numbered": True, "resume": True}, {"fork": "runs/x", "resume": True}])

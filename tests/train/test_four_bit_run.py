@@ -7,7 +7,7 @@ import pytest
 
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
-from logitless.train.run import start
+from tests.train.tiny import start
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "length-toy.yaml"
 FOUR_BITS = ["model.quantize=nf4", "model.lora={rank: 2}", "model.device=cpu", "writers=[]"]

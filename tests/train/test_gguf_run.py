@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.cli.main import main
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
 from tests.models.tiny_gguf import write_gguf
+from tests.train.tiny import completed
 
 RECIPE = """
 name: gguf
@@ -35,8 +35,7 @@ def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transfor
     (tmp_path / "gguf.yaml").write_text(RECIPE.format(folder=tmp_path, lora=lora))
     recipe = load_recipe(tmp_path / "gguf.yaml")
     assert recipe.model.source == str(tmp_path / "tiny.gguf")
-    run, complete = start(recipe)
-    assert complete
+    run = completed(recipe)
     target = tmp_path / "exported"
     assert main(["export", str(run.path), "--to", str(target), "--dtype", "float32"]) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
+from tests.train.tiny import completed
 
 ROOT = Path(__file__).parents[2]
 
@@ -15,8 +15,7 @@ ROOT = Path(__file__).parents[2]
 def test_the_mean_length_rises_to_the_cap_of_its_reward_and_stays(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     overrides = [f"output={tmp_path}", "train.blocks=14", "writers=[]", "checkpoint.every_blocks=100"]
-    folder, complete = start(load_recipe(ROOT / "recipes/length-toy.yaml", overrides))
-    assert complete
+    folder = completed(load_recipe(ROOT / "recipes/length-toy.yaml", overrides))
     lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
     blocks = [line for line in lines if "reward/mean" in line]
     lengths = [line["length/mean"] for line in blocks]

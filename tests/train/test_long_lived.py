@@ -7,16 +7,15 @@ import pytest
 
 from logitless.doctor.forecast import forecast_of
 from logitless.train.learn.learner import Learner
-from logitless.train.long_lived import left_alone
+from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.plan.run_plan import plan_of
-from logitless.train.run import start
 from tests.train.interrupting import before
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 
 def test_a_full_collection_inside_finds_garbage_of_inside_and_looks_at_nothing_from_before() -> None:
     before = [[] for _ in range(100)]
-    with left_alone():
+    with startup_objects_frozen():
         assert not any(each is before for each in gc.get_objects())
         inside: list[object] = []
         inside.append(inside)
@@ -26,7 +25,7 @@ def test_a_full_collection_inside_finds_garbage_of_inside_and_looks_at_nothing_f
 
 
 def test_it_ends_also_where_a_run_fails() -> None:
-    with pytest.raises(ValueError, match="no step"), left_alone():
+    with pytest.raises(ValueError, match="no step"), startup_objects_frozen():
         raise ValueError("no step")
     assert gc.get_freeze_count() == 0
 
@@ -34,13 +33,13 @@ def test_it_ends_also_where_a_run_fails() -> None:
 def test_what_somebody_has_frozen_before_stays_frozen() -> None:
     gc.freeze()
     try:
-        with left_alone():
+        with startup_objects_frozen():
             pass
         assert gc.get_freeze_count() > 0  # some of them may have died meanwhile
     finally:
         gc.unfreeze()
-    with left_alone():
-        with left_alone():
+    with startup_objects_frozen():
+        with startup_objects_frozen():
             pass
         assert gc.get_freeze_count() > 0
     assert gc.get_freeze_count() == 0

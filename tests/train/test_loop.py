@@ -17,10 +17,8 @@ from logitless.train.report.page import write_report
 from logitless.types import Completion
 from tests.train.engines import Scripted, trained_with
 from tests.train.interrupting import before
-from tests.train.tiny import assert_equal, blocks_of, finished_run, recorded_engine, steps_of, stored
+from tests.train.tiny import ONE_STEP, SHORT, assert_equal, blocks_of, finished_run, recorded_engine, steps_of, stored
 
-SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
-ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 FIXED = {"name": "fixed", "beta": 0.1}
 BLOCK = {"data__held_out": None, "train__blocks": 1}
 TWO_BLOCKS = {"data__held_out": None, "train__blocks": 2}

@@ -11,9 +11,8 @@ from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.train.assembly.data import data_of, order_of, rewards_of
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.run import start
 from logitless.types import Completion, Episode, Prompt
-from tests.train.tiny import repeated, tiny_recipe
+from tests.train.tiny import completed, repeated, start, tiny_recipe
 
 
 def written(path, rows):
@@ -50,10 +49,7 @@ def mixture(folder, **changes):
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("mixture")
-    run, complete = start(mixture(folder))
-    assert complete
-    return run
+    return completed(mixture(tmp_path_factory.mktemp("mixture")))
 
 
 def test_prompts_carry_their_source_and_ids_that_differ(tmp_path):
@@ -135,8 +131,7 @@ def test_rows_name_their_source(finished):
 
 def test_a_run_that_was_stopped_goes_on_as_the_whole_one(tmp_path, finished):
     start(mixture(tmp_path, train__blocks=1))
-    resumed, complete = start(mixture(tmp_path), resume=True)
-    assert complete
+    resumed = completed(mixture(tmp_path), resume=True)
 
     def numbers(run):  # a run of one block is judged at its end; one of three is not, there
         return [{n: v for n, v in r.items() if not n.startswith("evaluation/")} for r in repeated(run)]

@@ -27,9 +27,8 @@ from logitless.train.learn import learner as learner_module
 from logitless.train.learn import policy as policy_module
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
-from logitless.train.run import start
 from tests.ranks import run_on_ranks
-from tests.train.tiny import TINY_GPT2, TINY_LLAMA, assert_equal, tiny_model, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_GPT2, TINY_LLAMA, assert_equal, start, tiny_model, tiny_raw, tiny_recipe
 
 HEADS = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "initializer_range": 0.3}
 LLAMA = TINY_LLAMA | HEADS

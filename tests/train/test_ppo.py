@@ -9,9 +9,8 @@ from transformers import AutoModelForCausalLM
 
 from logitless.train.learn.policy import Policy
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import assert_same_run, blocks_of, finished_run, steps_of, stored, tiny_recipe
+from tests.train.tiny import assert_same_run, blocks_of, completed, finished_run, start, steps_of, stored, tiny_recipe
 
 PPO = {"algorithm": {"preset": "ppo"}, "kl": None, "data__held_out": None}
 IN_REWARD = {"placement": "reward", "control": {"name": "fixed", "beta": 0.05}}
@@ -79,7 +78,7 @@ def test_a_run_starts_from_the_value_head_of_another(finished, tmp_path):
 def test_a_run_that_was_stopped_ends_bitwise_as_one_that_was_not(finished, tmp_path):
     recipe = tiny_recipe(tmp_path, **{**PPO, "kl": IN_REWARD})
     stopped = stopped_at(3, recipe)
-    assert start(recipe, resume=True)[1]
+    completed(recipe, resume=True)
     assert_same_run(finished, stopped)
     assert stored(stopped)[-1].keys() > {"optimizer/value_head.weight/exp_avg_sq"}
 

@@ -18,13 +18,12 @@ import yaml
 from logitless.distributed import Ranks
 from logitless.errors import CheckpointError, ConfigurationError
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store import checkpoint as checkpoints
 from logitless.train.store import shared_checkpoint
 from logitless.train.store.shared_checkpoint import SharedSaver
 from tests import warm
 from tests.ranks import run_on_ranks
-from tests.train.tiny import repeated, start_without_report, tiny_raw, tiny_recipe
+from tests.train.tiny import repeated, start, start_without_report, tiny_raw, tiny_recipe
 
 # What rank 1 does wrong in the middle of a run: it is killed the first time that it is started, and hangs the second.
 # Up to there a rank waits for the other as long as the recipe says, for a start may take long; then not for long.

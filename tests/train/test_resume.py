@@ -10,11 +10,10 @@ import torch
 from logitless.errors import ConfigurationError
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store import checkpoint as checkpoints
 from tests import warm
 from tests.train.interrupting import before, stopped_at
-from tests.train.tiny import assert_same_run, finished_run, tiny_recipe, warm_start
+from tests.train.tiny import assert_same_run, finished_run, start, tiny_recipe, warm_start
 
 
 @pytest.fixture(scope="module")
@@ -62,8 +61,7 @@ _KILLED_WHILE_SAVING = """
 import os, signal, sys
 from pathlib import Path
 from logitless.train.store import checkpoint as checkpoints
-from logitless.train.run import start
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 import torch
 torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)

@@ -13,11 +13,10 @@ from logitless.train.assembly.layers import against_row_invariant, in_words
 from logitless.train.assembly.resolve import before_loading, resolved
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.config import Recipe
-from logitless.train.run import start
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.interrupting import before
-from tests.train.tiny import assert_equal, tiny_model, tiny_recipe
+from tests.train.tiny import assert_equal, start, tiny_model, tiny_recipe
 
 if interpreted():
     complete_interpreter()
@@ -120,7 +119,7 @@ def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_pro
 
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
-    monkeypatch.setattr(assembly_model, "_keeps_bits", lambda _: False)
+    monkeypatch.setattr(assembly_model, "_passes_self_check", lambda _: False)
     assert not hasattr(backbone(tiny_model(recipe(tmp_path, "auto"))), "row_invariant")
     with pytest.raises(UnavailableError, match="attention does not keep its bits"):
         reason(tmp_path, "cpu", "row_invariant")

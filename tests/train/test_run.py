@@ -20,15 +20,12 @@ from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store import checkpoint as checkpoints
 from logitless.types import Completion
 from tests.train.interrupting import at_step, before, stopped_at
-from tests.train.tiny import finished_run, recorded_engine, tiny_recipe, warm_start
+from tests.train.tiny import ONE_STEP, SHORT, completed, finished_run, recorded_engine, start, tiny_recipe, warm_start
 
-SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
 TWO_BLOCKS = {**SHORT, "train__blocks": 2}
-ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
 
 
 def _folder(tmp_path) -> RunFolder:
@@ -121,7 +118,7 @@ def test_rows_that_changed_under_a_run_are_noticed_and_a_rewritten_file_of_the_s
         with pytest.raises(ConfigurationError, match=r"other rows in train .*provenance\.json"):
             start(longer, resume=True)
     path.write_text(before.replace('", "', '" ,  "') + "\n")
-    assert start(longer, resume=True)[1]
+    completed(longer, resume=True)
 
 
 def test_recorded_completions_that_changed_under_a_run_are_noticed(tmp_path):

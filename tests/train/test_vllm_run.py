@@ -21,14 +21,13 @@ from logitless.rollout.vllm.nccl_transfer import NcclSync
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.collect.ahead import LOG
-from logitless.train.collect.one_client import ReadTogether
+from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import assert_same_end, start_without_report, tiny_model, tiny_recipe
+from tests.train.tiny import assert_same_end, completed, start, start_without_report, tiny_model, tiny_recipe
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -48,8 +47,7 @@ def _served(folder, seed=9):
 def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(tmp_path):
     with serving(_served(tmp_path)) as url:
         weights = {"name": "folder", "differences_in_a_row": 4}
-        run, complete = start(_recipe(tmp_path, url, engine={"weights": weights}))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"weights": weights}))
     pushed = [line for line in run.read_metrics() if "weights/pushed_bytes" in line]
     assert len(pushed) == 3  # one after each block
     for line in pushed:
@@ -77,8 +75,7 @@ def _die_from_the_second_block(served):
 def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path):
     served = _served(tmp_path, seed=tiny_recipe(tmp_path).seed)
     with serving(served) as url:
-        run, complete = start(_recipe(tmp_path, url, engine={"weights": {"name": "adapter"}}, model__lora=LORA))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"weights": {"name": "adapter"}}, model__lora=LORA))
     assert not _loads(served)
     assert max(line.get("parity/difference_max", 0.0) for line in run.read_metrics()) < 1e-4
 
@@ -153,22 +150,22 @@ def test_each_node_has_a_client_with_servers_and_prompts_of_its_own(tmp_path):
 
 def test_sharded_weights_that_were_pushed_over_a_network_are_not_read_again_by_one_rank_alone(tmp_path):
     weights = Weights.of(_served(tmp_path).model(), score=lambda *_: [])
-    with ReadTogether(Ranks.alone(), 0, weights, SharedWork()).lent() as lent:
-        assert [name for name, _ in lent.tensors()] == [name for name, _ in weights.tensors()]
+    with ShardedWeights(Ranks.alone(), 0, weights, SharedWork()).gathered() as gathered:
+        assert [name for name, _ in gathered.tensors()] == [name for name, _ in weights.tensors()]
     with pytest.raises(EngineError, match="a server that was restarted and must get them again"):
-        next(lent.tensors())
+        next(gathered.tensors())
 
 
 def _half_read(rank, values):
     """What a reader gets that gives up a reading and begins another one, then asks for a score."""
     held = Weights(None, lambda: iter(values.items()), None, lambda prompt, completion, _: [len(prompt), *completion])
-    reading = ReadTogether(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
+    sharded = ShardedWeights(Ranks(data=dist.group.WORLD), 1, held, SharedWork())
     if rank != 1:
-        reading.take_part()
+        sharded.take_part()
         return None
-    with reading.lent() as lent:
-        first = next(lent.tensors())[0]
-        return first, [name for name, _ in lent.tensors()], lent.score((4, 5), (6,), 1.0)
+    with sharded.gathered() as gathered:
+        first = next(gathered.tensors())[0]
+        return first, [name for name, _ in gathered.tensors()], gathered.score((4, 5), (6,), 1.0)
 
 
 def test_a_reading_of_sharded_weights_may_be_given_up_for_another():
@@ -245,8 +242,7 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         "rewards": [{"name": "length", "cap": 24}],
     }
     with serving(served) as url:
-        run, complete = start(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
-    assert complete
+        run = completed(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert max(line["rollout/mixed_fraction"] for line in lines) > 0
     logged = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]

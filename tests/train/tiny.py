@@ -17,11 +17,15 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import parse_recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import Checkpoint, checkpoints, load_checkpoint, read_checkpoint
 from logitless.types import Completion
 
 ALPHABET = "abcdefgh"
+SHORT = {"train__blocks": 1, "train__epochs_per_block": 1, "kl": None, "data__held_out": None}
+ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 1000}
+"""All completions of a block in one step and one micro-batch."""
+
 TINY_LLAMA = {
     "model_type": "llama",
     "vocab_size": 11,
@@ -58,9 +62,20 @@ def tiny_model(recipe: Recipe, device: str = "cpu", *, seed: int = 0, **options:
 
 def finished_run(folder: Path, *, resume: bool = False, open_engines: Any = open_engines, **changes: Any) -> RunFolder:
     """A run of the tiny recipe with changes, at its end."""
-    run, complete = start(tiny_recipe(folder, **changes), resume=resume, open_engines=open_engines)
-    assert complete
-    return run
+    return completed(tiny_recipe(folder, **changes), resume=resume, open_engines=open_engines)
+
+
+def completed(recipe: Recipe, **options: Any) -> RunFolder:
+    """Run a recipe to its end."""
+    result = run_recipe(recipe, **options)
+    assert result.complete
+    return result.folder
+
+
+def start(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
+    """Run a recipe; returns the folder, and whether the run is complete."""
+    result = run_recipe(recipe, **options)
+    return result.folder, result.complete
 
 
 def start_without_report(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:

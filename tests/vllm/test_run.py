@@ -12,9 +12,8 @@ import yaml
 from logitless.errors import EngineError
 from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.train.assembly.model import policy_model, tokenizer_of
-from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints
-from tests.train.tiny import stored, tiny_raw, tiny_recipe
+from tests.train.tiny import completed, start, stored, tiny_raw, tiny_recipe
 from tests.vllm.conftest import VLLM
 from vllm_process import vllm_server
 
@@ -45,8 +44,7 @@ def _recipe(folder, process, **changes):
 
 def test_a_run_trains_on_a_server_and_the_gate_sees_rounding_alone(tmp_path, process):
     stop = {"mean": 1e-4, "max": 1e-3, "sequence": 1e-3}
-    run, complete = start(_recipe(tmp_path, process, rollout__parity={"stop": stop}))
-    assert complete
+    run = completed(_recipe(tmp_path, process, rollout__parity={"stop": stop}))
     lines = list(run.read_metrics())
     blocks = [line for line in lines if "reward/mean" in line]
     assert len(blocks) == 3
@@ -78,8 +76,7 @@ def test_a_server_that_is_killed_and_not_restarted_ends_the_run_with_a_checkpoin
     assert checkpoints(folder / "checkpoints")
     process.start()
     process.wait()
-    run, complete = start(recipe, resume=True)
-    assert complete
+    run = completed(recipe, resume=True)
     lines = list(run.read_metrics())
     assert [line["step"] for line in lines] == list(range(len(lines)))
     assert max(line["parity/difference_max"] for line in lines if "parity/difference_max" in line) < 1e-3
@@ -101,8 +98,7 @@ def test_a_run_ahead_whose_weights_change_inside_completions_replays_bitwise(tmp
         "train__tokens_per_step": 400,
         "train__tokens_per_micro_batch": 64,
     }
-    run, complete = start(_recipe(tmp_path, process, engine={"in_flight": True}, **changes))
-    assert complete
+    run = completed(_recipe(tmp_path, process, engine={"in_flight": True}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert len(lines) == 6
     assert max(line["rollout/lag_max"] for line in lines) > 0

@@ -30,7 +30,7 @@ from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.process import device_of, set_process
 from logitless.train.assembly.stages import Parts, assemble, load, read
 from logitless.train.collect.failures import Failures, first_failures
-from logitless.train.long_lived import left_alone
+from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.loop import next_block
 from logitless.train.plan.run_plan import Plan
 from logitless.train.recipe.config import Recipe
@@ -220,7 +220,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
     with ExitStack() as stack:
         stack.callback(engines.close)
         parts = assemble(inputs, loaded, engines).under(batch)
-        stack.enter_context(left_alone())
+        stack.enter_context(startup_objects_frozen())
         run_folder, failures = create_run_folder(folder, "forecast"), Failures(inputs.rewards)
         view = LiveView(2, title="forecast", silent=True)
 
@@ -263,4 +263,4 @@ def _block(parts: Parts, journal: Journal) -> Sequence[Group]:
     while learner.in_training:
         with journal.phase("training"):
             learner.step()
-    return judged.drawn
+    return judged.sampled

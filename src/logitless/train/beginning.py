@@ -1,4 +1,4 @@
-"""Where a run begins: as a new one, from its own latest checkpoint, or as a fork of another run."""
+"""Where a run begins: as a new run, from its own latest checkpoint (resumed), or as a fork of another run."""
 
 import json
 import logging
@@ -44,9 +44,9 @@ class Beginning:
     """Where a run begins.
 
     Args:
-        folder: of a run that goes on, locked by this process; None: it is to be made.
-        checkpoint: that the run goes on from; None: from the recipe's weights.
-        changed: keys in which the recipe differs from the one that the run was started with.
+        folder: of a resumed run, locked by this process; None for a new run, whose folder does not exist yet.
+        checkpoint: to start from; None for the recipe's weights.
+        changed: keys of a resumed run that differ from the recipe it was started with.
         parent: of a fork; None for any other run.
     """
 
@@ -71,7 +71,7 @@ class Beginning:
 
     @property
     def warm_start(self) -> Path | None:
-        """The weights of the warm start that came before the checkpoint; None where there was none."""
+        """Folder with the result of the warm start that came before the checkpoint; None where there was none."""
         if self.checkpoint is None:
             return None
         run = self.folder if self.parent is None else self.parent.folder
@@ -79,12 +79,11 @@ class Beginning:
         return run.warm_start if run.warm_start.exists() else None
 
     def record(self, folder: RunFolder, recipe: Recipe, inputs: Inputs, ranks: Ranks) -> None:
-        """Leave in the run's folder what this start was made with.
+        """Write provenance and configuration of this start to the run's folder.
 
         Args:
             folder: of the run, locked by this process.
-            recipe: as it was written, with the folder's name.
-            inputs: of the recipe.
+            recipe: unresolved, with the folder's name.
             ranks: of the run; the first one writes.
         """
         if not ranks.is_first:
@@ -104,11 +103,11 @@ class Beginning:
             self.parent.copy_warm_start(folder)
 
     def restore(self, loop: Loop, recipe: Recipe) -> None:
-        """Bring a new loop to where the run begins, and say what is other than it was.
+        """Load the checkpoint into a new loop, and tell the user what has changed since it was written.
 
         Args:
-            loop: of the run, from the recipe's weights.
-            recipe: as it was written.
+            loop: of the run, with the recipe's weights.
+            recipe: unresolved.
         """
         saved, lines = self.checkpoint, in_words(self.changed)
         if self.parent is not None:
@@ -120,7 +119,7 @@ class Beginning:
             if loop.ranks.broadcast_object(
                 any(change.key == "train.tokens_per_micro_batch" for change in self.changed)
             ):
-                loop.learner.progress.halvings.clear()  # they were of the earlier size
+                loop.learner.progress.halvings.clear()  # of the earlier size
         elif self.folder is not None:
             loop.journal.message("no checkpoint yet: from the beginning")
 
@@ -129,16 +128,14 @@ class Beginning:
 def beginning(
     recipe: Recipe, algorithm: Algorithm, ranks: Ranks, *, resume: Resume, fork: str | None
 ) -> Iterator[Beginning]:
-    """Where a run begins. A collective; inside, a run that goes on is locked.
+    """Find where a run begins. A collective; inside, a resumed run is locked.
 
     Args:
-        recipe: as it was written.
-        algorithm: of the recipe.
-        ranks: of the run.
+        recipe: unresolved.
         resume, fork: of ``run_recipe``.
 
     Raises:
-        ConfigurationError: there is nothing to go on from, the recipe does not go with it, or nothing is left to do.
+        ConfigurationError: there is nothing to start from, the recipe does not fit it, or no block is left to train on.
         CheckpointError: the checkpoint cannot be read.
     """
     path = Path(recipe.output) / recipe.name
@@ -157,12 +154,11 @@ def beginning(
 
 @contextmanager
 def run_folder(begun: Beginning, recipe: Recipe, ranks: Ranks, *, numbered: bool) -> Iterator[tuple[RunFolder, Recipe]]:
-    """The folder of a run, locked, and the recipe with its name; a new one is removed if the start fails. A collective.
+    """The run's locked folder, and the recipe with its name. A new folder is removed if the start fails. A collective.
 
     Args:
-        begun: of the run.
         recipe: names the folder.
-        ranks: of the run; the first one makes it.
+        ranks: of the run; the first one creates it.
         numbered: of ``run_recipe``.
     """
     if begun.folder is not None:
@@ -181,19 +177,18 @@ def run_folder(begun: Beginning, recipe: Recipe, ranks: Ranks, *, numbered: bool
 def check_beginning(
     recipe: Recipe, algorithm: Algorithm, ranks: Ranks, *, resume: Resume, fork: str | None, numbered: bool
 ) -> RunResult | None:
-    """Refuse where a run is to begin before anything is loaded; what can be seen without opening it. A collective.
+    """Check where a run is to begin, before anything is loaded or locked. A collective.
 
     Args:
-        recipe: as it was written.
-        algorithm: of the recipe.
-        ranks: of the run; the first one looks.
+        recipe: unresolved.
+        ranks: of the run; the first one checks.
         resume, fork, numbered: of ``run_recipe``.
 
     Returns:
-        Of a run that is to go on and has nothing left to do, how it ended; None for any other.
+        How a run ended that is to be resumed and is complete already; None for any other.
 
     Raises:
-        ConfigurationError: the name is taken, there is no run to go on from, or the recipe does not go with it.
+        ConfigurationError: the name is taken, there is no run to resume or fork, or the recipe does not fit it.
         CheckpointError: the checkpoint that is forked cannot be read.
     """
     _check_choice(numbered, resume, fork)
@@ -211,12 +206,12 @@ def check_beginning(
 
 
 def is_taken(folder: RunFolder) -> bool:
-    """Whether a new run cannot have this folder."""
+    """Whether the folder holds a run, or anything else, that a new run must not replace."""
     return folder.path.exists() and not folder.is_failed_start()
 
 
 def _ended(folder: RunFolder, recipe: Recipe, changed: Sequence[Change]) -> RunResult | None:
-    """How a run ended that has nothing left to do; None for one that has, or whose end is not all written."""
+    """How a complete run ended; None for one that has blocks left, or whose last files are not written."""
     if not (folder.summary.is_file() and folder.report.is_file() and folder.model.is_dir()):
         return None
     summary, saved = json.loads(folder.summary.read_text()), checkpoints(folder.checkpoints)
@@ -234,23 +229,23 @@ def _ended(folder: RunFolder, recipe: Recipe, changed: Sequence[Change]) -> RunR
 
 
 def _check_choice(numbered: bool, resume: Resume, fork: str | None) -> None:
-    """Refuse what says two things about where a run begins."""
-    both = {
-        "numbered: a new name where this one is taken, beside resume: the run of this name": numbered and resume,
-        "fork: a new run, beside resume: one that is there": fork is not None and resume is True,
-    }
-    given = [words for words, is_given in both.items() if is_given]
-    if given:
-        raise ConfigurationError(
-            needed="one way to begin",
-            given=given[0],
-            remedy="Leave one of them out. A fork goes on by --resume alone; --resume-or-start beside --fork forks "
-            "where there is no run yet.",
-        )
+    """Refuse options that contradict each other."""
+    if numbered and resume:
+        given = "numbered: a new name where this one is taken, beside resume: the run of this name"
+    elif fork is not None and resume is True:
+        given = "fork: a new run, beside resume: one that is there"
+    else:
+        return
+    raise ConfigurationError(
+        needed="one way to begin",
+        given=given,
+        remedy="Leave one of them out. A fork goes on by --resume alone; --resume-or-start beside --fork forks "
+        "where there is no run yet.",
+    )
 
 
 def _resumed(path: Path, recipe: Recipe, algorithm: Algorithm, ranks: Ranks, stack: ExitStack) -> Beginning:
-    """A run that goes on, its lock on the stack."""
+    """A resumed run; the stack holds its lock."""
     changed: list[Change] = []
     folder = RunFolder(path)
     with failing_together(ranks, _FOLDER):
@@ -268,7 +263,7 @@ def _resumed(path: Path, recipe: Recipe, algorithm: Algorithm, ranks: Ranks, sta
 
 
 def _changed(folder: RunFolder, recipe: Recipe, algorithm: Algorithm) -> list[Change]:
-    """What changed since a run was started that is to go on; refuses what it cannot go on with."""
+    """Keys that differ from the recipe that a run was started with; refuses those that a resumed run cannot change."""
 
     def can_fork() -> bool:
         try:
@@ -282,7 +277,7 @@ def _changed(folder: RunFolder, recipe: Recipe, algorithm: Algorithm) -> list[Ch
 
 
 def _check_is_begun(folder: RunFolder) -> None:
-    """Refuse to go on with a run that was never started."""
+    """Refuse to resume a run that was never started."""
     if not folder.config.is_file():
         raise ConfigurationError(
             needed=f"a run to resume at {folder.path}",
@@ -302,12 +297,12 @@ def _forked(fork: str, recipe: Recipe, algorithm: Algorithm, ranks: Ranks) -> Be
 
 
 def _is_begun(folder: RunFolder, fork: str | None) -> bool:
-    """Whether there is a run to continue; a fork without a checkpoint of its own is begun again."""
+    """Whether there is a run to resume. A fork without a checkpoint of its own is started again."""
     return folder.config.exists() and (fork is None or bool(checkpoints(folder.checkpoints)))
 
 
 def _check_blocks_left(recipe: Recipe, found: Beginning) -> None:
-    """Refuse a run that has more blocks behind it than it is to have, and a fork that would train on none."""
+    """Refuse a run whose checkpoint is beyond ``train.blocks``, and a fork that has no block left."""
     done, is_fork = found.progress["block"], found.parent is not None
     least = done + is_fork
     if recipe.train.blocks < least:
@@ -319,7 +314,7 @@ def _check_blocks_left(recipe: Recipe, found: Beginning) -> None:
 
 
 def _check_no_fork(folder: RunFolder) -> None:
-    """Refuse to begin a fork from the beginning, whose start was stopped before its first checkpoint."""
+    """Refuse to resume a fork without a checkpoint: it would start from the recipe's weights, not its parent's."""
     parent = parent_in(folder)
     if parent is not None:
         named = f"{parent['run']}:{parent['checkpoint']}"

@@ -1,12 +1,12 @@
-"""A block, one round of generation, from what was drawn to what is trained on: a type for each stage.
+"""A block (rollout batch) on its way from sampling to training: one type for each stage.
 
-    collected   Episode                           rollout/environment.py              play
+    sampled     Episode                           rollout/environment.py              play
     judged      Group, JudgedBlock                train/collect/collector.py          Collector.next
     packed      PackedBlock                       here                                pack_groups
     scored      ScoredBlock, with advantages      train/learn/learner.py              Learner.score
     trained     MicroBatch, one after another     train/learn/step.py                 step_batch, backward
 
-Each stage is frozen, and is everything that the one before it was: what takes a ``PackedBlock`` takes all later ones.
+Stages are frozen. A ``ScoredBlock`` is a ``PackedBlock``: what takes the one takes the other.
 """
 
 import math
@@ -26,31 +26,31 @@ from logitless.types import Group, PackedBatch, TokenBatch
 
 @dataclass(frozen=True)
 class JudgedBlock:
-    """Everything that was drawn for a block.
+    """All groups that were sampled for a block, with their rewards.
 
     Args:
-        drawn: all groups, those of refills included.
-        kept: which of them are trained on.
-        rounds: of generation.
+        sampled: the groups, those of refills included.
+        kept: one flag a group: whether it is trained on.
+        rounds: rounds of sampling; more than 1 where zero-signal groups were refilled.
     """
 
-    drawn: tuple[Group, ...]
+    sampled: tuple[Group, ...]
     kept: tuple[bool, ...]
     rounds: int
 
     @property
     def trained(self) -> list[Group]:
-        """The groups that are kept."""
-        return [group for group, kept in zip(self.drawn, self.kept, strict=True) if kept]
+        """The groups that are trained on."""
+        return [group for group, kept in zip(self.sampled, self.kept, strict=True) if kept]
 
 
 @dataclass(frozen=True)
 class PackedBlock:
-    """The completions that are trained on, end to end, on the CPU.
+    """The completions that are trained on, packed end to end, on the CPU.
 
     Args:
         packed: their tokens.
-        groups: the sequence indices of each group.
+        groups: indices of each group's sequences.
         truncated: whether each completion was cut at its limit.
     """
 
@@ -61,17 +61,17 @@ class PackedBlock:
 
 @dataclass(frozen=True)
 class ScoredBlock(PackedBlock):
-    """A packed block with what is known of each token before the first step: ready to be trained on.
+    """A packed block with log-probs and advantages of its tokens: ready to be trained on.
 
     Args:
-        logp_old: [N] nats, float32, under the policy as it is before the block is trained on; NaN where nobody asked
-            for it.
+        logp_old: [N] nats, float32, under the policy before it is trained on the block; NaN where it is not needed yet.
         entropy_old: [N] of the same pass.
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
-        live: one flag a sequence: those that can change a gradient, and are trained on; None: all.
-        scores_itself: whether the forward pass of the only step says ``logp_old`` of the nonzero-advantage sequences.
-        advantage: [N] what each token is worth.
+        live: one flag a sequence: whether it can change a gradient. The others are left out of training passes. None:
+            all can.
+        scores_itself: whether ``logp_old`` of the live sequences comes from the training pass of the block's only step.
+        advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
             value head.
     """
@@ -86,10 +86,10 @@ class ScoredBlock(PackedBlock):
     value_target: Float[Tensor, "N"] | None
 
     def tokens(self, trained: Bool[Tensor, "B"]) -> TokenBatch:
-        """The block as an objective reads it, each token weighing 1, or 0 in sequences that are not trained on.
+        """The block as an objective reads it.
 
         Args:
-            trained: [B].
+            trained: [B] sequences whose tokens have weight 1; the others' have weight 0.
         """
         sequence = self.packed.sequence
         return TokenBatch(
@@ -109,7 +109,11 @@ class ScoredBlock(PackedBlock):
 
 
 def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> PackedBlock:
-    """The groups' completions end to end, in order; ``version`` as of ``pack``.
+    """Pack the completions of groups end to end, in order.
+
+    Args:
+        groups: with rewards.
+        version: of the policy's weights, from which the lag of each token is counted; see ``pack``.
 
     Example:
         >>> pack_groups([]).packed.num_tokens
@@ -123,11 +127,11 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
     )
 
 
-def signal(groups: Sequence[Group]) -> list[bool]:
-    """Whether the rewards inside each group differ.
+def have_signal(groups: Sequence[Group]) -> list[bool]:
+    """One flag a group: whether its rewards differ.
 
     Example:
-        >>> signal([])
+        >>> have_signal([])
         []
     """
     if not groups:
@@ -137,28 +141,28 @@ def signal(groups: Sequence[Group]) -> list[bool]:
 
 
 def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-    """The reward of each completion, NaN where it has none, and the number of its group.
+    """The reward of each completion, NaN where it has none, and the index of its group.
 
     Example:
         >>> rewards_of_groups([])
         (tensor([]), tensor([], dtype=torch.int64))
     """
-    rewards = torch.tensor([number(r) for g in groups for r in g.rewards], dtype=torch.float32)
+    rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float32)
     return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
 
 
-def number(reward: float | None) -> float:
+def reward_or_nan(reward: float | None) -> float:
     """The reward, or NaN where there is none.
 
     Example:
-        >>> number(None)
+        >>> reward_or_nan(None)
         nan
     """
     return math.nan if reward is None else reward
 
 
 def micro_batches_of(plan: Sequence[StepPlan], ranks: Ranks = Ranks.alone()) -> list[tuple[int, ...]]:
-    """The packed rows of all steps of an epoch, of this rank.
+    """The packed rows that this rank reads in an epoch, of all its steps.
 
     Example:
         >>> micro_batches_of([StepPlan((0, 1), ((0,), (1,)))])

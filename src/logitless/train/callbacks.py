@@ -1,4 +1,4 @@
-"""What a run tells code of yours while it goes on, and how that code ends it."""
+"""Callbacks: code of yours that a run calls as it goes on, and that may stop it."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,11 +10,10 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """Extend it and write the methods that you need; ``logitless.train(recipe, callbacks=[Yours()])`` calls them.
+    """Base class: override the methods that you need, and pass it to ``logitless.train(recipe, callbacks=[Yours()])``.
 
-    Under several ranks the first one alone calls them. ``on_block``, ``on_evaluation`` and ``on_checkpoint`` may return
-    True, which stops the run as a signal does: after the step under way and with a checkpoint to go on from. An
-    exception ends the run as any other error.
+    Of several ranks only the first calls them. ``on_block``, ``on_evaluation`` and ``on_checkpoint`` may return True to
+    stop the run: after the current step, with a checkpoint to resume from. An exception ends the run with an error.
 
     Example:
         >>> class Until(Callback):
@@ -33,28 +32,28 @@ class Callback:
         """
 
     def on_block(self, metrics: Mapping[str, Any]) -> bool | None:
-        """A block was trained on and its weights are with the engines.
+        """A block was trained on, and the engines have the new weights.
 
         Args:
-            metrics: of its steps, the last value of each (docs/metrics.md); with those of an evaluation that was due.
+            metrics: last value of each metric of the block (docs/metrics.md), an evaluation that was due included.
         """
 
     def on_evaluation(self, metrics: Mapping[str, Any]) -> bool | None:
-        """Held-out prompts were evaluated, also before the first block.
+        """Held-out prompts were evaluated; the first time before any training.
 
         Args:
             metrics: of the sets that were due, with ``step`` and ``block``.
         """
 
     def on_checkpoint(self, path: Path) -> bool | None:
-        """A checkpoint is in its place. It may be removed once later ones are there (``checkpoint.keep``).
+        """A checkpoint was written. It is removed when there are enough later ones (``checkpoint.keep``).
 
         Args:
             path: its folder.
         """
 
     def on_end(self, result: "RunResult") -> None:
-        """The run has ended, and not with an error; its summary and its report are written.
+        """The run has ended without an error; its summary and its report are written.
 
         Args:
             result: what ``logitless.train`` returns.
@@ -62,14 +61,14 @@ class Callback:
 
 
 class Callbacks:
-    """Every callback of a run; they are called on the first rank and nowhere else.
+    """The callbacks of a run; only the first rank calls them.
 
     Args:
         each: in the order in which they are called.
         is_first: whether this is the first rank.
 
     Attributes:
-        stopped_by: name of the class of the first one that asked for a stop; None where none has.
+        stopped_by: class name of the first callback that asked for a stop; None if none did.
 
     Example:
         >>> class Once(Callback):

@@ -1,4 +1,4 @@
-"""A run as one call, for the command line and for Python: ``logitless.train(recipe)``."""
+"""``logitless.train(recipe)``: a run as one call, for the command line and for Python."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -25,15 +25,15 @@ def train(
     callbacks: Sequence[Callback] = (),
     clock: WallClock | None = None,
 ) -> RunResult:
-    """Run a recipe, as ``logitless train`` does; in processes that ``torchrun`` started, with all of them.
+    """Run a recipe, as ``logitless train`` does. Under ``torchrun`` all processes train together.
 
     Args:
         recipe: the path of a YAML file, a mapping with the same keys, or a checked recipe.
-        resume: continue the run of this name from its last checkpoint; ``"auto"``: where there is one, else start it.
+        resume: continue the run of this name from its last checkpoint; ``"auto"``: if there is one, else start it.
         fork: ``RUN`` or ``RUN:CHECKPOINT``, whose weights, optimizer state and position a new run starts from.
-        numbered: where the name is taken, take ``name-2``, ``name-3``, ...
-        callbacks: are told what happens (``Callback``), on the first rank, and may stop the run.
-        clock: that has run since the process began; None for one that begins here.
+        numbered: if the name is taken, use ``name-2``, ``name-3``, ...
+        callbacks: called as the run goes on (``Callback``), on the first rank; they may stop it.
+        clock: started when the process began; None for a new one.
 
     Returns:
         Folder, what ended the run, and its last metrics. A signal or a callback that stops it is no error.
@@ -43,9 +43,9 @@ def train(
     """
     if isinstance(recipe, str | Path):
         recipe = load_recipe(Path(recipe))
-    else:  # a Recipe that was made directly may still have the dtype auto
+    else:  # parsed again: a Recipe that was constructed directly may still have dtype auto
         recipe = parse_recipe(recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe)
-    if restarted():  # torchrun has started the processes anew: the run goes on where it had begun
+    if restarted():  # by torchrun, after a failure: resume the run
         if numbered:
             raise ConfigurationError(
                 needed="one name for a run that torchrun --max-restarts may start again",

@@ -1,7 +1,7 @@
-"""A policy of a run as a folder that other programs read: weights, tokenizer, generation settings and a model card.
+"""Export a policy as a folder that other programs read: weights, tokenizer, generation settings and a model card.
 
-Weights are those of the checkpoint, in float32 where training held master weights, rounded once to the dtype asked
-for. A merged adapter is added to its base in float32 before. A value head is no part of a language model.
+Float32 master weights are rounded once to the dtype asked for; an adapter is merged into its base in float32 before.
+A value head is not exported.
 """
 
 import json
@@ -37,10 +37,10 @@ _CARD_ROWS = 12
 
 
 def check_form(recipe: Recipe, form: Form, *, has_warm_start: bool) -> None:
-    """Refuse what no program could read back.
+    """Refuse an export that no program could load.
 
     Raises:
-        ConfigurationError: an adapter where none was trained, or where its base is in this run folder alone.
+        ConfigurationError: an adapter where none was trained, or whose base model exists in this run folder alone.
     """
     section = recipe.model
     if form == "merged":
@@ -60,10 +60,10 @@ def check_form(recipe: Recipe, form: Form, *, has_warm_start: bool) -> None:
 
 
 def check_target(target: Path) -> None:
-    """Refuse to replace anything.
+    """Refuse a target that exists.
 
     Raises:
-        ConfigurationError: there is something at ``target``.
+        ConfigurationError: there is a file or folder at ``target``.
     """
     if target.exists():
         raise ConfigurationError(
@@ -72,17 +72,16 @@ def check_target(target: Path) -> None:
 
 
 def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: Form, dtype: torch.dtype) -> None:
-    """Write the folder; the policy that is given is changed and of no further use.
+    """Write the folder, atomically. The policy is changed and cannot be used afterwards.
 
     Args:
-        saved: of ``load_policy``, exact.
-        folder: of the run.
-        target: does not exist; appears whole.
+        saved: of ``load_policy`` with ``exact=True``.
+        target: does not exist yet.
         form: ``merged`` is the whole model for ``from_pretrained``, ``adapter`` PEFT's files alone.
         dtype: of the weights.
 
     Raises:
-        ConfigurationError: there is something at ``target``, or the form cannot be had.
+        ConfigurationError: ``target`` exists, or the run has no such form.
         TrainingError: the disk is full or not writable.
     """
     check_form(saved.recipe, form, has_warm_start=folder.warm_start.is_dir())
@@ -94,7 +93,7 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
     def write(path: Path) -> None:
         model = saved.policy.model
         if form == "adapter":
-            _round(model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad})
+            _replace_weights(model, {name: p.to(dtype) for name, p in model.named_parameters() if p.requires_grad})
             save_adapters(model, path)
         else:
             plain = _merged(model, dtype)
@@ -110,7 +109,7 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
 
 
 def generation_config(saved: SavedPolicy) -> GenerationConfig:
-    """How the run sampled, as transformers says it."""
+    """The sampling settings of the run as transformers' ``GenerationConfig``."""
     sampling = saved.recipe.rollout.sampling
     own: Any = getattr(causal_lm(saved.policy.model), "generation_config", None)
     ends = [own.eos_token_id] if own is not None and isinstance(own.eos_token_id, int) else (own and own.eos_token_id)
@@ -133,9 +132,9 @@ def generation_config(saved: SavedPolicy) -> GenerationConfig:
 
 
 def model_card(saved: SavedPolicy, folder: RunFolder, *, form: Form, dtype: torch.dtype) -> str:
-    """Where the weights come from: base, recipe, commit, versions and the run's numbers, in Markdown.
+    """The model card in Markdown: base model, recipe, commit, versions and metrics.
 
-    Paths of this machine are cut to their last part.
+    Of local paths only the last part is shown.
     """
     recipe = saved.recipe
     base = recipe.model.source if isinstance(recipe.model.source, str) else None
@@ -161,14 +160,14 @@ def model_card(saved: SavedPolicy, folder: RunFolder, *, form: Form, dtype: torc
 
 
 def _merged(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The plain model with the adapters added, in the dtype."""
+    """The model without adapters, whose weights include them, in the dtype."""
     weights = dict(merged_tensors(model, dtype=dtype))
     plain: nn.Module = model.unload() if hasattr(model, "peft_config") else model  # type: ignore[operator]
-    _round(plain, weights)
+    _replace_weights(plain, weights)
     return plain
 
 
-def _round(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
+def _replace_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> None:
     for name, parameter in model.named_parameters():
         if name in weights:
             parameter.requires_grad_(False)
@@ -194,7 +193,7 @@ def _made_with(folder: RunFolder) -> list[str]:
 
 
 def _numbers(folder: RunFolder, step: int) -> list[str]:
-    """A table up to the step, of what was last known where the run was evaluated, or else once a block."""
+    """A table of metrics up to the step: a row an evaluation, or a row a block where there was none."""
     known: dict[str, float] = {}
     evaluated, blocks = [], []
     for record in folder.read_metrics():
@@ -219,7 +218,7 @@ def _numbers(folder: RunFolder, step: int) -> list[str]:
 
 
 def _curves(folder: RunFolder, step: int) -> dict[str, str]:
-    """Learning curves up to the step, by the name of their file: reward, and accuracy where the run was evaluated."""
+    """SVG learning curves up to the step, by file name: reward, and held-out accuracy where there is one."""
     records = [record for record in folder.read_metrics() if record["step"] <= step]
     found = {}
     for name, metric, smooth in (("reward", "reward/mean", True), ("held_out_accuracy", "evaluation/accuracy", False)):
@@ -232,7 +231,7 @@ def _curves(folder: RunFolder, step: int) -> dict[str, str]:
 
 
 def _shown_recipe(recipe: Recipe) -> str:
-    """The recipe without what this machine calls its folders, and without the accounts that its metrics went to."""
+    """The recipe without local folders and without the accounts of its writers."""
     shown = recipe.model_dump(mode="json", exclude={"output", "writers"})
     for key in (*PATHS, *NAMES_OR_PATHS, *CODE):
         for _, at, last in places(shown, key):

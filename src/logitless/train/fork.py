@@ -1,10 +1,10 @@
 """A fork: a new run that starts from a checkpoint of another one, with other keys.
 
-Weights, optimizer state, the numbers of blocks and steps, coefficients that move, and the place in the prompts are the
-checkpoint's. With the same keys the fork trains the bits that the other run would have trained, had it gone on there.
+It takes over weights, optimizer state, counts of blocks and steps, adaptive coefficients, and the position in the
+prompts. With unchanged keys it is bitwise the run that it was forked from.
 
-What another key makes meaningless starts anew: the place in other prompts or under another seed, the coefficient of
-another KL or entropy bonus. What the weights themselves depend on (``_FIXED``) is refused.
+State that a changed key makes meaningless starts anew: the position in other prompts or under another seed, and the
+coefficient of another KL or entropy bonus. A change of what the weights themselves depend on (``_FIXED``) is refused.
 """
 
 import shutil
@@ -31,16 +31,16 @@ _FIXED = (
     *("model.source", "model.random_weights", "model.lora", "model.quantize"),
     "warm_start",
 )
-"""What the trained weights, or under LoRA their frozen base, are made of."""
+"""Keys that the trained weights, or under LoRA their frozen base, depend on."""
 
 
 @dataclass(frozen=True)
 class Parent:
-    """Where a fork begins.
+    """The run and the checkpoint that a fork starts from.
 
     Args:
-        folder: of the other run.
-        recipe: of the other run.
+        folder: of that run.
+        recipe: of that run.
         checkpoint: at the end of one of its blocks.
     """
 
@@ -64,8 +64,7 @@ class Parent:
         return run | place | {"changed": as_json(_changed(self.recipe, recipe))}
 
     def copy_warm_start(self, folder: RunFolder) -> None:
-        """Leave the policy that the other run's reinforcement learning began with in the fork's folder: it is the
-        reference, and under LoRA the base."""
+        """Copy the result of the parent's warm start to the fork, whose reference (and under LoRA whose base) it is."""
 
         def write(path: Path) -> None:
             shutil.copytree(self.folder.warm_start, path, dirs_exist_ok=True)
@@ -78,7 +77,7 @@ def parent_of(named: str) -> Parent:
     """The run and the checkpoint that ``RUN`` or ``RUN:CHECKPOINT`` names.
 
     Args:
-        named: a run folder, and after a colon the number of a block or a checkpoint's name; without it, the latest
+        named: a run folder, then a colon and a block's number or a checkpoint's name; without these, the latest
             checkpoint that was written at the end of a block.
 
     Raises:
@@ -101,7 +100,7 @@ def parent_of(named: str) -> Parent:
 
 
 def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
-    """Refuse what a fork cannot carry.
+    """Refuse a fork that the checkpoint's weights or optimizer state do not fit.
 
     Args:
         parent: that it starts from.
@@ -109,7 +108,7 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
         algorithm: of the fork.
 
     Raises:
-        ConfigurationError: other weights than the checkpoint's, or an optimizer state of another form.
+        ConfigurationError: a changed key of the model, the optimizer state or the value loss.
     """
     found = changes(parent.recipe, recipe)
     fixed = list(_FIXED)
@@ -119,7 +118,7 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
         fixed.append("model.dtype")
     refused = [change.key for change in found if change.is_below(fixed) and not change.is_below(MOVED)]
     moments = [r.train.optimizer.moments for r in (parent.recipe, recipe)]
-    if moments.count("8bit") == 1:  # on the device or the host the state is the same
+    if moments.count("8bit") == 1:  # the state is the same on the device and on the host
         refused.append("train.optimizer.moments")
     if refused:
         raise ConfigurationError(
@@ -140,13 +139,13 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
 def carried(
     parent: Parent, recipe: Recipe, data: Mapping[str, str], learner: Learner, collector: Collector
 ) -> tuple[Checkpoint, list[str]]:
-    """What the fork goes on from, and in words what of it starts anew.
+    """The checkpoint that the fork starts from, with some state replaced by fresh one, and lines that say which.
 
     Args:
         parent: that it starts from; checked.
         recipe: of the fork.
         data: digests of the fork's data by name.
-        learner, collector: of the fork, as new ones are.
+        learner, collector: of the fork, in their initial state.
     """
     old, state, anew = parent.recipe, dict(parent.checkpoint.state), []
     before, now = algorithm_of(old), learner.algorithm
@@ -157,7 +156,8 @@ def carried(
     if before.objective.entropy_bonus != now.objective.entropy_bonus:
         controllers["entropy"] = fresh["entropy"]
         anew.append("the entropy bonus's coefficient (another entropy_bonus)")
-    if old.seed != recipe.seed or digests_of(parent.folder).get("train") != data.get("train") or _shares(old, recipe):
+    other_data = digests_of(parent.folder).get("train") != data.get("train")
+    if old.seed != recipe.seed or other_data or _changes_order(old, recipe):
         state["collector"] = collector.state_dict()
         anew.append("the place in the prompts (other data.train or another seed)")
     progress = dict(state["progress"])
@@ -180,10 +180,9 @@ def _changed(before: Recipe, after: Recipe) -> list[Change]:
     return [change for change in changes(before, after) if change.key not in ("name", "output")]
 
 
-def _shares(old: Recipe, new: Recipe) -> bool:
-    """Whether prompts are drawn in other shares."""
-    kept = [change for change in changes(old, new) if change.is_below(("data.train",)) and not change.is_below(MOVED)]
-    return bool(kept)
+def _changes_order(old: Recipe, new: Recipe) -> bool:
+    """Whether ``data.train`` differs in more than paths, for example in the weights of a mixture."""
+    return any(change.is_below(("data.train",)) and not change.is_below(MOVED) for change in changes(old, new))
 
 
 def _checkpoint(folder: RunFolder, which: str) -> Path:

@@ -1,7 +1,7 @@
-"""Ctrl-C, SIGTERM and SIGHUP as a request: heard at the next step, or at once where nothing would be lost.
+"""Ctrl-C, SIGTERM and SIGHUP stop a run after the current step, or at once where nothing would be lost.
 
-SIGTERM is what schedulers and machines about to be taken away send, SIGHUP what a closed terminal does. A process that
-was told to ignore SIGHUP (``nohup``) still does.
+Schedulers and preempted machines send SIGTERM, a closed terminal SIGHUP. A process that ignores SIGHUP (``nohup``)
+keeps ignoring it.
 """
 
 import os
@@ -18,7 +18,7 @@ class Interrupt:
     """Whether a stop was asked for.
 
     Args:
-        say: told that the request was heard.
+        say: called with a message when a stop is requested.
 
     Attributes:
         requested: True from the first signal on. A second Ctrl-C raises ``KeyboardInterrupt``; schedulers repeat
@@ -41,7 +41,7 @@ class Interrupt:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, a signal is a request. Outside the main thread whoever owns it handles signals."""
+        """Inside, signals request a stop. Outside the main thread, where no handlers can be set, nothing changes."""
         previous: dict[signal.Signals, Any] = {}
         try:
             for number in _SIGNALS:
@@ -58,10 +58,10 @@ class Interrupt:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, the first signal raises ``KeyboardInterrupt``: for work that can be given up."""
+        """Inside, the first signal raises ``KeyboardInterrupt``: for work that can be discarded."""
         self._at_once = True
         try:
-            if self.requested:  # it came just before
+            if self.requested:  # just before
                 raise KeyboardInterrupt
             yield
         finally:
@@ -73,7 +73,7 @@ class Interrupt:
         if first:
             self.signal = signal.Signals(number)
         if self._at_once or (number == signal.SIGINT and not first):
-            self._at_once = False  # what gives the work up is not disturbed again
+            self._at_once = False  # a further signal must not interrupt the cleanup
             raise KeyboardInterrupt
         if first:
             words = (
@@ -81,6 +81,6 @@ class Interrupt:
             )
             try:
                 self._say(words)
-            except RuntimeError:  # it came amid a line of output, where Python's streams refuse another one
+            except RuntimeError:  # the signal came while a line was printed: Python's streams are not reentrant
                 with suppress(OSError):  # the terminal may be gone
                     os.write(2, f"{words}\n".encode())

@@ -1,4 +1,4 @@
-"""What a run begins with is left alone by Python's garbage collector."""
+"""Keep Python's garbage collector away from the objects that a run begins with."""
 
 import gc
 from collections.abc import Iterator
@@ -8,16 +8,16 @@ import torch
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Inside, full collections pass over every object that was there before; what is made inside is collected as ever.
+def startup_objects_frozen() -> Iterator[None]:
+    """Inside, full garbage collections skip every object that existed before (``gc.freeze``).
 
     torch, transformers and Triton leave more than a million objects that live as long as the process. A full collection
-    looks at each of them, which takes a quarter of a second in the middle of some step. Where somebody has frozen
-    objects already (a server before it forks, or another such block around this one), all of this is left to them:
-    ``gc.unfreeze`` would give theirs back too.
+    visits all of them, which takes a quarter of a second in the middle of some step. If objects are frozen already (by
+    a server before it forks, or by an outer block of this kind) nothing happens here, for ``gc.unfreeze`` would thaw
+    those too.
 
     Example:
-        >>> with left_alone():
+        >>> with startup_objects_frozen():
         ...     print(gc.get_freeze_count() > 0)
         True
         >>> gc.get_freeze_count()
@@ -26,7 +26,7 @@ def left_alone() -> Iterator[None]:
     if gc.get_freeze_count():
         yield
         return
-    if torch.cuda.is_available():  # memory of the GPU must not stay in what is garbage already
+    if torch.cuda.is_available():  # garbage that holds GPU memory would be frozen too
         gc.collect()
     gc.freeze()
     try:

@@ -1,17 +1,16 @@
-"""The loop: who waits for whom, and nothing else.
+"""The training loop: who waits for whom.
 
     weights ──> Engine ──> Collector ──> Learner ──> Journal
-       ^        sample     judge,        score,      metrics,
+       ^        sample     rewards,      score,      metrics,
        │                   refill        step        rollouts
-       └────────────────── hand over <─────┘
+       └────────────────── sync <──────────┘
 
-The engine gets the weights when a run begins (after a warm start and on resume too) and whenever a block has been
-trained on, before anything is sampled with them, held-out prompts included. Everything happens in turn: the collector
-waits for the learner's weights, the learner for the collector's block. A run that is stopped anywhere goes on bitwise,
-because all that is random follows from the seed and the numbers that a checkpoint holds.
+Weights are synced to the engine when a run starts or resumes, and after every block, before anything is sampled with
+them, evaluation included. The collector waits for the learner's weights, the learner for the collector's block. A run
+that is stopped anywhere resumes bitwise, because all randomness follows from the seed and the counters in a checkpoint.
 
-With several ranks each runs this loop. They share the prompts of a round and the rows of a pass; what comes of it every
-rank has whole, and so every rank plans, weighs and decides alike. The first one writes.
+With several ranks each runs this loop. They divide the prompts of a block and the packed rows of a pass, and exchange
+the results, so that all of them plan and decide alike. Only the first one writes.
 """
 
 from collections.abc import Mapping, Sequence
@@ -56,11 +55,11 @@ class Loop:
 
     Args:
         parts: of the run.
-        journal: is told everything.
-        callbacks: are told of blocks, evaluations and checkpoints, and may stop the run.
+        journal: for metrics, rollouts and messages.
+        callbacks: called after blocks, evaluations and checkpoints; they may stop the run.
 
     Attributes:
-        best: the best evaluation, whose checkpoint is kept; None where none is asked for.
+        best: the best evaluation, whose checkpoint is kept; None without ``checkpoint.keep_best``.
     """
 
     def __init__(self, parts: Parts, journal: Journal, callbacks: Callbacks) -> None:
@@ -85,12 +84,10 @@ class Loop:
         self._being_saved: Path | None = None
 
     def run(self) -> RunResult:
-        """Train to the last block, to an early stop, or to a signal or a callback that stops the run.
-
-        Either way a checkpoint is saved. A run that has ended with no completion scored has failed.
+        """Train until the last block, an early stop, a signal or a callback; a checkpoint is saved at the end.
 
         Raises:
-            EngineError: an engine elsewhere is gone for good; a checkpoint of what was done until then is saved.
+            EngineError: an engine failed for good; a checkpoint is saved first.
         """
         with self.interrupt.heard():
             self._sync_weights()
@@ -100,13 +97,13 @@ class Loop:
                 self._watch(found)
                 self.journal.write({**place, **found})
                 self._tell(place, found)
-                self.save()  # written while the first block is collected
+                self.save()  # in the background, while the first block is collected
             try:
                 self._blocks()
             except EngineError:
                 self._save_what_was_done()
                 raise
-            # Heard by some ranks, answered by all alike.
+            # A signal may have reached some ranks only; all must return the same result.
             signals = self.ranks.all_gather_object(self.interrupt.signal)
             stopped_by = self.ranks.broadcast_object(self.callbacks.stopped_by)
         folder = self.journal.folder
@@ -120,8 +117,8 @@ class Loop:
         )
 
     def _blocks(self) -> None:
-        """Every block that there is left, and the last checkpoint."""
-        if self.unwritten:  # a block that is trained on, and whose weights reached no engine
+        """Train on all blocks that are left, and save the last checkpoint."""
+        if self.unwritten:  # resumed after a block's last step, before its metrics were written
             self._end_block({}, by_rank={})
         while not self._ended and not self._stopping():
             self._block()
@@ -132,30 +129,30 @@ class Loop:
 
     @property
     def _done(self) -> int:
-        """Blocks finished."""
+        """Number of finished blocks."""
         return self.learner.progress.block
 
     @property
     def _ended(self) -> bool:
-        """Whether every block is done, or early stopping has waited long enough."""
+        """Whether every block is done, or early stopping has run out of patience."""
         return self._done >= self.recipe.train.blocks or (self.patience is not None and self.patience.is_over)
 
     @property
     def _is_best(self) -> bool:
-        """Whether the weights are those of the best evaluation."""
+        """Whether the current weights had the best evaluation."""
         progress = self.learner.progress
         return self.best is not None and (self.best.block, self.best.step) == (progress.block, progress.step)
 
     def _stopping(self) -> bool:
-        """Whether a signal was heard on any rank, or a callback has asked; all of them ask at the same places."""
+        """Whether a signal on any rank or a callback asks for a stop. A collective."""
         return self.ranks.any(self.interrupt.requested or self.callbacks.stopped_by is not None)
 
     def _block(self) -> None:
-        """Collect a block unless one is in training, and train on it until its end or Ctrl-C."""
+        """Collect a block unless one is in training already, and train on it until its end or a stop."""
         if not self.learner.in_training and not self._collected():
             return
         while self.learner.in_training and not self._stopping():
-            self._wait()  # a step changes what is being written
+            self._wait()  # a step changes the tensors that are being saved
             with self.journal.phase("training") as seconds:
                 record = self.learner.step()
             if self.learner.parity is not None:
@@ -172,7 +169,7 @@ class Loop:
                     self.journal.message(message)
 
     def _end_block(self, synced: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
-        """Evaluate with the new weights, if it is time, and write the line that the block ends with."""
+        """Evaluate the new weights, if it is due, and write the block's last line of metrics."""
         due = self.evaluation.due(self._done, self.recipe.train.blocks)
         found = self._evaluated(due)
         was_ended = self._ended
@@ -193,12 +190,12 @@ class Loop:
         self._tell(record, found)
 
     def _write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
-        """A line of metrics."""
+        """Write a line of metrics, and remember it for ``Callback.on_block``."""
         self.journal.write(record, by_rank)
         self._of_block |= record
 
     def _watch(self, found: Numbers) -> None:
-        """Let early stopping and the best checkpoint see an evaluation."""
+        """Update early stopping and the best checkpoint with an evaluation."""
         progress = self.learner.progress
         for each in (self.patience, self.best):
             if each is not None:
@@ -206,20 +203,21 @@ class Loop:
         self._show_best()
 
     def _show_best(self) -> None:
-        """Let the live view show the best evaluation that the run follows."""
-        followed = self.best or self.patience
-        if followed is not None:
-            self.journal.best(followed.words)
+        """Show the best evaluation so far in the live view."""
+        watched = self.best or self.patience
+        if watched is not None:
+            self.journal.best(watched.words)
 
     def _tell(self, place: Numbers, found: Numbers) -> None:
-        """Let the callbacks see an evaluation, if there was one."""
+        """Call the callbacks with an evaluation, if there was one."""
         if found:
             self.callbacks.evaluation({"step": place["step"], "block": place["block"], **found})
 
     def _collected(self) -> bool:
-        """Whether there is a block to train on; what Ctrl-C interrupts here is given up without a trace.
+        """Collect a block; False if a stop was requested or nothing in it can be trained on.
 
-        With several ranks nothing is interrupted here: one that left would leave the others waiting.
+        A signal discards the block at once, without a trace. With several ranks it does not: the others would wait for
+        the rank that left.
         """
         before = self.collector.state_dict()
         try:
@@ -233,23 +231,23 @@ class Loop:
             self.collector.load_state_dict(before)
             raise
         self.block_metrics = metrics
-        self._tell_failures(judged.drawn)
-        self.unscored.see(judged.drawn)
+        self._tell_failures(judged.sampled)
+        self.unscored.see(judged.sampled)
         if block is None:
-            self._pass_over()
+            self._skip_block()
         else:
             self.learner.begin(block)
-        self.without_signal.see(judged.drawn, has_signal=self.learner.in_training)
+        self.without_signal.see(judged.sampled, has_signal=self.learner.in_training)
         return self.learner.in_training
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:
-        """Say what failed in judging and was not said before."""
+        """Report failures of rewards that were not reported before."""
         for message in self.failures.new(groups):
             self.journal.message(message)
         self.journal.first_failures(first_failures(groups))
 
-    def _pass_over(self) -> None:
-        """Write the metrics of a block with nothing to train on."""
+    def _skip_block(self) -> None:
+        """End a block without a token to train on."""
         place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
         self.learner.end_block()
         self.unwritten = {**place, **self.block_metrics}
@@ -258,11 +256,12 @@ class Loop:
         self.block_metrics = {}
 
     def _sync_weights(self) -> Numbers:
-        """Every engine gets the weights as they are now."""
+        """Give every engine the current weights; returns the engines' transfer metrics."""
         with self.journal.phase("weights"):
             if self.engines.in_this_process:
-                self.learner.policy.gather()  # until the next step
-            self.collector.expect(self.learner.version)  # before the engines have it: another thread may be sampling
+                self.learner.policy.gather()  # released by the next step
+            # Before the engines have this version: another thread may be sampling.
+            self.collector.expect(self.learner.version)
             return self.engines.load_all(self.learner.weights(), self.learner.version)
 
     def _evaluated(self, sets: Sequence[HeldOut]) -> Numbers:
@@ -274,7 +273,7 @@ class Loop:
         return found | {"time/evaluation_seconds": seconds[0]}
 
     def save(self) -> None:
-        """Begin a checkpoint of everything; every rank writes what it alone has."""
+        """Begin to write a checkpoint, in the background; every rank writes its own shards."""
         remembered = {
             "block_metrics": self.block_metrics,
             "unwritten": self.unwritten,
@@ -293,7 +292,7 @@ class Loop:
             self._being_saved = path if is_new else None
 
     def _wait(self) -> None:
-        """Return when no checkpoint is being written; the callbacks hear of one that was."""
+        """Wait until the checkpoint is written, and call the callbacks with it."""
         with self.journal.phase("checkpoint"):
             self.saver.wait()
         path, self._being_saved = self._being_saved, None
@@ -302,13 +301,13 @@ class Loop:
 
     @property
     def best_checkpoint(self) -> Path | None:
-        """The checkpoint of the best evaluation; None where none is asked for, or none was finite."""
+        """The checkpoint of the best evaluation; None without ``checkpoint.keep_best`` or a finite value."""
         if self.best is None or self.best.value is None:
             return None
         return self.journal.folder.checkpoints / folder_name(self.best.block, self.best.step)
 
     def _save_what_was_done(self) -> None:
-        """A checkpoint before the run ends with an error, which stays what it ends with if this fails too."""
+        """Save a checkpoint before the run ends with an error; if that fails too, only report it."""
         try:
             self.save()
             self._wait()
@@ -316,7 +315,7 @@ class Loop:
             self.journal.message(f"no further checkpoint: {error}")
 
     def restore(self, saved: Checkpoint) -> None:
-        """Go on from a checkpoint, which is read into the policy that there is."""
+        """Load a checkpoint."""
         remembered = restore_run(self.collector, self.learner, self.journal, saved)
         try:
             self.block_metrics = dict(remembered["block_metrics"])
@@ -344,15 +343,15 @@ class Loop:
 def next_block(
     collector: Collector, learner: Learner, journal: Journal
 ) -> tuple[JudgedBlock, ScoredBlock | None, Numbers]:
-    """The next block, on its way to its first step: collected, judged, packed, scored, given advantages, written down.
+    """Collect the next block, score it, compute advantages and write its rollouts.
 
     Args:
-        collector: draws and judges it.
-        learner: scores it and gives advantages.
+        collector: samples, and scores with the rewards.
+        learner: computes log-probs and advantages.
         journal: times the phases.
 
     Returns:
-        Everything that was drawn; what is trained on, None without a token; and metrics for the line of its first step.
+        All that was sampled; the block to train on, None if it has no token; and metrics for its first line.
     """
     done = learner.progress.block
     with journal.phase("rollout") as seconds:
@@ -361,14 +360,14 @@ def next_block(
     if "logp_sampler" in learner.algorithm.objective.needs:
         check_sampler_logp(completion for group in judged.trained for completion in group.completions)
     sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
-    if learner.ranks.any(sampled is None):  # all ranks make the pass, or none
+    if learner.ranks.any(sampled is None):  # all ranks take part in the scoring pass, or none
         sampled = None
     metrics["sampler/exact"] = int(sampled is not None)
     packed = pack_groups(judged.trained, version=learner.version)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return judged, None, metrics
-    if learner.policy.value_head is not None:  # its values need the pass
+    if learner.policy.value_head is not None:  # its values need the scoring pass
         sampled = None
     rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
     with journal.phase("scoring") as seconds:

@@ -1,4 +1,4 @@
-"""An exported folder as a repository of the hub, private unless somebody says otherwise."""
+"""Push an exported folder to a repository of the hub, private by default."""
 
 from pathlib import Path
 
@@ -12,15 +12,15 @@ from logitless.hub import use_cache_if_unreachable
 
 
 def check_push(repo: str, *, private: bool) -> None:
-    """Refuse a push that would fail, or that would publish what is to be private.
+    """Refuse a push that would fail, or that would make public what should be private.
 
     Args:
         repo: ``name``, or ``owner/name``.
-        private: whether nobody else may read it.
+        private: whether the repository should be private.
 
     Raises:
         UnavailableError: the hub does not answer, or nobody is logged in.
-        ConfigurationError: no name of a repository, or one that is there and public.
+        ConfigurationError: an invalid name, or a repository that exists and is public.
     """
     try:
         validate_repo_id(repo)
@@ -35,7 +35,7 @@ def check_push(repo: str, *, private: bool) -> None:
     api = huggingface_hub.HfApi()
     try:
         me = api.whoami()["name"]
-        whole = repo if "/" in repo else f"{me}/{repo}"  # a name alone would be asked for among the hub's own
+        whole = repo if "/" in repo else f"{me}/{repo}"  # without an owner the hub looks among its own repositories
         public = api.repo_exists(whole) and not api.repo_info(whole).private
     except (OSError, httpx.HTTPError) as error:  # no login, or the hub's refusal
         raise UnavailableError(
@@ -48,11 +48,11 @@ def check_push(repo: str, *, private: bool) -> None:
 
 
 def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
-    """Upload a folder as one commit; the repository is made if it is not there.
+    """Upload a folder as one commit; the repository is created if missing.
 
     Args:
         folder: with a model and its card.
-        repo, private: as for ``check_push``, which was asked before.
+        repo, private: as for ``check_push``, which the caller has called before.
         message: of the commit.
 
     Returns:

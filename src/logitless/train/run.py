@@ -1,4 +1,4 @@
-"""A run from its recipe: made anew, or continued from its latest checkpoint."""
+"""Run a recipe: start it, or continue it from a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -25,7 +25,7 @@ from logitless.train.assembly.stages import Inputs, Loaded, assemble, described,
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
 from logitless.train.learn.warm_start import warm_start
-from logitless.train.long_lived import left_alone
+from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.loop import Loop
 from logitless.train.plan.run_plan import check_disk, disk
 from logitless.train.recipe.config import Recipe
@@ -34,24 +34,13 @@ from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.result import RunResult, exported_in_words
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_told
+from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_counted
 from logitless.train.record.writers import check_writers, open_writers
 from logitless.train.report.page import write_report
 from logitless.train.store.atomic import write_folder_atomically
 from logitless.train.store.checkpoint import read_checkpoint, restore_parameters
 
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
-
-
-def start(recipe: Recipe, **options: Any) -> tuple[RunFolder, bool]:
-    """``run_recipe``, of which most callers want the folder and whether the run is complete.
-
-    Args:
-        recipe: checked.
-        **options: of ``run_recipe``.
-    """
-    result = run_recipe(recipe, **options)
-    return result.folder, result.complete
 
 
 def run_recipe(
@@ -69,11 +58,10 @@ def run_recipe(
     """Run a recipe, or continue it.
 
     Args:
-        recipe: checked.
         numbered, resume, fork, callbacks, clock: of ``logitless.train``.
-        open_engines: makes the engines of a resolved recipe, a model and its tokenizer; for one that no recipe names.
-        environment: what answers the policy; None for the recipe's.
-        ranks: that train together; each calls this with the same recipe, and the first one writes.
+        open_engines: makes the engines from resolved recipe, model and tokenizer; for engines that no recipe names.
+        environment: answers the policy; None for the recipe's.
+        ranks: that train together. All call this with the same recipe; only the first writes.
 
     Raises:
         LogitlessError: recipe, data, model or machine do not allow the run, or it cannot go on.
@@ -98,7 +86,7 @@ def run_recipe(
             loaded = load(inputs, ranks, weights=begun.warm_start)
         _check(inputs, loaded, ranks)
         folder, recipe = stack.enter_context(run_folder(begun, recipe, ranks, numbered=numbered))
-        services = stack.enter_context(ExitStack())  # closed before what a failed start left is removed
+        services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer))
         services.callback(engines.close)
@@ -106,14 +94,14 @@ def run_recipe(
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)
         loaded = _warm_started(inputs, loaded, journal, ranks)
         parts = assemble(inputs, loaded, engines, ranks, folder=folder.path)
-        del loaded  # where weights are cut, nobody keeps the whole ones
+        del loaded  # of a sharded model, whole weights must not stay in memory
         services.callback(parts.collector.close)
         journal.message(*described(parts, ranks))
         loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
         begun.restore(loop, recipe)
         loop.callbacks.start(folder.path, recipe)
         clock.outside(UNNAMED)
-        with left_alone():
+        with startup_objects_frozen():
             result = loop.run()
         _end(loop, result, inputs.tokenizer, services)
     loop.callbacks.end(result)
@@ -122,16 +110,16 @@ def run_recipe(
 
 @contextmanager
 def _on_its_device(section: ModelSection, clock: WallClock) -> Iterator[None]:
-    """Inside, the device of the model is the current one, and the clock hears of compilations there."""
+    """Inside, the model's device is the current one, and on a GPU the clock counts compilations."""
     device = device_of(section)
     with on_device(device), ExitStack() as stack:
         if device.type == "cuda":
-            stack.enter_context(compilations_told(clock))
+            stack.enter_context(compilations_counted(clock))
         yield
 
 
 def _check(inputs: Inputs, loaded: Loaded, ranks: Ranks) -> None:
-    """Refuse what only recipe, data and model together can get wrong, and a run that the disk has no room for."""
+    """Refuse data or a model that do not fit the recipe, and a run that the disk has no room for."""
     recipe, model = inputs.recipe, loaded.model
     check_before_start(recipe, inputs.data, model)
     with failing_together(ranks, "room on the disk"):
@@ -149,10 +137,9 @@ def _journal(
     stack: ExitStack,
     services: ExitStack,
 ) -> Journal:
-    """What is told everything: on the first rank it shows the user, and writes wherever the recipe says.
+    """The journal, with the live view and the recipe's writers on the first rank.
 
     Args:
-        recipe, folder, begun, ranks, clock: of the run.
         stack: closes the view.
         services: closes the writers.
     """
@@ -167,9 +154,9 @@ def _journal(
 
 
 def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks) -> Loaded:
-    """The model that reinforcement learning begins with; after a warm start it is left in the run's folder.
+    """Do the recipe's warm start, save its result in the run's folder, and return the model with it.
 
-    A run that goes on has it there, and its model was loaded with it.
+    A resumed run finds the result there; its model was loaded with it, and nothing is done.
     """
     recipe, model, left = loaded.recipe, loaded.model, journal.folder.warm_start
     journal.message(*effects(recipe.model, device_of(recipe.model), model, layers=loaded.chosen.layers_line))
@@ -186,13 +173,13 @@ def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks
 
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:
-    """Leave the weights of a complete run, close what was opened, and write summary and report."""
+    """Export the weights of a complete run, close engines and writers, and write summary and report."""
     journal, progress, ranks = loop.journal, loop.learner.progress, loop.ranks
     counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
     summary: dict[str, Any] = {"name": journal.folder.path.name, "ended_by": result.ended_by, **counts}
     if result.complete:
         with journal.phase("export"):
-            summary["exported"] = _put_back_best(loop)
+            summary["exported"] = _restore_best(loop)
             _export(loop, tokenizer)
         journal.message(exported_in_words(summary["exported"]))
     with journal.phase("closing"):
@@ -201,11 +188,11 @@ def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, serv
     with journal.phase("report"):
         if ranks.is_first:
             write_report(journal.folder.path)
-    journal.write_summary(summary)  # with the seconds of the report
+    journal.write_summary(summary)  # again: the report's seconds are known now
 
 
 def _export(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Leave what was trained in the formats that other programs read. A collective."""
+    """Write the trained weights in Hugging Face format, and a value head beside them. A collective."""
     policy, folder = loop.learner.policy, loop.journal.folder
     state = policy.whole_state(keep=loop.ranks.is_first)
     if loop.ranks.is_first:
@@ -214,18 +201,19 @@ def _export(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> None:
             save_value_head(policy.value_head, folder.value_head)
 
 
-def _put_back_best(loop: Loop) -> dict[str, Any]:
-    """Give the policy the weights of the best evaluation, where its checkpoint was kept; says which weights it has.
+def _restore_best(loop: Loop) -> dict[str, Any]:
+    """Load the weights of the best evaluation into the policy, if its checkpoint was kept. A collective.
 
     Returns:
-        ``which`` (``best`` or ``last``), ``block`` and ``step`` of the weights; of the best ``metric`` and ``value``.
+        Which weights the policy has: ``which`` (``best`` or ``last``), ``block`` and ``step``; of the best also
+        ``metric`` and ``value``.
     """
     progress, best, path = loop.learner.progress, loop.best, loop.best_checkpoint
     if best is None or path is None:
         return {"which": "last", "block": progress.block, "step": progress.step}
     with failing_together(loop.ranks, "the checkpoint of the best evaluation"):
         policy = loop.learner.policy
-        policy.release()  # whole weights were for sampling
+        policy.release()  # back to shards, which checkpoints are read into
         restore_parameters(policy.held(), read_checkpoint(path).tensors)
         policy.round_master_weights()
     place = {"which": "best", "block": best.block, "step": best.step}

@@ -1,6 +1,6 @@
-"""The policy of a run folder as it stands in one of its checkpoints, or in ``model/`` at its end.
+"""Load the policy of a run from one of its checkpoints, or from ``model/`` of a finished run.
 
-It is put together as the run does on ``--resume``: the model of the recipe, the warm start's weights, what was trained.
+It is built as on ``--resume``: the recipe's model, then the warm start's weights, then the trained weights.
 """
 
 import json
@@ -31,15 +31,15 @@ from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, 
 
 @dataclass(frozen=True)
 class SavedPolicy:
-    """A policy that was read back.
+    """A policy loaded from a run folder.
 
     Args:
-        recipe: the run's; ``model`` says how the policy is held now.
+        recipe: the run's, with ``model`` as the policy is held now.
         tokenizer: of the policy.
         policy: on its device.
         source: the checkpoint or ``model/`` that it is from.
         block: blocks that it was trained on.
-        step: optimizer steps that it has seen.
+        step: optimizer steps that were done.
     """
 
     recipe: Recipe
@@ -50,7 +50,7 @@ class SavedPolicy:
     step: int
 
     def engine(self) -> TransformersEngine:
-        """What samples with it in this process."""
+        """An engine in this process that samples with it."""
         engine = engine_here(self.recipe, self.policy.model, self.tokenizer)
         engine.load(self.policy.weights(), self.step)
         return engine
@@ -59,21 +59,18 @@ class SavedPolicy:
 def load_policy(
     folder: RunFolder, which: str = "latest", *, device: str | None = None, exact: bool = False
 ) -> SavedPolicy:
-    """Read a policy back; the process is set as for the run (``set_process``).
+    """Load a policy; sets up the process as for the run (``set_process``).
 
-    Layers are those of the recipe on a GPU, where row-invariant ones run, and transformers' own elsewhere: the same
-    function but for its rounding.
+    On a GPU it has the recipe's layers. Elsewhere it has transformers' own, which compute the same but for rounding.
 
     Args:
-        folder: of the run.
         which: ``latest`` (checkpoint, or ``model/`` where no checkpoint is left), ``best`` (under
             ``checkpoint.keep_best``), ``model``, a checkpoint's block number or its folder's name.
         device: ``cpu``, ``cuda``, ...; None for the recipe's.
-        exact: hold trained weights in float32, as they are in the checkpoint, also where the run computes with rounded
-            ones.
+        exact: hold trained weights in float32, as the checkpoint does, even if the run computes in bfloat16.
 
     Raises:
-        ConfigurationError: there is no such checkpoint, or the base model, tokenizer or warm start cannot be had.
+        ConfigurationError: there is no such checkpoint, or the base model, tokenizer or warm start is missing.
         CheckpointError: its files are damaged.
     """
     recipe = load_recipe(folder.config)
@@ -110,7 +107,7 @@ def load_policy(
 
 
 def chosen_source(folder: RunFolder, which: str) -> Path:
-    """The checkpoint, or ``model/``, that ``which`` means; see ``load_policy``.
+    """The checkpoint, or ``model/``, that ``which`` names; see ``load_policy``.
 
     Raises:
         ConfigurationError: there is none.
@@ -142,7 +139,7 @@ def chosen_source(folder: RunFolder, which: str) -> Path:
 
 
 def _read_adapter(model: nn.Module, folder: Path) -> None:
-    """Put the adapter that a finished run left into the fresh one of the model."""
+    """Load the adapter of a finished run into the model's adapter."""
     path = folder / "adapter_model.safetensors"
     try:
         stored = load_file(path)

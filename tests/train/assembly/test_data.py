@@ -11,8 +11,7 @@ from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.run import start
-from tests.train.tiny import give_chat_template, tiny_recipe, warm_start
+from tests.train.tiny import give_chat_template, start, tiny_recipe, warm_start
 
 
 def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):

@@ -13,10 +13,9 @@ from logitless.train.assembly import resolve
 from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.assembly.resolve import GPU_RULES, resolved
 from logitless.train.recipe.engine import GpuEngineSection
-from logitless.train.run import start
 from tests.train.engines import copying
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import finished_run, repeated, tiny_recipe, warm_start
+from tests.train.tiny import finished_run, repeated, start, tiny_recipe, warm_start
 
 # Evaluation at temperature 1, so that a difference in the weights shows.
 SAMPLED = {"every_blocks": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 6}, "success_at": 5.0}

@@ -10,8 +10,7 @@ from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import create_run_folder
-from logitless.train.run import start
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 
 def _parts(recipe) -> Parts:

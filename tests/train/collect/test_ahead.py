@@ -14,11 +14,10 @@ from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks
 from logitless.train.collect.collector import Collector
-from logitless.train.run import start
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint
 from logitless.types import Completion, Prompt
 from tests.train.engines import FakeEngine
-from tests.train.tiny import assert_equal, finished_run, tiny_recipe
+from tests.train.tiny import assert_equal, finished_run, start, tiny_recipe
 
 PROMPTS = [Prompt(str(i), "ab", (3, 4)) for i in range(8)]
 
@@ -107,7 +106,7 @@ def test_whoever_waits_can_be_interrupted_and_ask_again(ahead):
     before = collector.state_dict()
     first = collector.next(0)
     collector.load_state_dict(before)  # what the loop does after Ctrl-C: the block that is under way is not lost
-    assert len({g.prompt.id for block in (first, collector.next(1)) for g in block.drawn}) == 8
+    assert len({g.prompt.id for block in (first, collector.next(1)) for g in block.sampled}) == 8
 
 
 def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path):

@@ -25,14 +25,14 @@ def collector(answers=lambda _text, i: "a" * (1 + i), **options) -> Collector:
 
 
 def drawn(block) -> list[str]:
-    return [group.prompt.id for group in block.drawn]
+    return [group.prompt.id for group in block.sampled]
 
 
 def test_a_block_has_its_prompts_judged_in_the_order_of_the_seed():
     block = collector().next(0)
     assert drawn(block) == drawn(collector().next(0))
     assert len({*drawn(block)}) == 4
-    assert all(group.rewards == (1.0, 2.0) for group in block.drawn)
+    assert all(group.rewards == (1.0, 2.0) for group in block.sampled)
     assert (block.kept, block.rounds) == ((True,) * 4, 1)
 
 

@@ -15,11 +15,10 @@ from logitless.train.collect.failures import MOST_KINDS, Failures
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.recipe.loading import dump_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.types import Verdict
 from tests.train.groups import FINE
 from tests.train.groups import verdicts_of as block
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import start, tiny_recipe
 
 PICKY = """\
 def picky(completions, **columns):

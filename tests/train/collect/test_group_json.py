@@ -2,7 +2,7 @@
 
 import json
 
-from logitless.train.collect.group_json import group_as_json, group_of_json, put_together, taken_apart
+from logitless.train.collect.group_json import decode_groups, encode_groups, group_as_json, group_of_json
 from logitless.types import Completion, Group, Prompt, Verdict
 
 PROMPT = Prompt("0", "prompt 0", (1,))
@@ -10,7 +10,7 @@ PROMPT = Prompt("0", "prompt 0", (1,))
 
 def test_numbers_that_need_no_more_travel_in_four_bytes():
     small, large = (Group(PROMPT, (Completion("0", (x,), "", "stop", (-0.1,)),), ({},), (None,)) for x in (7, 2**40))
-    assert [len(taken_apart([group])[1]) for group in (small, large)] == [4 + 4 + 4, 4 + 8 + 4]
+    assert [len(encode_groups([group])[1]) for group in (small, large)] == [4 + 4 + 4, 4 + 8 + 4]
 
 
 def test_a_group_comes_back_equal_from_json():
@@ -23,5 +23,5 @@ def test_a_group_comes_back_equal_from_json():
     large = Group(group.prompt, (Completion("7", (2**40,), "", "stop", (-1e30,)),), verdicts[:1], (1.0,))
     assert group_of_json(group.prompt, json.loads(json.dumps(group_as_json(group)))) == group
     for groups in ([group], [group, large], []):
-        rest, numbers = taken_apart(groups)
-        assert put_together([group.prompt for group in groups], json.loads(json.dumps(rest)), numbers) == groups
+        rest, numbers = encode_groups(groups)
+        assert decode_groups([group.prompt for group in groups], json.loads(json.dumps(rest)), numbers) == groups

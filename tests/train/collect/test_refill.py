@@ -82,7 +82,7 @@ def test_a_place_without_a_signal_is_filled_again_while_the_others_are_still_sam
     opener.start()
     block = made.next(0)  # would wait for ever, were the fifth prompt not asked for before the gates open
     opener.join()
-    assert [group.prompt.id for group in block.drawn] == [*first, fifth]
+    assert [group.prompt.id for group in block.sampled] == [*first, fifth]
     assert block.kept == (False, True, True, True, True)
     assert block.rounds == 2
 
@@ -99,7 +99,7 @@ def _open_when(engine, prompt, gates):
 
 def test_a_place_is_refilled_as_often_as_there_would_be_rounds(collector):
     block = collector(Gated(without_signal=[p.id for p in PROMPTS]), max_refills=1, blocks=1).next(0)
-    assert (len(block.drawn), any(block.kept), block.rounds) == (8, False, 2)
+    assert (len(block.sampled), any(block.kept), block.rounds) == (8, False, 2)
 
 
 def test_a_block_that_needs_no_refill_is_the_one_that_rounds_would_draw(collector):
@@ -111,7 +111,7 @@ def test_a_block_that_needs_no_refill_is_the_one_that_rounds_would_draw(collecto
 def test_the_log_has_what_streamed_in_and_replays_it(collector, order):
     made = collector(Gated(without_signal=order[:2]))
     blocks = [made.next(block) for block in range(2)]
-    assert len(blocks[0].drawn) == 6
+    assert len(blocks[0].sampled) == 6
     replayed = collector(Gated(fails_at="0"), kind=ReplayingCollector)
     assert [replayed.next(block) for block in range(2)] == blocks
 

@@ -63,9 +63,9 @@ def test_the_lag_is_the_age_of_the_weights_that_drew_and_unknown_where_nobody_sa
     assert lag_metrics(drawn_with(5, 2, None), version=6) == expected
     assert lag_metrics(drawn_with(None, None), version=6) == {}
     block = drawn_with(5, 2)
-    [first, second] = block.drawn[0].completions
+    [first, second] = block.sampled[0].completions
     mixed = replace(second, token_versions=(2,) * (second.length - 1) + (5,))
-    block = replace(block, drawn=(replace(block.drawn[0], completions=(first, mixed)),))
+    block = replace(block, sampled=(replace(block.sampled[0], completions=(first, mixed)),))
     assert lag_metrics(block, version=6)["rollout/mixed_fraction"] == 0.5
 
 

@@ -11,7 +11,7 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import device_of
 from logitless.train.block import pack_groups
-from logitless.train.learn.learner import Learner
+from logitless.train.learn.learner import Learner, scores_in_training
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.step import backward
 from logitless.train.saving import halvings
@@ -93,9 +93,9 @@ HALF_SILENT = [group_of(name, [1.0] * 4 if name in "bd" else [0.0, 1.0, 1.0, 0.0
 
 
 def test_a_block_with_values_is_scored(tmp_path):
-    made = learner(tmp_path, **ONCE, algorithm__preset="ppo")
-    made.policy.value_head = object()
-    assert not made._may_score_itself(made._plan(pack_groups(GROUPS), 0, None))
+    for preset, in_training in (("grpo", True), ("ppo", False)):
+        made = learner(tmp_path, **ONCE, algorithm__preset=preset)
+        assert scores_in_training(made.recipe, made.algorithm, 1) == in_training
 
 
 def first_step(folder, **changes):

@@ -19,13 +19,12 @@ from logitless.train import loop
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores, scores_of
 from logitless.train.plan.run_plan import plan_of
-from logitless.train.run import start
 from logitless.types import Completion, Group, Prompt, TokenScores
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.models.kernels.exact_products import sum_products_in_float64
 from tests.train.engines import FakeEngine
 from tests.train.interrupting import before
-from tests.train.tiny import TINY_GPT2, finished_run, steps_of, tiny_raw, tiny_recipe, warm_start
+from tests.train.tiny import TINY_GPT2, finished_run, start, steps_of, tiny_raw, tiny_recipe, warm_start
 
 pytest.importorskip("triton")
 

@@ -12,10 +12,9 @@ from logitless.train.optim.master_weights import lower_to, master_weight
 from logitless.train.optim.optimizer import adamw, implementation, take_step
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.training import OptimizerSection
-from logitless.train.run import start
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.train import fake_torchao
-from tests.train.tiny import assert_same_end, finished_run, tiny_recipe
+from tests.train.tiny import assert_same_end, finished_run, start, tiny_recipe
 
 REAL = importlib.util.find_spec("torchao") is not None
 

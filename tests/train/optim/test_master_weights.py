@@ -182,7 +182,7 @@ class Lanes:
     def current(self, _: torch.device) -> "Lane":
         return self.lanes[0]
 
-    def beside(self, _: torch.device) -> "Lane":
+    def new(self, _: torch.device) -> "Lane":
         self.lanes.append(Lane(self))
         return self.lanes[-1]
 
@@ -241,7 +241,7 @@ def test_pieces_are_neither_updated_before_they_have_arrived_nor_overwritten_bef
     lanes = Lanes(random.Random(seed))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fused_adamw, "PIECE", 8)
-        patch.setattr(fused_adamw, "_Lane", lanes)
+        patch.setattr(fused_adamw, "_Stream", lanes)
         patch.setattr(fused_adamw, "_copy", lanes.later(fused_adamw._copy))
         patch.setattr(fused_adamw, "fused_update", lanes.later(update))
         update_from_host(pieces_of(columns[0], torch.device("cpu")), *columns)

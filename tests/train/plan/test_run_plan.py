@@ -11,9 +11,8 @@ from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.train.assembly.checks import positions
 from logitless.train.plan.run_plan import dry_run, plan_of
 from logitless.train.plan.training_memory import layer_bytes, training_memory
-from logitless.train.run import start
 from logitless.types import Completion
-from tests.train.tiny import finished_run, recorded_engine, tiny_model, tiny_recipe
+from tests.train.tiny import finished_run, recorded_engine, start, tiny_model, tiny_recipe
 
 # The tiny Llama: an embedding and a head of 11 x 16, four projections of 16 x 16, three of 16 x 32, three norms of 16
 NUM_WEIGHTS = 2 * 11 * 16 + 4 * 16 * 16 + 3 * 16 * 32 + 3 * 16

@@ -8,11 +8,10 @@ import pytest
 from logitless.errors import ConfigurationError
 from logitless.objective import presets
 from logitless.train.assembly.algorithm import algorithm_of
-from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, of_micro_batches
+from logitless.train.recipe.changes import Change, changes, check_resumed, in_words, parts_per_micro_batch
 from logitless.train.record.metrics import repeatable
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import finished_run, held_out_set, tiny_recipe
+from tests.train.tiny import completed, finished_run, held_out_set, tiny_recipe
 
 TRAINED = ("loss/", "optimizer/", "reward/", "kl_ref/", "entropy/", "ratio/")
 
@@ -43,7 +42,7 @@ def test_evaluation_and_limits_may_change_and_change_no_trained_bit(whole, tmp_p
         "train__max_blocks_without_signal": 7,
         "train__max_skipped_in_a_row": 9,
     }
-    assert start(tiny_recipe(tmp_path, **new), resume=True)[1]
+    completed(tiny_recipe(tmp_path, **new), resume=True)
     assert _trained(folder) == _trained(whole)
     assert folder.read_metrics()[-1]["held_out/more/prompts"] == 1
     changed = json.loads(folder.provenance.read_text())["starts"][1]["changed"]
@@ -56,7 +55,7 @@ def test_evaluation_and_limits_may_change_and_change_no_trained_bit(whole, tmp_p
 
 def test_micro_batches_may_change_with_a_message_and_change_rounding_alone(whole, tmp_path, capsys):
     folder = stopped_at(AMID, tiny_recipe(tmp_path))
-    assert start(tiny_recipe(tmp_path, train__tokens_per_micro_batch=64), resume=True)[1]
+    completed(tiny_recipe(tmp_path, train__tokens_per_micro_batch=64), resume=True)
     found, wanted = _trained(folder), _trained(whole)
     assert len(found) == len(wanted)
     assert found[:6] == wanted[:6]
@@ -93,7 +92,7 @@ def test_micro_batches_that_the_loss_looks_at_may_not_change(tmp_path):
         before, after = tiny_recipe(tmp_path, **parts), tiny_recipe(tmp_path, **parts, **other)
         with pytest.raises(ConfigurationError, match=r"on which algorithm\.entropy_bonus depends"):
             check_resumed(before, after, algorithm_of(after), can_fork=lambda: True)
-    assert of_micro_batches(presets.grpo()) == []
+    assert parts_per_micro_batch(presets.grpo()) == []
 
 
 def test_halvings_of_the_earlier_size_are_over_once_the_size_is_set_anew(tmp_path):
@@ -104,7 +103,7 @@ def test_halvings_of_the_earlier_size_are_over_once_the_size_is_set_anew(tmp_pat
     folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     smaller = tiny_recipe(tmp_path, train__tokens_per_micro_batch=16)
     stopped_at(7, smaller, resume=True)
-    assert start(smaller, resume=True)[1]
+    completed(smaller, resume=True)
     later = [line for line in folder.read_metrics() if line["step"] > 5 and "optimizer/halvings" in line]
     assert {line["optimizer/halvings"] for line in later} == {0}
     assert {line["optimizer/tokens_per_micro_batch"] for line in later} == {16}

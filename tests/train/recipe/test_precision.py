@@ -14,8 +14,7 @@ from logitless.train.assembly.resolve import resolved
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.recipe.loading import dump_recipe, load_recipe, parse_recipe
 from logitless.train.recipe.precision import dtype_line
-from logitless.train.run import start
-from tests.train.tiny import tiny_model, tiny_raw, tiny_recipe
+from tests.train.tiny import start, tiny_model, tiny_raw, tiny_recipe
 
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda")

@@ -15,12 +15,12 @@ from logitless.train.recipe.evaluation import StopSection, WatchSection
 from logitless.train.recipe.loading import dump_recipe
 from logitless.train.record.best import Best
 from logitless.train.record.run_folder import RunFolder, create_run_folder
-from logitless.train.run import run_recipe, start
+from logitless.train.run import run_recipe
 from logitless.train.saved_policy import chosen_source, load_policy
 from logitless.train.store import checkpoint as checkpoints
 from tests.ranks import run_on_ranks
 from tests.train.interrupting import stop_at
-from tests.train.tiny import assert_equal, assert_same_run, finished_run, held_out_set, tiny_raw, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, held_out_set, start, tiny_raw, tiny_recipe
 
 ACCURACY = [0.1, 0.3, 0.7, 0.6, 0.7, 0.5, 0.9]
 """Before the first block, after it, ...: the best is after the second block, and two evaluations are no better."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import yaml
 
-from logitless.train.record.wall_clock import WallClock, compilations_told
+from logitless.train.record.wall_clock import WallClock, compilations_counted
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.train.tiny import tiny_raw, tiny_recipe
@@ -77,10 +77,10 @@ def test_a_resumed_run_adds_up_to_the_clocks_of_all_its_processes(hands):
 
 COMPILES = """
 import torch
-from logitless.train.record.wall_clock import WallClock, compilations_told
+from logitless.train.record.wall_clock import WallClock, compilations_counted
 
 clock = WallClock()
-with compilations_told(clock):
+with compilations_counted(clock):
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
 told = clock.seconds()["compilation"]
 assert told > 0
@@ -100,7 +100,7 @@ def test_triton_says_what_it_compiles_to_whoever_listened_before_too():
     heard, clock = [], WallClock(clock=(hands := Hands()))
     other = triton.knobs.compilation.listener = lambda **told: heard.append(told)
     try:
-        with compilations_told(clock), clock.phase("rollout"):
+        with compilations_counted(clock), clock.phase("rollout"):
             hands.now = 3.0
             times = triton.knobs.CompileTimes(500_000, [("ttir", 1_000_000)], 500_000)
             triton.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=times, cache_hit=False)

@@ -13,9 +13,8 @@ from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.recipe.writers import TensorBoardSection, WriterSection
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.writers import ServiceWriter, open_writers
-from logitless.train.run import start
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import tiny_recipe
+from tests.train.tiny import completed, start, tiny_recipe
 
 RECORD = {"step": 3, "reward/mean": 0.5, "kl_ref/k3_mean": None, "optimizer/grad_norm": math.inf}
 
@@ -129,7 +128,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_service(calls, t
     folder = stopped_at(1, recipe)
     assert json.loads(folder.writers.read_text()) == ids
     calls.clear()
-    assert start(recipe, resume=True)[1]
+    completed(recipe, resume=True)
     wandb, trackio = (call[1] for call in calls if call[0] == "init")
     assert (wandb["id"], wandb["resume"]) == (ids["wandb"], "allow")
     assert (trackio["name"], trackio["resume"]) == (ids["trackio"], "allow")

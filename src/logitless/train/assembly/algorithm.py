@@ -1,4 +1,4 @@
-"""From a recipe to its algorithm, and to the value head that goes with it."""
+"""The algorithm of a recipe, and its value head."""
 
 import logging
 from dataclasses import replace
@@ -19,11 +19,11 @@ logger = logging.getLogger("logitless")
 
 
 def algorithm_of(recipe: Recipe) -> Algorithm:
-    """The preset with the recipe's replacements, its KL and its lengths filled in.
+    """The preset of a recipe with the parts that the recipe replaces, its KL and its completion length.
 
     Raises:
-        ConfigurationError: an unknown preset, parameters it does not have, parts that do not go together, or a part of
-            one's own that does not pass its trial.
+        ConfigurationError: an unknown preset, unknown parameters, parts that do not go together, or a part of the
+            user's own that fails its trial.
     """
     section = recipe.algorithm
     preset = algorithm(section.preset, section.parameters)
@@ -63,11 +63,10 @@ def value_head_of(recipe: Recipe, algorithm: Algorithm, model: nn.Module) -> Val
 
     Args:
         recipe: names a file to start from, or none.
-        algorithm: of the recipe.
         model: the policy's.
 
     Raises:
-        ConfigurationError: the file is not that of a value head that fits the model.
+        ConfigurationError: the file holds no value head that fits the model.
     """
     if algorithm.value_loss is None:
         return None

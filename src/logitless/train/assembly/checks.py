@@ -1,8 +1,4 @@
-"""What is checked when recipe, data and model are all known, and before a run has drawn its first token.
-
-What a part can check alone it checks itself, when it is made; here is what only two of them together can get wrong.
-``--dry-run`` checks the same.
-"""
+"""Checks that need recipe, data and model together; made before a run samples its first token, and by ``--dry-run``."""
 
 import sys
 from collections import Counter
@@ -27,7 +23,7 @@ from logitless.types import Completion, Prompt
 
 @dataclass(frozen=True)
 class Built:
-    """A recipe with what it names.
+    """A recipe with its data and model, as the subject of rules.
 
     Args:
         recipe: checked.
@@ -40,24 +36,19 @@ class Built:
     model: nn.Module
 
     @property
-    def positions(self) -> int | None:
-        """See ``positions``."""
-        config: Any = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
-        return positions(config)
-
-    @property
     def too_long(self) -> str:
-        """The first prompts whose completions may end beyond the positions that the model knows, in words."""
-        limit = self.positions or sys.maxsize
+        """The first prompts whose completions may need more positions than the model has, in words; empty if none."""
+        config: Any = causal_lm(self.model).config.get_text_config()  # type: ignore[union-attr]
+        limit = positions(config) or sys.maxsize
         for prompts, (most, key) in self._prompts():
             longest = max((len(prompt.token_ids) for prompt in prompts), default=0)
-            if prompts and longest + most - 1 > limit:  # the last token is drawn and not read
+            if prompts and longest + most - 1 > limit:  # the last token is sampled and never read
                 fits = max(0, limit - longest + 1)
                 return f"prompts of up to {longest} tokens and {key}={most}, of which {fits} fit into {limit} positions"
         return ""
 
     def _prompts(self) -> Iterator[tuple[tuple[Prompt, ...], tuple[int, str]]]:
-        """Prompts of each set, with the most tokens that a completion of them has, and the key that says so."""
+        """The prompts of each set, most tokens of their completions, and the key that sets this number."""
         rollout, judged = self.recipe.rollout, self.recipe.evaluation
         several = (rollout.longest_completion, "rollout.limits.max_tokens")
 
@@ -72,13 +63,13 @@ class Built:
 
     @cached_property
     def recorded(self) -> list[Completion]:
-        """Of the file that the engine replays."""
+        """The completions that the engine replays."""
         path = self.recipe.rollout.engine.recorded_file
         return [] if path is None else read_completions(path)
 
     @cached_property
     def unknown_token(self) -> str:
-        """The first recorded token that the model does not have, in words."""
+        """The first recorded token that is not in the model's vocabulary, in words; empty if none."""
         vocabulary = causal_lm(self.model).get_input_embeddings().weight.shape[0]
         for completion in self.recorded:
             for token in completion.token_ids.tolist():
@@ -90,7 +81,7 @@ class Built:
 
     @cached_property
     def too_few(self) -> str:
-        """The first prompt with fewer recorded completions than are wanted, in words."""
+        """The first prompt with too few recorded completions, in words; empty if none."""
         count = Counter(completion.prompt_id for completion in self.recorded)
         wanted = self.recipe.rollout.completions_per_prompt
         few = next((prompt.id for prompt in self.data.train if count[prompt.id] < wanted), None)
@@ -104,20 +95,17 @@ _recorded = Setting[Built](
 BUILT_RULES: tuple[Rule[Built], ...] = (
     Setting[Built]("data.max_prompt_tokens and sampling.max_new_tokens").needs(
         "as many positions as the model knows for a prompt and its completion",
-        holds=lambda built: not built.too_long,
         given=lambda built: built.too_long,
         remedy="Lower one of them.",
     ),
     _recorded.needs(
         "token ids that the model has",
-        holds=lambda built: not built.unknown_token,
         given=lambda built: built.unknown_token,
         remedy="Record with the model's own tokenizer.",
         kind=DataError,
     ),
     _recorded.needs(
         "rollout.completions_per_prompt of every prompt",
-        holds=lambda built: not built.too_few,
         given=lambda built: built.too_few,
         remedy="Record more, ask for fewer completions a prompt, or leave the prompt out.",
         kind=DataError,
@@ -126,13 +114,11 @@ BUILT_RULES: tuple[Rule[Built], ...] = (
 
 
 def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
-    """Refuse a recipe that breaks one of the rules above, or that about moments on this machine.
+    """Refuse a recipe that breaks one of the rules above, or a rule about ``train.optimizer.moments``.
 
-    On the meta device a GPU elsewhere is planned for.
+    A model on the meta device is checked for the recipe's device, which need not be on this machine.
 
     Args:
-        recipe: checked.
-        data: of the recipe.
         model: of the recipe, on any device, ``meta`` included.
 
     Raises:
@@ -146,10 +132,10 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
 
 
 def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
-    """How the recipe's ``parallel`` arranges so many processes, checked.
+    """The arrangement of ``world`` processes by the recipe's ``parallel``, checked.
 
     Raises:
-        LogitlessError: a number of processes that does not fit, or a part that needs what these processes do not have.
+        LogitlessError: a number of processes that does not fit, or a setting that does not run on several.
     """
     parallel = recipe.parallel
     arrangement = Arrangement.of(
@@ -164,7 +150,7 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
 
 
 def positions(config: Any) -> int | None:
-    """How many positions a model knows, those that a scaling of its rotary embedding adds included; None: no limit.
+    """Number of positions of a model, a scaled rotary embedding's included; None if there is no limit.
 
     Example:
         >>> from transformers import LlamaConfig

@@ -1,4 +1,4 @@
-"""Choices of a recipe that cost more than a factor of two on this GPU, each with what to do about it.
+"""Warnings about choices of a recipe that make it more than twice as slow on a GPU.
 
 On an H200, Qwen2.5-0.5B takes 4.1 times as long to train a step with transformers' layers under autocast as with
 row-invariant ones, and 9.7 times as long to sample with transformers as with the GPU engine (docs/performance.md has
@@ -15,11 +15,10 @@ _SAMPLING = f"sampling takes about 10 times as long ({_PAGE})"
 
 
 def costly_choices(chosen: Resolved, device: torch.device) -> list[str]:
-    """A warning for each choice that makes a run on a GPU more than twice as slow; none on a CPU.
+    """A warning for each choice that makes a run on a GPU more than twice as slow, with a remedy; none on a CPU.
 
     Args:
-        chosen: recipe of the run.
-        device: that the run is on.
+        chosen: resolved recipe of the run.
     """
     recipe, because = chosen.recipe, chosen.because
     engine = recipe.rollout.engine
@@ -32,7 +31,7 @@ def costly_choices(chosen: Resolved, device: torch.device) -> list[str]:
         )
         return [f"WARNING: {SPLIT}: {_SAMPLING}. {remedy}"] * samples_here
     if recipe.model.layers != "row_invariant":
-        cause, remedy = _why_own_layers(chosen)
+        cause, remedy = _why_not_row_invariant(chosen)
         return [f"WARNING: layers are not the row-invariant ones, for {cause}: {_STEP}. {remedy}"]
     if not samples_here:
         return []
@@ -41,8 +40,8 @@ def costly_choices(chosen: Resolved, device: torch.device) -> list[str]:
     return [f"WARNING: transformers samples, for {cause}: {_SAMPLING}. {remedy}"]
 
 
-def _why_own_layers(chosen: Resolved) -> tuple[str, str]:
-    """What keeps a model from row-invariant layers, and what to do."""
+def _why_not_row_invariant(chosen: Resolved) -> tuple[str, str]:
+    """Why a model does not have row-invariant layers, and the remedy."""
     section, cause = chosen.recipe.model, chosen.because.get(LAYERS)
     if cause is None:
         return f"model.layers: {section.layers}", "Leave model.layers out."

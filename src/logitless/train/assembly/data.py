@@ -1,4 +1,4 @@
-"""From a recipe to its prompts, the order they are drawn in, and its rewards, each checked before the first rollout."""
+"""Prompts, their order, and rewards of a recipe, checked before the first rollout."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,14 +20,14 @@ from logitless.types import Prompt
 
 @dataclass(frozen=True)
 class Data:
-    """Prompts, and the account of what was left out.
+    """The prompts of a recipe.
 
     Args:
-        train: prompts to train on; none is held out.
+        train: prompts to train on, without held-out ones.
         held_out: prompts to evaluate on.
-        warm_start: prompts with answers, none held out.
-        counts: rows read and dropped, by source.
-        held_out_sets: further prompts to evaluate on, by the name of their set.
+        warm_start: prompts with answers, without held-out ones.
+        counts: numbers of rows read and dropped, by source.
+        held_out_sets: further prompts to evaluate on, by name of their set.
     """
 
     train: tuple[Prompt, ...]
@@ -38,12 +38,12 @@ class Data:
 
     @property
     def judged(self) -> tuple[Prompt, ...]:
-        """All that rewards will read: to train and to evaluate on."""
+        """All prompts whose completions get rewards: to train and to evaluate on."""
         return (*self.train, *self.all_held_out)
 
     @property
     def all_held_out(self) -> tuple[Prompt, ...]:
-        """Of every held-out set."""
+        """The prompts of every held-out set."""
         return (*self.held_out, *(prompt for prompts in self.held_out_sets.values() for prompt in prompts))
 
 
@@ -53,12 +53,10 @@ def data_of(
     """Load all prompts of a recipe; held-out texts are removed from training.
 
     Args:
-        recipe: checked.
-        tokenizer: of the policy.
-        tools: of the environment, that prompts tell of.
+        tools: of the environment, which the chat template puts into prompts.
 
     Raises:
-        DataError: nothing is left to train on, and whatever the sources raise.
+        DataError: too few prompts are left to train on, or a source cannot be read.
 
     Warns:
         OverlapWarning: instruction ids are both trained on and held out.
@@ -104,16 +102,15 @@ def data_of(
             given=f"{len(train)} ({ ({name: counts[name] for name in recipe.training_sources}) })",
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
-    order_of(recipe, train)  # says what a mixture lacks, before anything else is loaded
+    order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
     warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
     return Data(train, held_out, warm, counts, sets)
 
 
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
-    """In which order prompts are drawn: an epoch of one source after another, or a mixture's sources in turn.
+    """The order of training prompts: random permutations of one source, or a mixture's sources by weight.
 
     Args:
-        recipe: checked.
         prompts: to train on.
 
     Raises:
@@ -131,14 +128,14 @@ def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOr
 
 
 def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
-    """What the recipe's suites read as ids in these rows; whether they are ids is checked with the rewards."""
+    """Instruction ids in the columns that the recipe's instruction rewards read; checked later, by the rewards."""
     columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
     given = [prompt.columns.get(name) for prompt in prompts for name in columns]
     return {name for ids in given if isinstance(ids, list) for name in ids if isinstance(name, str)}
 
 
 def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:
-    """The recipe's rewards, each checked against every row that it will be given."""
+    """The recipe's rewards, each checked against all rows that it applies to."""
     rewards = weighted(recipe.rewards)
     for entry in rewards:
         rows = [prompt.columns for prompt in prompts if entry.applies_to(prompt.source)]

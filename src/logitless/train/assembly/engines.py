@@ -1,4 +1,4 @@
-"""The one place where an engine is opened: a recipe names it, a member of a union describes it."""
+"""The engines of a recipe."""
 
 import importlib.util
 from dataclasses import dataclass
@@ -41,11 +41,11 @@ from logitless.train.record.metrics import Numbers
 
 @dataclass(frozen=True)
 class Engines:
-    """What samples in a run.
+    """The engines of a run.
 
     Args:
-        training: completions to train on.
-        evaluation: completions of held-out prompts, always with the policy's weights; may be the same engine.
+        training: samples completions to train on.
+        evaluation: samples completions of held-out prompts, always with the policy's weights; may be the same engine.
     """
 
     training: Engine
@@ -58,14 +58,14 @@ class Engines:
 
     @property
     def in_this_process(self) -> bool:
-        """Whether one of them samples with the module that it is handed, whose weights must then be whole."""
+        """Whether one of them samples in this process, with the policy's module, whose weights must then be whole."""
         return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
 
     def load_all(self, weights: Weights, version: int) -> Numbers:
-        """Every engine samples with these weights from now on; what those that push them somewhere say of it."""
+        """Give the weights to every engine; returns the transfer metrics of engines on servers."""
         numbers: Numbers = {}
         for engine in self.distinct:
-            # No EngineError, for which ranks save a checkpoint together: here one may fail alone.
+            # Not an EngineError: on that all ranks save a checkpoint together, but here one may fail alone.
             what = f"an engine that takes weights in {type(engine).__name__}.load (rollout.engine)"
             with blamed(what, TrainingError, passing=torch.OutOfMemoryError):
                 engine.load(weights, version)
@@ -74,19 +74,16 @@ class Engines:
         return numbers
 
     def close(self) -> None:
-        """Give back what they hold."""
+        """Close every engine."""
         for engine in self.distinct:
             engine.close()
 
 
 def engines_on(ranks: Ranks, engines: Engines) -> Engines:
-    """The engines as several ranks share them: one rank of each node asks servers; any other engine is in each rank.
-
-    A collective.
+    """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
 
     Args:
-        ranks: of the run.
-        engines: that this rank opened.
+        engines: opened by this rank.
     """
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
@@ -95,16 +92,15 @@ def engines_on(ranks: Ranks, engines: Engines) -> Engines:
 
 
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
-    """The engines of a recipe. A replayed file says nothing of the policy, so beside one the policy is evaluated here.
+    """The engines of a recipe. If completions are replayed, held-out prompts are sampled in this process.
 
     Args:
         recipe: resolved.
-        model: that an engine in this process samples with, until it is given other weights.
-        tokenizer: of the model.
+        model: of the policy, for engines in this process.
 
     Raises:
-        DataError: a file of completions that is absent or malformed.
-        UnavailableError: a model that the engine cannot run.
+        DataError: a file of completions is missing or malformed.
+        UnavailableError: the engine is not installed or cannot run the model.
     """
     here = engine_here(recipe, model, tokenizer)
     training = OwnCopy(here.clone()) if recipe.rollout.samples_with_a_copy else here
@@ -112,7 +108,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         case TransformersEngineSection():
             return Engines(training, here)
         case RecordedEngineSection(path=path) if Path(path).is_dir():
-            return Engines(here, here)  # a run's log, which the collector reads: nothing is sampled for training
+            return Engines(here, here)  # the collector replays the log: nothing is sampled for training
         case RecordedEngineSection(path=path):
             return Engines(RecordedEngine(Path(path)), here)
         case AutoEngineSection():
@@ -131,12 +127,10 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
 
 def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
-    """The engine that samples any model in this process, as a recipe sets it.
+    """The engine ``transformers``, which samples any model in this process.
 
     Args:
-        recipe: says how many rows and tokens at once, and in which dtype.
-        model: that it samples with, until it is given other weights.
-        tokenizer: of the model.
+        recipe: sets batch sizes and autocast.
     """
     return TransformersEngine(
         model,
@@ -153,15 +147,15 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
     patience = Patience(give_up_seconds=section.give_up_seconds)
     served = section.model or str(recipe.model.source)
     match section.weights:
-        case FolderWeightsSection() as way:
+        case FolderWeightsSection() as folder:
             sync: WeightSync = FolderSync(
                 served,
                 patience,
-                root=None if way.path is None else Path(way.path),
-                dtype=None if way.dtype is None else getattr(torch, way.dtype),
-                differences_in_a_row=way.differences_in_a_row,
-                loader=way.loader,
-                seconds=way.seconds,
+                root=None if folder.path is None else Path(folder.path),
+                dtype=None if folder.dtype is None else getattr(torch, folder.dtype),
+                differences_in_a_row=folder.differences_in_a_row,
+                loader=folder.loader,
+                seconds=folder.seconds,
                 in_flight=section.in_flight,
             )
         case AdapterWeightsSection(path=path):
@@ -207,7 +201,7 @@ def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedToken
 
 
 def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizerBase, *, exact: bool) -> Probe:
-    """The probe of a recipe; without a bound of its own, a narrow one where both sides are float32."""
+    """The probe of a recipe; its default bound is narrow if trainer and sampler (``exact``) compute in float32."""
     exact = exact and recipe.model.autocast is None and recipe.model.trained_dtype == "float32"
     autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
     return Probe(

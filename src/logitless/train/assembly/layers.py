@@ -1,4 +1,4 @@
-"""Which models row-invariant layers serve, as rules that ``auto``, errors and the page on recipes read."""
+"""Rules of ``model.layers``: what row-invariant layers need; read by ``auto``, errors and docs/configuration.md."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from logitless.train.recipe.rule import Rule, Setting, is_installed, unmet
 
 
 def no_row_invariant(reason: str) -> UnavailableError:
-    """That row-invariant layers, which are asked for by name, do not serve."""
+    """The error for a recipe that names row-invariant layers where they cannot run."""
     return UnavailableError(
         needed="a model and a GPU that row-invariant layers serve",
         given=reason,
@@ -24,12 +24,12 @@ def no_row_invariant(reason: str) -> UnavailableError:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A model with transformers' own layers, for rules about others.
+    """A model with transformers' own layers, as the subject of rules.
 
     Args:
-        section: that it is made from.
+        section: of the recipe.
         model: on any device.
-        device: that it is to run on.
+        device: that it will run on.
     """
 
     section: ModelSection
@@ -38,7 +38,7 @@ class Fitted:
 
     @property
     def uncovered(self) -> str:
-        """What row-invariant layers do not cover."""
+        """Parts of the model that row-invariant layers do not cover, in words; empty if they cover all."""
         if not is_installed("triton"):
             return ""
         from logitless.models.row_invariant.coverage import uncovered
@@ -47,7 +47,7 @@ class Fitted:
 
     @property
     def is_slow(self) -> bool:
-        """Whether its weights are in float32, which no tensor core multiplies, on a GPU."""
+        """Whether it has float32 weights on a GPU, whose tensor cores do not multiply them."""
         weight = backbone(self.model).get_input_embeddings().weight  # type: ignore[operator]
         return self.device.type != "cpu" and weight.dtype == torch.float32
 
@@ -72,7 +72,6 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
     *(rule.on(_section) for rule in ROW_INVARIANT),
     _named.needs(
         "a model that they cover (docs/bits.md)",
-        holds=lambda fitted: not fitted.uncovered,
         given=lambda fitted: fitted.uncovered,
         remedy="docs/bits.md lists what they cover; rollout.engine: vllm samples such a model faster.",
     ),
@@ -83,7 +82,7 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
         remedy="Leave model.layers out.",
     ),
 )
-"""What row-invariant layers need of a model, by whatever name they are asked for."""
+"""What row-invariant layers need, set by name or by ``auto``."""
 
 
 AUTO_LAYER_RULES: tuple[Rule[Fitted], ...] = (
@@ -106,23 +105,22 @@ AUTO_LAYER_RULES: tuple[Rule[Fitted], ...] = (
         remedy="Leave model.dtype out where the GPU computes in bfloat16.",
     ),
 )
-"""What would make them slow, and is no reason against them by name."""
+"""What ``auto`` needs besides: otherwise they run, but slowly."""
 
 
 def against_row_invariant(
     section: ModelSection, model: nn.Module, device: torch.device | None = None
 ) -> list[LogitlessError]:
-    """What keeps a model with transformers' own layers from row-invariant ones; nothing where they serve.
+    """Reasons against giving a model row-invariant layers; empty where they run.
 
     Args:
-        section: of the recipe.
-        model: of the section.
-        device: that it is to run on; None for the one that it is on.
+        model: with transformers' own layers.
+        device: that it will run on; None for the model's.
     """
     fitted = Fitted(section, model, device or next(model.parameters()).device)
     return unmet((*LAYER_RULES, *(AUTO_LAYER_RULES if section.layers == "auto" else ())), fitted)
 
 
 def in_words(against: Sequence[LogitlessError]) -> str:
-    """What was found against a choice; empty where nothing was."""
+    """What the errors were given, joined; empty without errors."""
     return "; ".join(dict.fromkeys(each.given for each in against))

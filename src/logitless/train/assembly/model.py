@@ -1,4 +1,4 @@
-"""From the section ``model`` to tokenizer and policy model, with its adapters and layers."""
+"""Tokenizer and policy model of the section ``model``, with adapters and layers."""
 
 import logging
 from pathlib import Path
@@ -27,7 +27,7 @@ def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of a recipe.
 
     Raises:
-        ConfigurationError: none is named beside a model that is a bare config, or its chat template does not read
+        ConfigurationError: the model is a config and no tokenizer is named, or the chat template does not use
             ``chat_template_kwargs``.
     """
     source = section.tokenizer if section.tokenizer is not None else section.source
@@ -51,16 +51,15 @@ def policy_model(
     weights: Path | None = None,
     empty: bool = False,
 ) -> nn.Module:
-    """The model to train: every weight in ``trained_dtype``, under LoRA adapters in it on a frozen base.
+    """The model to train: all weights in ``trained_dtype``, or under LoRA a frozen base with an adapter in it.
 
     Args:
-        section: of the recipe.
         tokenizer: must fit the vocabulary.
-        seed: of random weights and of the adapter's.
+        seed: of random weights, the adapter's included.
         device: ``meta`` for a dry run.
-        weights: folder with the weights of a run: a whole model, or under LoRA the adapter of a warm start, which is
-            merged before the adapter to train is added.
-        empty: without its weights, and those of the adapter to train; see ``load_model``.
+        weights: folder with weights of the run: a whole model, or under LoRA the adapter of a warm start, which is
+            merged into the base before a fresh adapter is added.
+        empty: leave weights uninitialised; see ``load_model``.
     """
     full = section.lora is None
     stored = full and weights is not None
@@ -93,8 +92,10 @@ def policy_model(
 
 
 def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
-    """The model that reinforcement learning begins with: under LoRA what was learnt is merged into the base that is
-    there, and a fresh adapter added; it is the model that ``policy_model`` makes of the warm start's weights."""
+    """The model after a warm start: under LoRA the adapter is merged into the base, and a fresh one is added.
+
+    It is equal to what ``policy_model`` makes from the saved weights of the warm start.
+    """
     if section.lora is None:
         return model
     if hasattr(backbone(model), "row_invariant"):
@@ -111,11 +112,10 @@ def lora_options(section: ModelSection) -> LoraOptions:
 
 
 def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
-    """Whether the model stays in the host's memory, of the first rank alone, until its units go to the device one by
-    one, to be cut there.
+    """Whether the first rank loads the model into host memory, from where its units are sharded one by one.
 
-    Not where the whole model is trained or measured before, nor where a CPU cannot try its layers (``why_unshared``
-    and ``install_liger_layers`` run a few tokens): Liger's kernels, compiled ones, chosen backends of attention.
+    Not if the whole model must run on the device before: for a warm start, to measure activations, or to try layers
+    that do not run on a CPU (Liger's, compiled ones, chosen attention backends).
     """
     model = recipe.model
     runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
@@ -124,7 +124,7 @@ def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
 
 
 def _finish(section: ModelSection, model: nn.Module) -> None:
-    """Round what is trained to its dtype, masters keeping what was there, and exchange the layers."""
+    """Round trained weights to their dtype (master weights keep float32), and exchange the layers."""
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
     if section.layers == "liger":
@@ -134,12 +134,12 @@ def _finish(section: ModelSection, model: nn.Module) -> None:
 
 
 def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
-    """Row-invariant layers, checked on this GPU; under ``auto`` only where they serve, which ``effects`` then says.
+    """Install row-invariant layers, checked on this GPU; under ``auto`` only where they run.
 
-    On the meta device a model is looked at and left as it is.
+    A model on the meta device is checked and left as it is.
 
     Raises:
-        UnavailableError: they are asked for by name, and something stands in the way (``against_row_invariant``).
+        UnavailableError: the recipe names them, and they cannot run (``against_row_invariant``).
     """
     reason = in_words(against_row_invariant(section, model))
     device = next(model.parameters()).device
@@ -147,7 +147,7 @@ def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
         from logitless.models.row_invariant.layers import install_row_invariant
 
         installation = install_row_invariant(model)
-        if not _keeps_bits(model):
+        if not _passes_self_check(model):
             installation.remove()
             reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
             logger.warning("layers: transformers' own, for %s", reason)
@@ -157,8 +157,8 @@ def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
         raise no_row_invariant(reason)
 
 
-def _keeps_bits(model: nn.Module) -> bool:
-    """What this GPU's self-check says; the interpreter on a CPU has one order of every sum."""
+def _passes_self_check(model: nn.Module) -> bool:
+    """Whether attention is bitwise identical on this GPU; on a CPU Triton's interpreter always is."""
     from logitless.models.row_invariant.self_check import self_check
 
     return next(model.parameters()).device.type != "cuda" or self_check(model).exact

@@ -1,4 +1,4 @@
-"""The policy of a recipe and what scores beside it, made alike for a run and for a forecast of one."""
+"""The policy of a recipe and its reference, for a run and for a forecast of one."""
 
 import math
 
@@ -17,12 +17,10 @@ from logitless.train.recipe.config import Recipe
 
 
 def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> Policy:
-    """A model as the recipe has it scored and trained.
+    """A policy with the recipe's settings around a model.
 
     Args:
-        recipe: checked.
-        model: of the recipe.
-        value_head: on its last hidden states.
+        value_head: for an algorithm with a value loss.
     """
     return Policy(
         model,
@@ -36,11 +34,9 @@ def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = N
 def policies_of(
     recipe: Recipe, algorithm: Algorithm, model: nn.Module
 ) -> tuple[Policy, Scorer | None, ActivationPlan | None]:
-    """The policy; its reference as it is now, where the recipe has a KL; what layers keep, where it sets a limit.
+    """The policy; its reference (a frozen copy) if the recipe has a KL; the activation plan if it sets a limit.
 
     Args:
-        recipe: checked.
-        algorithm: of the recipe.
         model: that is trained.
     """
     policy = policy_of(recipe, model, value_head_of(recipe, algorithm, model))
@@ -50,7 +46,7 @@ def policies_of(
     elif recipe.kl is not None:
         reference = policy_of(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
     plan: ActivationPlan | None = None
-    if recipe.train.activation_memory is not None:  # after the reference, which is a copy and keeps nothing
+    if recipe.train.activation_memory is not None:  # after the reference was copied, which keeps no activations
         plan = fit_activations(
             model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
         )
@@ -58,12 +54,11 @@ def policies_of(
 
 
 def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tensor) -> bool:
-    """Whether a sharded LM head scores the rows of all ranks together, as ``parallel.vocabulary`` says.
+    """Whether a sharded LM head scores the tokens of all ranks together (``parallel.vocabulary``).
 
-    ``auto``: where that sends fewer bytes for the largest micro-batch (``head_traffic``).
+    Under ``auto``, if that sends fewer bytes for the largest micro-batch (``head_traffic``).
 
     Args:
-        recipe: checked.
         arrangement: of its processes.
         weight: of the LM head, sharded or not yet.
 
@@ -91,15 +86,15 @@ def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tens
 def head_traffic(weight: torch.Tensor, cut: int, tokens: int, number: int, *, all_rows: bool) -> int:
     """Bytes that a rank sends for a sharded LM head in the forward and backward of a micro-batch.
 
-    Own rows: shards come by twice, and the float32 gradient of each goes to its owner. All rows: hidden states go to
-    all ranks, and their float32 gradients are summed over all.
+    ``own_rows``: every shard travels twice, and its float32 gradient once. ``all_rows``: hidden states go to all ranks,
+    and their float32 gradients are summed over all.
 
     Args:
         weight: [V, D], trained or not.
-        cut: ranks that have shards of it.
+        cut: number of shards.
         tokens: N, of each rank.
         number: bytes of a number in products.
-        all_rows: which of the two.
+        all_rows: count ``all_rows``; else ``own_rows``.
 
     Example:
         >>> weight = torch.zeros(100, 8)

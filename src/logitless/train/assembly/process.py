@@ -1,4 +1,4 @@
-"""Device, allocator, matmul precision and attention kernels of the process, and what of them is really in force."""
+"""Settings of the process: device, allocator, matmul precision, attention kernels; and which are really in force."""
 
 import os
 import random
@@ -19,7 +19,7 @@ from logitless.train.recipe.precision import dtype_line
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run there: on a GPU, or in its interpreter, for tests."""
+    """Whether Triton kernels run on a device: on a GPU, or in Triton's interpreter, for tests."""
     return device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -58,7 +58,7 @@ _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
 
 
 def sdpa_allowed() -> list[str]:
-    """Kernels that scaled_dot_product_attention may choose from, as the process is set.
+    """Kernels that scaled_dot_product_attention may choose from in this process.
 
     Example:
         >>> "math" in sdpa_allowed()
@@ -68,9 +68,9 @@ def sdpa_allowed() -> list[str]:
 
 
 def set_process(section: ModelSection, *, seed: int) -> None:
-    """Settings that must precede the first tensor on a GPU and the first product.
+    """Set up the process; before the first tensor on a GPU.
 
-    The global generators are seeded for code that draws from them; nothing of logitless does.
+    Global random generators are seeded for code of others: logitless does not use them.
     """
     set_allocator(section.allocator)
     torch.manual_seed(seed)
@@ -84,7 +84,7 @@ def set_process(section: ModelSection, *, seed: int) -> None:
 
 
 def set_allocator(setting: str | None) -> None:
-    """Set torch's CUDA allocator for this process and those that it starts, unless the user or a recipe did before.
+    """Set torch's CUDA allocator for this process and its children, unless it is set already.
 
     Args:
         setting: as of ``PYTORCH_CUDA_ALLOC_CONF``; None leaves it to torch.
@@ -92,23 +92,20 @@ def set_allocator(setting: str | None) -> None:
     if setting is not None and allocator_of_environment() is None:
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = setting
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            # Ranks and doctor have asked CUDA for its devices before: the variable is not read any more.
+            # CUDA was initialised before (by ranks or doctor), and the variable is not read any more.
             torch._C._accelerator_setAllocatorSettings(setting)
 
 
 def allocator_of_environment() -> str | None:
-    """The user's setting of torch's CUDA allocator, under either of its names, or what a recipe set before."""
+    """The setting of torch's CUDA allocator in the environment, under either of its names; None if there is none."""
     return os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or os.environ.get("PYTORCH_ALLOC_CONF") or None
 
 
 def effects(section: ModelSection, device: torch.device, model: nn.Module, *, layers: str) -> list[str]:
-    """What is really in force, read back from torch and the model, one line each.
+    """Lines that describe what is in force, read back from torch and the model.
 
     Args:
-        section: of the recipe.
-        device: of the model.
-        model: of the section.
-        layers: which ones it has and why, in words.
+        layers: which layers it has and why, in words.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     frozen = [p for p in model.parameters() if not p.requires_grad]

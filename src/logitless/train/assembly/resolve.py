@@ -1,7 +1,7 @@
-"""What ``auto`` is in a recipe, settled once for its model; everything that is made after the model reads the result.
+"""Which layers and which engine ``auto`` stands for; resolved once, when the model is known.
 
-Dtypes are settled before, where a recipe is read (``precision.py``). A model on the meta device is taken for one on the
-recipe's device, which is how ``--dry-run`` says what a run would choose.
+Dtypes are resolved earlier, when a recipe is read (``precision.py``). A model on the meta device is treated as one on
+the recipe's device, so that ``--dry-run`` shows what a run would choose.
 """
 
 from collections.abc import Mapping
@@ -24,18 +24,18 @@ from logitless.train.recipe.rule import Machine, Rule, check, unmet
 LAYERS, ENGINE = "model.layers", "rollout.engine"
 
 SPLIT = "weights or sequences are split over processes"
-"""Why layers are transformers' own there."""
+"""Why ``auto`` takes transformers' layers on several processes."""
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """A recipe that names its layers and its engine.
+    """A recipe without ``auto``, and why ``auto`` was resolved so.
 
     Args:
-        recipe: without ``auto`` in either.
-        because: of ``LAYERS`` and ``ENGINE``, those that were ``auto``: what keeps the run from row-invariant layers or
-            the GPU engine, in words; empty where nothing does, and they are what was chosen.
-        remedies: of the same, what to do about it.
+        recipe: names layers and engine.
+        because: for ``LAYERS`` and ``ENGINE`` if they were ``auto``: why row-invariant layers or the GPU engine cannot
+            run, in words; empty if they were chosen.
+        remedies: for the same keys, what to do about it.
     """
 
     recipe: Recipe
@@ -44,7 +44,7 @@ class Resolved:
 
     @property
     def layers_line(self) -> str:
-        """Which layers a model has, and why where ``auto`` chose them."""
+        """The model's layers in words, with the reason if ``auto`` chose them."""
         reason = self.because.get(LAYERS)
         chosen = {
             "row_invariant": "row-invariant: a token is bitwise identical in any packed row",
@@ -54,7 +54,7 @@ class Resolved:
 
     @property
     def engine_line(self) -> str:
-        """What samples, and why where ``auto`` chose it."""
+        """The engine in words, with the reason if ``auto`` chose it."""
         name, reason = self.recipe.rollout.engine.name, self.because.get(ENGINE)
         if reason is None:
             return f"{name}, set by the recipe"
@@ -62,39 +62,32 @@ class Resolved:
 
 
 def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
-    """The recipe that a model is loaded by: where weights or sequences are split, ``auto`` is transformers' layers.
-
-    Args:
-        recipe: checked.
-        arrangement: of the ranks.
-    """
+    """The recipe to load a model by: ``model.layers: auto`` is ``transformers`` if weights or sequences are split."""
     is_split = arrangement.is_sharded or arrangement.sequence > 1
     return _with_layers(recipe, "transformers") if is_split and recipe.model.layers == "auto" else recipe
 
 
 def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Resolved:
-    """The recipe as it is for this model.
+    """Resolve ``auto`` for a model.
 
     Args:
-        recipe: checked.
-        model: of ``before_loading``, on its device or on ``meta``.
-        arrangement: of the ranks.
+        model: loaded by ``before_loading``, on its device or on ``meta``.
 
     Raises:
-        UnavailableError: layers or an engine by name that do not run on the recipe's device.
+        UnavailableError: the recipe names layers or an engine that do not run on its device.
     """
     device, because, remedies = device_of(recipe.model), dict[str, str](), dict[str, str]()
     found = before_loading(recipe, arrangement)
     if found is not recipe:
         because[LAYERS] = SPLIT
     elif recipe.model.layers == "auto":
-        puts_them_in = recipe.rollout.engine.bitwise
-        own = not (puts_them_in or _is_row_invariant(recipe.model, device, model))
-        against = against_row_invariant(recipe.model, model, device) if own else []
-        because[LAYERS] = in_words(against) or ("this GPU's self-check found against them" if own else "")
+        installed_by_engine = recipe.rollout.engine.bitwise
+        row_invariant = installed_by_engine or _is_row_invariant(recipe.model, device, model)
+        against = [] if row_invariant else against_row_invariant(recipe.model, model, device)
+        because[LAYERS] = in_words(against) or ("" if row_invariant else "this GPU's self-check found against them")
         remedies[LAYERS] = " ".join(each.remedy for each in against)
-        found = _with_layers(recipe, "transformers" if own else "row_invariant")
-    elif recipe.model.layers == "row_invariant" and _device_type(model) == "meta":  # any other was checked when made
+        found = _with_layers(recipe, "row_invariant" if row_invariant else "transformers")
+    elif recipe.model.layers == "row_invariant" and _device_type(model) == "meta":  # others are checked when loaded
         against = against_row_invariant(recipe.model, model, device)
         if against:
             raise no_row_invariant(in_words(against))
@@ -111,11 +104,11 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
 
 @dataclass(frozen=True)
 class Placed:
-    """A policy in its place, for rules about the engine ``gpu``.
+    """A recipe with its model, as the subject of rules about the engine ``gpu``.
 
     Args:
         recipe: checked.
-        model: of the recipe; one on the meta device is taken for one on the recipe's device.
+        model: of the recipe; one on the meta device is treated as one on the recipe's device.
     """
 
     recipe: Recipe
@@ -123,18 +116,18 @@ class Placed:
 
     @property
     def machine(self) -> Machine:
-        """With the device that it is to run on; for an engine by name Triton's interpreter is one too, in tests."""
+        """The recipe with its device. For the engine ``gpu``, Triton's interpreter counts as a GPU, for tests."""
         device = device_of(self.recipe.model)
         is_one = self.recipe.rollout.engine.bitwise and runs_kernels(device)
         return Machine(self.recipe, "cuda" if is_one else device.type)
 
     @property
     def split(self) -> str:
-        """How its weights are cut, in words; empty where they are whole."""
+        """That its weights are or will be sharded, in words; empty if they stay whole."""
         if any(is_sharded(parameter) for parameter in self.model.parameters()):
             return "its weights are sharded"
-        waits = _device_type(self.model) == "cpu" and device_of(self.recipe.model).type == "cuda"
-        return "its weights are to be sharded" if waits else ""  # in the host's memory until then
+        on_host = _device_type(self.model) == "cpu" and device_of(self.recipe.model).type == "cuda"
+        return "its weights are to be sharded" if on_host else ""
 
 
 def _recipe(placed: Placed) -> Recipe:
@@ -149,7 +142,6 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
     _HERE,
     _placed.needs(
         "whole weights",
-        holds=lambda placed: not placed.split,
         given=lambda placed: placed.split,
         remedy="Set parallel.replicate to the number of processes.",
     ),
@@ -167,17 +159,17 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
     ),
     GPU_FUSED.on(_recipe),
 )
-"""What sampling with the bits of training needs of a policy; ``auto`` does so where all of them hold."""
+"""What the engine ``gpu`` needs of a policy; ``auto`` chooses it where all of them hold."""
 
 
 def against_gpu(recipe: Recipe, model: nn.Module) -> LogitlessError | None:
-    """The first thing that keeps ``auto`` from sampling with the bits of training; None where nothing does."""
+    """The first reason against the engine ``gpu``; None if it can run."""
     return next(iter(unmet(GPU_RULES, Placed(recipe, model))), None)
 
 
 def _is_row_invariant(section: ModelSection, device: torch.device, model: nn.Module) -> bool:
-    """Whether a model has row-invariant layers; on the meta device, whether it would have them on ``device``, if that
-    GPU's self-check finds nothing."""
+    """Whether a model has row-invariant layers. On the meta device: whether it would have them on ``device``, provided
+    that the GPU passes the self-check."""
     if next(model.parameters()).device.type != "meta":
         return hasattr(backbone(model), "row_invariant")
     return section.layers in ("auto", "row_invariant") and not against_row_invariant(section, model, device)

@@ -1,11 +1,11 @@
-"""The one place where a run is put together: from a recipe to its parts, in three stages that are values.
+"""A run is put together here, in three stages.
 
     read       recipe           -> Inputs   tokenizer, environment, prompts, rewards, algorithm
-    load       Inputs           -> Loaded   the model where it starts, and the recipe resolved
+    load       Inputs           -> Loaded   the model with its first weights, and the resolved recipe
     assemble   Inputs, Loaded   -> Parts    policy, reference, learner, collector, evaluation
 
-A run, a plan, a forecast and the benchmarks take these stages; each stops where it needs no more. With other
-prompts, rewards or another model than a recipe names, make the ``Inputs`` or the ``Loaded``, and go on from there.
+Runs, plans, forecasts and benchmarks use these stages, as many as they need. For prompts, rewards or a model that no
+recipe names, construct ``Inputs`` or ``Loaded`` yourself and continue from there.
 """
 
 import hashlib
@@ -55,15 +55,15 @@ logger = logging.getLogger("logitless")
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a recipe names that needs no model, checked.
+    """The parts of a recipe that need no model, checked.
 
     Args:
-        recipe: as it was written.
+        recipe: unresolved.
         arrangement: of the ranks.
         tokenizer: of the policy.
-        environment: answers it.
+        environment: answers the policy.
         data: prompts.
-        rewards: score every completion of them.
+        rewards: score completions.
         algorithm: of the recipe.
     """
 
@@ -77,16 +77,16 @@ class Inputs:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """Of everything that a run reads as it goes, by name."""
+        """SHA-256 of all data that a run reads, by name."""
         return _digests(self.recipe, self.data)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """The model of a recipe, and what the recipe is for it.
+    """The model of a recipe, and the resolved recipe.
 
     Args:
-        chosen: the recipe resolved, which everything that is made after the model reads.
+        chosen: the resolved recipe, for everything that is made after the model.
         model: on its device.
     """
 
@@ -104,13 +104,13 @@ class Parts:
     """The parts of a run, ready to train.
 
     Args:
-        chosen: the recipe resolved.
-        inputs: that they were made of.
+        chosen: the resolved recipe.
+        inputs: that they were made from.
         engines: that sample.
         learner: with the policy, its reference and its optimizer.
         collector: of blocks.
         evaluation: of held-out prompts.
-        activations: what layers keep, where the recipe sets a limit.
+        activations: plan of what layers keep, if the recipe sets a limit.
     """
 
     chosen: Resolved
@@ -127,7 +127,7 @@ class Parts:
         return self.chosen.recipe
 
     def under(self, recipe: Recipe) -> "Parts":
-        """The same parts under other settings of ``rollout`` and ``train``; engine and optimizer stay as they are.
+        """The same parts under other settings of ``rollout`` and ``train``; they share engine and optimizer.
 
         Args:
             recipe: resolved.
@@ -143,16 +143,15 @@ def read(
     algorithm: Algorithm | None = None,
     environment: Environment | Driver | None = None,
 ) -> Inputs:
-    """Everything that a recipe names but its model and engine. A collective.
+    """Load all parts of a recipe but its model and engine. A collective.
 
     Args:
-        recipe: checked.
         ranks: of the run; all of them must read the same.
-        algorithm: of the recipe; None: it is made.
-        environment: what answers the policy; None for the recipe's.
+        algorithm: of the recipe; None: made here.
+        environment: answers the policy; None for the recipe's.
 
     Raises:
-        LogitlessError: a section that cannot be had here or contradicts the data, or ranks that read something else.
+        LogitlessError: a part is missing here or contradicts the data, or ranks read different recipes or data.
     """
     arrangement = arrangement_of(recipe, ranks.world)
     algorithm = algorithm or algorithm_of(recipe)  # before anything is loaded: a preset may be misspelled
@@ -168,16 +167,14 @@ def read(
 def load(
     inputs: Inputs, ranks: Ranks = Ranks.alone(), *, weights: Path | None = None, device: torch.device | None = None
 ) -> Loaded:
-    """The model where it starts: whole on the device of each rank, or to be cut from the host's memory. A collective.
+    """Load the model: whole on the device of each rank, or into host memory, to be sharded from there. A collective.
 
-    A model that is to be cut is read by the first rank alone, and the others have its shape, whose weights they are
-    sent when they are cut. An architecture that is made otherwise than it is read (some weights or buffers in another
-    dtype) is read by all.
+    In the second case only the first rank reads the weights, and the others make an empty model of the same shape. If
+    transformers makes it otherwise than it reads it (weights or buffers of another dtype), every rank reads it.
 
     Args:
         inputs: of ``read``.
-        ranks: of the run.
-        weights: of a warm start; None for those of the recipe.
+        weights: folder of a warm start; None for the recipe's weights.
         device: None for the recipe's; ``meta`` for a plan.
     """
     recipe = before_loading(inputs.recipe, inputs.arrangement)
@@ -209,10 +206,9 @@ def assemble(
 
     Args:
         inputs: of ``read``.
-        loaded: of ``load``; its model is trained.
+        loaded: of ``load``; its model is trained in place.
         engines: that sample.
-        ranks: of the run.
-        folder: of the run, where blocks that are collected ahead are written down; None: none are.
+        folder: of the run, for the log of blocks that are collected ahead; None: blocks are not collected ahead.
     """
     recipe, data = loaded.recipe, inputs.data
     learner, activations = learner_of(
@@ -221,8 +217,7 @@ def assemble(
     collector = collector_of(
         recipe,
         folder,
-        *(data.train, engines.training, inputs.environment, inputs.rewards, recipe.rollout),
-        seed=recipe.seed,
+        *(data.train, engines.training, inputs.environment, inputs.rewards),
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
     )
@@ -240,24 +235,23 @@ def learner_of(
     *,
     rewards: Sequence[WeightedReward] = (),
 ) -> tuple[Learner, ActivationPlan | None]:
-    """The learner alone, and what layers keep where the recipe sets a limit. A collective.
+    """The learner, and the activation plan if the recipe sets a limit. A collective.
 
     Args:
         recipe: resolved.
-        algorithm: of the recipe.
-        model: that is trained.
-        arrangement: of the ranks.
-        ranks: of the run.
-        rewards: whose weights an advantage may read.
+        model: to train.
+        rewards: their weights are for advantages that read each reward.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
-    _spread(recipe, arrangement, policy, reference, ranks)
+    _distribute(recipe, arrangement, policy, reference, ranks)
     weights = {reward.name: reward.weight for reward in rewards}
     return Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks), activations
 
 
-def _spread(recipe: Recipe, arrangement: Arrangement, policy: Policy, reference: Scorer | None, ranks: Ranks) -> None:
-    """Give every rank its part of policy and reference: the first rank's weights, whole or cut."""
+def _distribute(
+    recipe: Recipe, arrangement: Arrangement, policy: Policy, reference: Scorer | None, ranks: Ranks
+) -> None:
+    """Broadcast the first rank's policy and reference to all ranks, whole or sharded."""
     copies = [each for each in (policy, reference) if isinstance(each, Policy)]
     for each in copies:
         each.share_prompts_unless(ranks.broadcast_object(each.unshared_because))
@@ -277,12 +271,7 @@ def _spread(recipe: Recipe, arrangement: Arrangement, policy: Policy, reference:
 
 
 def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
-    """What a person who starts a run is told of its parts, a line each.
-
-    Args:
-        parts: of the run.
-        ranks: of the run.
-    """
+    """Lines about the parts of a run, for the user."""
     recipe, policy = parts.recipe, parts.learner.policy
     if policy.unshared_because is not None:
         yield f"prompts are read for each completion: {policy.unshared_because}"
@@ -312,7 +301,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
 
 
 def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
-    """Refuse ranks that read another recipe or other data, or run another version."""
+    """Refuse ranks with different recipes, data or package versions."""
     text = json.dumps(recipe.model_dump(mode="json"), sort_keys=True)
     versions = made_with(torch.device("cpu"))["packages"]
     ranks.check_same(
@@ -326,6 +315,6 @@ def _check_same_on_all(ranks: Ranks, recipe: Recipe, data: Data) -> None:
 
 
 def _shape(model: nn.Module) -> list[list[Any]]:
-    """Of each weight and buffer its name, shape and dtype, and whether it is trained."""
+    """Name, shape, dtype and ``requires_grad`` of each weight and buffer."""
     held = [*model.named_parameters(), *model.named_buffers()]
     return [[name, list(tensor.shape), str(tensor.dtype), tensor.requires_grad] for name, tensor in held]

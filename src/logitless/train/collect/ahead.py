@@ -1,13 +1,13 @@
-r"""Asynchrony: blocks are collected in a thread of their own while others are trained on, at most so many ahead.
+r"""Asynchronous rollout: a thread collects blocks while earlier ones are trained on, at most ``staleness`` ahead.
 
     collector's thread   block 0   block 1   block 2 ...       begins block b when b - staleness blocks are trained on
                              \        \
-    training              waits  0      1    ...               hands its weights over after each; they are sampled with
-                                                               from the next call of the engine on
+    training              waits  0      1    ...               syncs weights after each block; the engine's next call
+                                                               samples with them
 
-When exactly a block begins depends on the machine, and with it the weights that draw it. What was drawn is therefore
-written down, a file a block, before it is trained on: the *log*. A run that goes on takes from its log what it has
-there, and another run can replay it; either is then the same run in every bit, for all else follows from the seed.
+When a block begins depends on the machine, and so do the weights that sample it. Each block is therefore written to a
+file, the *log*, before it is trained on. A resumed run takes blocks that are in its log from there, and another run can
+replay the log. Both are bitwise the same run, for all else follows from the seed.
 """
 
 import json
@@ -16,8 +16,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from logitless.data.mixing import MixedOrder
+from logitless.data.prompts import PromptOrder
+from logitless.distributed.ranks import Ranks
 from logitless.errors import DataError
-from logitless.rollout.engine import ConcurrentEngine
+from logitless.rewards.reward import WeightedReward
+from logitless.rollout.engine import ConcurrentEngine, Engine
 from logitless.rollout.environment import Driver, Environment, play
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
@@ -32,36 +36,47 @@ LOG = "collected"
 """The log's folder in that of a run."""
 
 
-def collector_of(recipe: Recipe, folder: Path | None, *arguments: Any, **options: Any) -> Collector:
-    """The collector of a recipe: one that collects ahead, one that replays another run's log, or one that does neither.
+def collector_of(
+    recipe: Recipe,
+    folder: Path | None,
+    prompts: Sequence[Prompt],
+    engine: Engine,
+    environment: Environment | Driver,
+    rewards: Sequence[WeightedReward],
+    *,
+    ranks: Ranks,
+    order: PromptOrder | MixedOrder,
+) -> Collector:
+    """The collector of a recipe: ``AheadCollector``, ``ReplayingCollector`` or plain ``Collector``.
 
     Args:
-        recipe: checked.
-        folder: of the run; None where no block is to be collected ahead or replayed.
-        *arguments, **options: of ``Collector``.
+        folder: of the run; None for a plain collector.
+        prompts, engine, environment, rewards, ranks, order: of ``Collector``.
     """
-    engine, prompts = recipe.rollout.engine, arguments[0]
-    if folder is None:
-        return Collector(*arguments, **options)
-    if engine.recorded_run is not None:
-        return ReplayingCollector(*arguments, log=CollectedBlocks(engine.recorded_run / LOG, prompts), **options)
-    staleness = recipe.rollout.staleness
-    if staleness == 0:
-        return Collector(*arguments, **options)
-    log = CollectedBlocks(folder / LOG, prompts)
-    return AheadCollector(*arguments, staleness=staleness, blocks=recipe.train.blocks, log=log, **options)
+
+    def made(kind: type[Collector], **options: Any) -> Collector:
+        parts = (prompts, engine, environment, rewards, recipe.rollout)
+        return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, **options)
+
+    replayed, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
+    if folder is not None and replayed is not None:
+        return made(ReplayingCollector, log=CollectedBlocks(replayed / LOG, prompts))
+    if folder is not None and staleness > 0:
+        log = CollectedBlocks(folder / LOG, prompts)
+        return made(AheadCollector, staleness=staleness, blocks=recipe.train.blocks, log=log)
+    return made(Collector)
 
 
 class CollectedBlocks:
-    """The log: what was drawn for each block, in what order, and when.
+    """The log: a JSON file for each block that was sampled.
 
-    A file has the block's number, ``begun_after`` (blocks that had been trained on), ``versions`` (of the weights that
-    drew it), ``rounds``, ``kept``, the groups with tokens, log-probs and verdicts, and where in the prompts the
-    collector stood before and after it.
+    It has the block's number, ``begun_after`` (blocks that had been trained on), ``versions`` (of the weights that
+    sampled it), ``rounds``, ``kept``, the groups with tokens, log-probs and verdicts, and the collector's position in
+    the prompts before and after it.
 
     Args:
-        folder: of the log; made when the first block is written.
-        prompts: to train on; the log names them by id.
+        folder: of the log; created with the first block.
+        prompts: to train on; the log refers to them by id.
 
     Example:
         >>> CollectedBlocks(Path("/nonexistent"), []).has(0)
@@ -72,20 +87,20 @@ class CollectedBlocks:
         self.folder, self._prompts = folder, {prompt.id: prompt for prompt in prompts}
 
     def has(self, block: int) -> bool:
-        """Whether the block is there."""
+        """Whether the block is in the log."""
         return self._file(block).is_file()
 
     def write(self, block: int, judged: JudgedBlock, *, begun_after: int, before: Any, after: Any) -> None:
-        """Write a block down, whole or not at all.
+        """Write a block, atomically.
 
         Args:
-            block: from 0.
-            judged: all that was drawn.
+            block: number, from 0.
+            judged: all groups.
             begun_after: blocks that had been trained on when it began.
             before, after: the collector's states.
         """
         self.folder.mkdir(exist_ok=True)
-        completions = [completion for group in judged.drawn for completion in group.completions]
+        completions = [completion for group in judged.sampled for completion in group.completions]
         whole = {c.weights_version for c in completions if c.token_versions is None and c.weights_version is not None}
         versions = whole.union(*(c.token_versions.tolist() for c in completions if c.token_versions is not None))
         row = {
@@ -97,15 +112,15 @@ class CollectedBlocks:
             "kept": judged.kept,
             "before": before,
             "after": after,
-            "groups": [{"prompt_id": group.prompt.id, **group_as_json(group)} for group in judged.drawn],
+            "groups": [{"prompt_id": group.prompt.id, **group_as_json(group)} for group in judged.sampled],
         }
         write_atomically(self._file(block), json.dumps(row, default=str).encode())
 
     def read(self, block: int) -> tuple[JudgedBlock, Any]:
-        """What was drawn, and the collector's state after it.
+        """The block, and the collector's state after it.
 
         Raises:
-            DataError: the block is not there, is damaged, or is of other prompts.
+            DataError: the block is missing or damaged, or its prompts are others.
         """
         file = self._file(block)
         try:
@@ -124,16 +139,13 @@ class CollectedBlocks:
 
 
 class AheadCollector(Collector):
-    """A ``Collector`` whose blocks are begun before they are asked for.
+    """A ``Collector`` that collects blocks in a thread, before they are asked for.
 
     Args:
-        *arguments, **options: of ``Collector``.
-        staleness: blocks ahead: block b begins when b - staleness have been trained on.
+        *arguments, **options: of ``Collector``; a single rank, for two threads would mix up its collectives.
+        staleness: block b begins when b - staleness blocks have been trained on.
         blocks: of the run; none is collected beyond.
-        log: of this run; what it has is not collected again.
-
-    Raises:
-        ConfigurationError: several ranks, whose exchanges two threads would mix up.
+        log: of this run; its blocks are not sampled again.
     """
 
     def __init__(
@@ -155,7 +167,7 @@ class AheadCollector(Collector):
         self._closing = False
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
-        """The block, as soon as it is there; that it is asked for says that those before it were trained on."""
+        """Wait for the block. The call also tells the thread that all earlier blocks were trained on."""
         with self._changed:
             self._trained = self._wanted = block
             self._factor = length_factor
@@ -172,7 +184,7 @@ class AheadCollector(Collector):
             return self._ready.pop(block)
 
     def close(self) -> None:
-        """Begin no further block, and wait for the one that is being collected."""
+        """Begin no further block, and wait for the current one."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
@@ -180,17 +192,17 @@ class AheadCollector(Collector):
             self._thread.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the prompts the next block that training asks for begins."""
+        """The position in the prompts at which the block begins that training asks for next."""
         with self._changed:
             return self._before.get(self._wanted) or super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``; once blocks are being collected, they stay in line and there is nothing to do."""
+        """Continue from ``state_dict``. Does nothing once the thread runs, which keeps its own position."""
         if self._thread is None:
             super().load_state_dict(state)
 
     def _collect(self, block: int) -> None:
-        """The thread: one block after another, as soon as it may begin."""
+        """The thread: collect one block after another, each as soon as it may begin."""
         try:
             while block < self.blocks:
                 with self._changed:
@@ -204,7 +216,7 @@ class AheadCollector(Collector):
                     judged, after = self.log.read(block)
                     super().load_state_dict(after)
                 else:
-                    judged = self._drawn(block, factor)
+                    judged = self._sample(block, factor)
                     after = super().state_dict()
                     self.log.write(block, judged, begun_after=begun_after, before=before, after=after)
                 with self._changed:
@@ -217,15 +229,15 @@ class AheadCollector(Collector):
                 self._error = error
                 self._changed.notify_all()
 
-    def _drawn(self, block: int, length_factor: float) -> JudgedBlock:
-        """The block from the engine; refills stream where several threads may ask it."""
+    def _sample(self, block: int, length_factor: float) -> JudgedBlock:
+        """Sample a block; zero-signal groups are refilled one by one if several threads may ask the engine."""
         engine, environment, options = self.engine, self.environment, self.options
         at_once = engine.prompts_at_once if isinstance(engine, ConcurrentEngine) else 1
         if options.zero_signal != "refill" or at_once == 1 or isinstance(environment, Driver):
             return super().next(block, length_factor=length_factor)
         sampling = self.sampling(length_factor)
 
-        def draw(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
+        def sample(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
             [episodes] = play(
                 engine,
                 [prompt],
@@ -237,21 +249,21 @@ class AheadCollector(Collector):
             )
             return episodes
 
-        drawn = refilled_as_they_come(
+        sampled = refilled_as_they_come(
             [self.prompts[i] for i in self.order.next(options.prompts_per_block)],
             lambda: self.prompts[self.order.next(1)[0]],
-            draw,
+            sample,
             environment,
             self.rewards,
             unscored=options.unscored,
             max_refills=options.max_refills,
             at_once=at_once,
         )
-        return self.checked(drawn)
+        return self.checked(sampled)
 
 
 class ReplayingCollector(Collector):
-    """A ``Collector`` that draws nothing: it gives the blocks of another run's log.
+    """A ``Collector`` that samples nothing and gives the blocks of another run's log.
 
     Args:
         *arguments, **options: of ``Collector``.
@@ -262,8 +274,8 @@ class ReplayingCollector(Collector):
         super().__init__(*arguments, **options)
         self.log = log
 
-    def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:  # noqa: ARG002 - it was drawn already
-        """The block as it was drawn then."""
+    def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:  # noqa: ARG002 - sampled already
+        """The block as it is in the log."""
         judged, after = self.log.read(block)
         self.load_state_dict(after)
         return judged

@@ -1,10 +1,9 @@
-"""The collector: the next block of judged episodes, from whatever engine and environment it was given.
+"""The collector: samples the next block with engine and environment, and scores it with the rewards.
 
-With several ranks each takes its share of the prompts, and all of them get all groups. A completion is drawn from the
-seed, the prompt's id and its place among the prompt's samples, and a verdict is of one completion, so that who draws
-and who judges makes no difference. What does differ is rounding: the logits of a row depend in their last bits on
-which rows are in the batch. Where a number that decides a token lies within that of a boundary, the token is another
-one; of tokens drawn from float32 logits that is less than one in a million.
+With several ranks each takes its share of the prompts, and all of them get all groups. A completion is sampled by a
+seed from the run's seed, the prompt's id and the sample's number, and a verdict reads one completion, so that it makes
+no difference which rank does it. Only rounding differs: logits depend in their last bits on what else is in the decode
+batch, which changes fewer than one in a million tokens sampled from float32 logits.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,25 +22,25 @@ from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment, Limits, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.train.block import JudgedBlock, signal
-from logitless.train.collect.group_json import put_together, taken_apart
+from logitless.train.block import JudgedBlock, have_signal
+from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.collect.one_client import OneClientANode
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Group, Prompt
 
 
 class Collector:
-    """Draws prompts in order, has them played and judged, and refills where groups have no signal.
+    """Takes prompts in order, samples and scores completions, and refills zero-signal groups.
 
     Args:
         prompts: to train on.
         engine: samples.
-        environment: answers.
-        rewards: judge.
+        environment: answers the policy.
+        rewards: score completions.
         options: of the recipe.
         seed: of the run.
-        ranks: that share the prompts of a round; every rank gets the same block.
-        order: in which prompts are drawn; None for one source's, from the seed.
+        ranks: that divide the prompts; every rank gets the whole block.
+        order: of the prompts; None: a random permutation an epoch, from the seed.
     """
 
     _newest: int | None = None
@@ -64,31 +63,31 @@ class Collector:
         self.order = order or PromptOrder(len(prompts), derived_seed(seed, "order"))
 
     def under(self, options: RolloutSection) -> "Collector":
-        """A collector of the same prompts, with the same place in them, that reads other settings.
+        """The same collector under other settings; both share the position in the prompts.
 
         Args:
-            options: for the engine that there is.
+            options: which the engine must support.
         """
         other = copy(self)
         other.options = options
         return other
 
     def expect(self, version: int) -> None:
-        """Completions may be of weights of this version from now on, which the engine is given next.
+        """Accept completions of weights up to this version, which the engine is given next.
 
         Until the first call no version is checked.
         """
         self._newest = version
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
-        """Sample and judge until there are enough groups to train on or the refills are used up.
+        """Sample and score until there are enough groups to train on or the refills are used up.
 
         Args:
-            block: number, from 0; with the run's seed it settles everything that is random.
+            block: number, from 0; with the run's seed it determines all randomness.
             length_factor: multiplies ``max_new_tokens``.
         """
         options, sampling = self.options, self.sampling(length_factor)
-        drawn, kept, rounds = list[Group](), list[bool](), 0
+        sampled, kept, rounds = list[Group](), list[bool](), 0
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
             prompts = [self.prompts[i] for i in self.order.next(options.prompts_per_block - sum(kept))]
@@ -104,20 +103,22 @@ class Collector:
                 seed=derived_seed(self.seed, "rollout", block, rounds),
                 limits=options.limits,
             )
-            drawn += groups
-            kept += [True] * len(groups) if options.zero_signal == "keep" else signal(groups)
+            sampled += groups
+            kept += [True] * len(groups) if options.zero_signal == "keep" else have_signal(groups)
             rounds += 1
-        return self.checked(JudgedBlock(tuple(drawn), tuple(kept), rounds))
+        return self.checked(JudgedBlock(tuple(sampled), tuple(kept), rounds))
 
     def checked(self, block: JudgedBlock) -> JudgedBlock:
-        """The block, if weights that the engine was given sampled it; recorded completions may be of other weights.
+        """Return the block, after a check that its completions come from weights that the engine was given.
+
+        Recorded completions are not checked.
 
         Raises:
             EngineError: a completion has no version, or a newer one.
         """
         if self._newest is None or self.options.engine.recorded_file is not None:
             return block
-        for completion in (each for group in block.drawn for each in group.completions if each.length):
+        for completion in (each for group in block.sampled for each in group.completions if each.length):
             versions, last = completion.token_versions, completion.weights_version
             last = last if versions is None else int(versions.max())
             if last is None or last > self._newest:
@@ -129,21 +130,21 @@ class Collector:
         return block
 
     def sampling(self, length_factor: float) -> SamplingOptions:
-        """How a block is sampled whose limit is multiplied."""
+        """The sampling settings with a multiple of ``max_new_tokens``, at least 1."""
         options = self.options.sampling
         if length_factor == 1:
             return options
         return replace(options, max_new_tokens=max(1, int(options.max_new_tokens * length_factor)))
 
     def close(self) -> None:
-        """Nothing is under way between two blocks."""
+        """Stop what runs between blocks; here nothing does."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Where in the prompts it is, as JSON."""
+        """The position in the prompts, as JSON."""
         return self.order.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
+        """Continue from ``state_dict``."""
         self.order.load_state_dict(state)
 
 
@@ -160,22 +161,21 @@ def sampled_and_judged(
     seed: int,
     limits: Limits = Limits(),
 ) -> list[Group]:
-    """The judged groups of all prompts, in order, on every rank.
+    """Sample completions of all prompts and score them; every rank gets all groups, in order. A collective.
 
     Args:
-        ranks: that share the work; all of them call.
+        ranks: that divide the prompts.
         engine: samples, with the same weights on every rank.
-        environment: answers.
+        environment: answers the policy.
         prompts: the same on every rank, with distinct ids.
-        rewards: judge.
+        rewards: score completions.
         num_samples: of each prompt.
-        options: of sampling.
-        unscored: what a completion is worth that some of the functions could not judge.
+        unscored: what happens to a completion that some rewards could not score.
         seed: of this round.
         limits: of an episode.
 
     Raises:
-        LogitlessError: on every rank, what one of them met: an EngineError, where an engine elsewhere failed it.
+        LogitlessError: on every rank, the error of the one that failed.
     """
     clients = engine.clients if isinstance(engine, OneClientANode) else None
     mine = [prompts[i] for i in ranks.shared(len(prompts), clients)]
@@ -193,7 +193,7 @@ def sampled_and_judged(
             groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups
-    rest, numbers = taken_apart(groups)
+    rest, numbers = encode_groups(groups)
     of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
     taking = range(ranks.world) if clients is None else clients
-    return in_order([put_together(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])
+    return in_order([decode_groups(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])

@@ -1,7 +1,4 @@
-"""Held-out prompts under their own sampling settings: how good the policy is, apart from how it is trained.
-
-There may be several sets of them, each with settings and metrics of its own. They are sampled one after another.
-"""
+"""Evaluation on held-out prompts: one set or several, each with sampling settings and metrics of its own."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -24,16 +21,16 @@ from logitless.types import Group, Prompt
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of prompts and how it is sampled.
+    """A set of held-out prompts, and how it is evaluated.
 
     Args:
-        metrics: what the names of its metrics begin with: ``evaluation``, or ``held_out/<set>``.
+        metrics: prefix of its metrics: ``evaluation``, or ``held_out/<set>``.
         prompts: at least one.
         num_samples: of each prompt.
         sampling: settings.
         success_at: reward from which a completion counts as correct.
-        every_blocks: after which it is judged again.
-        seed: the same every time.
+        every_blocks: blocks from one evaluation to the next.
+        seed: the same in every evaluation.
     """
 
     metrics: str
@@ -47,15 +44,15 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What is sampled and judged, the same every time.
+    """Evaluates held-out sets.
 
     Args:
         engine: samples with the weights that it was last given.
-        environment: answers.
+        environment: answers the policy.
         sets: of held-out prompts.
-        rewards: judge.
-        unscored: what a completion is worth that some of the functions could not judge.
-        ranks: that share the prompts; every rank gets the same numbers.
+        rewards: score completions.
+        unscored: what happens to a completion that some rewards could not score.
+        ranks: that divide the prompts; every rank gets the same metrics.
         limits: of an episode.
     """
 
@@ -68,31 +65,26 @@ class Evaluation:
     limits: Limits = field(default_factory=Limits)
 
     def due(self, done: int, blocks: int) -> Sequence[HeldOut]:
-        """The sets to be judged after so many blocks: every one before the first and after the last of them.
-
-        Args:
-            done: blocks finished.
-            blocks: of the run.
-        """
+        """The sets that are due after ``done`` of ``blocks`` blocks: all before the first and after the last block."""
         return [each for each in self.sets if done % each.every_blocks == 0 or done == blocks]
 
     def __call__(self, sets: Sequence[HeldOut], see: Callable[[Sequence[Group]], None] | None = None) -> Numbers:
-        """The metrics of these sets; none of none.
+        """Evaluate some sets; returns their metrics.
 
         Args:
-            sets: to sample and judge.
-            see: is given the judged groups of each.
+            sets: to evaluate.
+            see: called with the groups of each.
         """
         found: Numbers = {}
         for each in sets:
-            groups = self._judged(each)
+            groups = self._sampled(each)
             if see is not None:
                 see(groups)
             found |= self._metrics(each, groups)
         return found
 
-    def _judged(self, held_out: HeldOut) -> list[Group]:
-        """Sample and judge every prompt of a set."""
+    def _sampled(self, held_out: HeldOut) -> list[Group]:
+        """Sample completions of a set and score them."""
         return sampled_and_judged(
             self.ranks,
             self.engine,
@@ -107,10 +99,10 @@ class Evaluation:
         )
 
     def _metrics(self, held_out: HeldOut, groups: Sequence[Group]) -> Numbers:
-        """The numbers of a set.
+        """The metrics of a set.
 
-        Accuracy is the fraction of all completions whose reward reaches ``success_at``, so an unscorable completion is
-        not a success; where none could be scored it is NaN. With several samples a prompt there is pass@k, too.
+        Accuracy is the fraction of all completions whose reward reaches ``success_at``: a completion that could not be
+        scored is no success. It is NaN if none could be scored. With several samples a prompt there is pass@k, too.
         """
         completions = [c for g in groups for c in g.completions]
         rewards = [r for g in groups for r in g.rewards if r is not None]
@@ -137,15 +129,12 @@ def evaluation_of(
     rewards: Sequence[WeightedReward],
     ranks: Ranks = Ranks.alone(),
 ) -> Evaluation:
-    """The evaluation that a recipe describes; greedy unless it says otherwise.
+    """The evaluation of a recipe; greedy by default.
 
     Args:
-        recipe: checked.
-        engine, environment: sample and answer.
-        prompts: of ``held_out``, the set of the data section, and of each of ``evaluation.sets``; empty ones are left
-            out.
-        rewards: judge.
-        ranks: share the prompts.
+        engine, environment, rewards, ranks: of ``Evaluation``.
+        prompts: by name of the set: ``held_out`` of the data section, and each of ``evaluation.sets``. Empty sets are
+            left out.
     """
     rollout = recipe.rollout
     sections: Mapping[str, EvaluationSection | HeldOutSection] = {
@@ -169,13 +158,13 @@ def evaluation_of(
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """The probability that one of k samples of a prompt is correct, without bias from n samples of which c are.
+    """Unbiased estimate of the probability that one of k samples of a prompt is correct, from n samples.
 
     ``pass@k = 1 - C(n - c, k) / C(n, k)``
 
     Args:
         num_samples: n, at least k.
-        num_correct: c.
+        num_correct: c, of the n.
         k: at least 1.
 
     Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, arXiv:2107.03374, eq. 1.
@@ -191,7 +180,7 @@ def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str
     """Accuracy and pass@k for k = 2, 4, 8, ... and all samples, each with its interval over prompts.
 
     Args:
-        num_correct: of the samples of each prompt; at least one prompt.
+        num_correct: samples of each prompt that are correct; at least one prompt.
         num_samples: of every prompt.
 
     Example:

@@ -1,4 +1,4 @@
-"""Rewards that fail: each kind of error is shown once, with its first traceback, and so is a deadline that most hit."""
+"""Messages about rewards that fail: each kind of error once, with its traceback, and a deadline that most hit once."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,14 +8,14 @@ from logitless.rewards.workers.pooled import hit_deadline
 from logitless.types import Group, Verdict
 
 MOST_KINDS = 5
-"""Kinds of error that are shown of a reward; messages of a function may differ at every completion."""
+"""Most kinds of error that are shown of a reward: its messages may differ at every completion."""
 
 MOST_HIT = 0.5
-"""Share of a reward's completions over its deadline above which the deadline is named."""
+"""Share of a reward's completions over its deadline from which a message says so."""
 
 
 class Failures:
-    """Finds what there is to say of the verdicts of a block or a held-out set that was not said before.
+    """Makes messages about failed verdicts that were not reported before.
 
     Args:
         rewards: of the recipe, in its order.
@@ -39,11 +39,7 @@ class Failures:
         self._deadlines_told: set[str] = set()
 
     def new(self, groups: Sequence[Group]) -> list[str]:
-        """Messages about these groups, for the person who watches.
-
-        Args:
-            groups: judged.
-        """
+        """New messages about the verdicts of these groups."""
         by_reward: dict[str, list[Verdict]] = {}
         for group in groups:
             for verdicts in group.verdicts:
@@ -84,7 +80,7 @@ class Failures:
 
 
 def shown(verdict: Verdict) -> str:
-    """A failure as a person reads it: its message and, below it, its traceback.
+    """A failed verdict for people: its message and, below it, its traceback.
 
     Example:
         >>> shown(Verdict(score=None, status="timeout", message="over 2 s"))
@@ -94,7 +90,7 @@ def shown(verdict: Verdict) -> str:
 
 
 def first_failures(groups: Sequence[Group]) -> dict[str, str]:
-    """By reward that failed, its first failure in a line."""
+    """The first failure of each reward that failed, in one line, by the reward's name."""
     found: dict[str, str] = {}
     for group in groups:
         for verdicts in group.verdicts:
@@ -105,7 +101,7 @@ def first_failures(groups: Sequence[Group]) -> dict[str, str]:
 
 
 def in_a_line(verdict: Verdict) -> str:
-    """A failure in a line: the last one of its traceback, or of its message.
+    """A failed verdict in one line: the last line of its traceback, or of its message.
 
     Example:
         >>> in_a_line(Verdict(None, "error", message="raised", traceback="KeyError: 'answer'"))
@@ -115,7 +111,7 @@ def in_a_line(verdict: Verdict) -> str:
 
 
 def counts_in_words(statistics: Mapping[str, int]) -> str:
-    """How many verdicts have which status, the failed share behind it.
+    """How many verdicts have which status, and the share that failed.
 
     Example:
         >>> counts_in_words({"graded": 6, "ungradable": 0, "error": 3, "timeout": 1, "missing": 0})
@@ -128,5 +124,5 @@ def counts_in_words(statistics: Mapping[str, int]) -> str:
 
 
 def _kind(verdict: Verdict) -> str:
-    """The same for failures of one cause: status, and the message without what follows an exception's type."""
+    """Status and exception type; what follows the type in the message differs among failures of one kind."""
     return ": ".join([verdict.status, *verdict.message.split(": ")[:2]])

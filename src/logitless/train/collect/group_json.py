@@ -1,4 +1,4 @@
-"""Judged groups as JSON: for the log of blocks, and with their arrays apart, as they go between ranks."""
+"""Groups as JSON for the log of blocks, and as JSON with the arrays in one buffer, as they are sent between ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -10,11 +10,11 @@ from logitless.types import PER_TOKEN, Completion, Group, Prompt, Verdict
 
 
 def group_as_json(group: Group, array: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> dict[str, Any]:
-    """What was sampled and said, and of the prompt, which every rank has, the tokens that were read.
+    """A group as JSON. Of the prompt it has the token ids alone: the reader knows the prompt.
 
     Args:
-        group: judged.
-        array: what stands for an array.
+        group: with rewards.
+        array: encodes an array.
 
     Example:
         >>> prompt = Prompt("7", "2+2=", (4,))
@@ -33,12 +33,12 @@ def group_as_json(group: Group, array: Callable[[np.ndarray], Any] = np.ndarray.
 
 
 def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any], Any] = np.asarray) -> Group:
-    """The group that ``group_as_json`` wrote; JSON has lists where it had tuples.
+    """The group that ``group_as_json`` encoded.
 
     Args:
         prompt: of the group.
-        group: as JSON.
-        array: makes an array of what stands for one; called in the order in which they were written.
+        group: as JSON, which has lists in place of tuples.
+        array: decodes an array; called in the order in which they were encoded.
     """
     read = replace(prompt, token_ids=array(group["prompt_ids"]))
     completions = [
@@ -55,10 +55,10 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any
     )
 
 
-def taken_apart(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], bytes]:
-    """What goes between ranks as JSON, and the arrays, of which a block has a million numbers, end to end.
+def encode_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], bytes]:
+    """Groups as JSON, and the numbers of all their arrays end to end: a block has a million of them.
 
-    In JSON an array is its length and type; numbers that fit into four bytes travel in four.
+    In the JSON an array is its length and dtype. int64 arrays are sent as int32 where all numbers fit.
     """
     arrays: list[np.ndarray] = []
 
@@ -71,13 +71,13 @@ def taken_apart(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], bytes]:
     return rest, b"".join(array.tobytes() for array in arrays)
 
 
-def put_together(prompts: Sequence[Prompt], rest: Sequence[dict[str, Any]], numbers: bytes) -> list[Group]:
-    """The groups that ``taken_apart`` was given, of these prompts."""
+def decode_groups(prompts: Sequence[Prompt], rest: Sequence[dict[str, Any]], numbers: bytes) -> list[Group]:
+    """The groups that ``encode_groups`` encoded, one of each prompt."""
     begin = 0
 
-    def take(said: tuple[int, str]) -> np.ndarray:
+    def take(length_and_dtype: tuple[int, str]) -> np.ndarray:
         nonlocal begin
-        count, dtype = said
+        count, dtype = length_and_dtype
         array = np.frombuffer(numbers, dtype, count, begin)
         begin += array.nbytes
         return array

@@ -1,4 +1,4 @@
-"""When a run stops instead of training to its end on nothing: its rewards fail, or say the same of every completion."""
+"""Limits that stop a run which trains on nothing: rewards fail, or all completions of a prompt score the same."""
 
 from collections.abc import Sequence
 
@@ -9,14 +9,14 @@ from logitless.types import Group, Verdict
 
 
 class UnscoredLimit:
-    """Counts blocks in a row of which too large a share could not be scored.
+    """Stops a run after some blocks in a row in which a reward failed too often.
 
     Args:
-        max_fraction: of the completions of a block that a reward judges.
-        max_blocks: in a row over it, which stop the run.
+        max_fraction: share of a block's completions that a reward may fail at.
+        max_blocks: blocks in a row over it that stop the run.
 
     Attributes:
-        in_a_row: blocks over the limit, up to now.
+        in_a_row: blocks over the limit up to now.
 
     Example:
         >>> from logitless.types import Completion, Prompt
@@ -31,36 +31,36 @@ class UnscoredLimit:
     def __init__(self, *, max_fraction: float, max_blocks: int) -> None:
         self.max_fraction, self.max_blocks, self.in_a_row = max_fraction, max_blocks, 0
 
-    def see(self, drawn: Sequence[Group]) -> None:
+    def see(self, groups: Sequence[Group]) -> None:
         """Count a block.
 
         Args:
-            drawn: all its groups.
+            groups: all its groups.
 
         Raises:
             TrainingError: one too many in a row; the first failure is in the message.
         """
-        share, name = unscored_share(drawn)
+        share, name = unscored_share(groups)
         self.in_a_row = self.in_a_row + 1 if share > self.max_fraction else 0
         if self.in_a_row < self.max_blocks:
             return
         raise TrainingError(
             needed=f"at most {self.max_fraction:.0%} of completions unscored (train.max_unscored_fraction)",
             given=f"{share:.0%} by {name}, and as bad for {self.in_a_row} blocks in a row. The first: "
-            f"{_first_failure(drawn, name)}",
+            f"{_first_failure(groups, name)}",
             remedy="Repair the reward; verdict/... in metrics.jsonl says since when. Where it may fail as often, raise "
             "train.max_unscored_fraction.",
         )
 
 
 class SignalLimit:
-    """Counts blocks in a row that left nothing to train on.
+    """Stops a run after some blocks in a row without anything to train on.
 
     Args:
-        max_blocks: in a row, which stop the run.
+        max_blocks: such blocks in a row that stop the run.
 
     Attributes:
-        in_a_row: such blocks, up to now.
+        in_a_row: such blocks up to now.
 
     Example:
         >>> limit = SignalLimit(max_blocks=2)
@@ -72,11 +72,11 @@ class SignalLimit:
     def __init__(self, *, max_blocks: int) -> None:
         self.max_blocks, self.in_a_row = max_blocks, 0
 
-    def see(self, drawn: Sequence[Group], *, has_signal: bool) -> None:
+    def see(self, groups: Sequence[Group], *, has_signal: bool) -> None:
         """Count a block.
 
         Args:
-            drawn: all its groups.
+            groups: all its groups.
             has_signal: whether there was a token to train on.
 
         Raises:
@@ -85,11 +85,11 @@ class SignalLimit:
         self.in_a_row = 0 if has_signal else self.in_a_row + 1
         if self.in_a_row < self.max_blocks:
             return
-        if drawn and all(reward is None for group in drawn for reward in group.rewards):
+        if groups and all(reward is None for group in groups for reward in group.rewards):
             raise TrainingError(
                 needed="completions with a score",
                 given=f"none in the last of {self.in_a_row} blocks without a signal. The first: "
-                f"{_first_failure(drawn, 'all functions')}",
+                f"{_first_failure(groups, 'all functions')}",
                 remedy="Repair the reward: `logitless doctor RECIPE` scores one batch with it.",
             )
         raise TrainingError(
@@ -99,22 +99,22 @@ class SignalLimit:
         )
 
 
-def unscored_share(drawn: Sequence[Group]) -> tuple[float, str]:
-    """The largest share of its completions that a reward failed at, or of all that got no reward, and whose it is.
+def unscored_share(groups: Sequence[Group]) -> tuple[float, str]:
+    """The largest share of failed verdicts of a reward, or of completions without any reward, and the reward's name.
 
-    A verdict ``missing`` is not a failure of its function, which may be there for some of the rows only.
+    ``missing`` is no failure: a reward may be for some of the rows only.
     """
-    rewards = [reward for group in drawn for reward in group.rewards]
-    shares = failed_shares([verdicts for group in drawn for verdicts in group.verdicts])
+    rewards = [reward for group in groups for reward in group.rewards]
+    shares = failed_shares([verdicts for group in groups for verdicts in group.verdicts])
     shares["all functions"] = rewards.count(None) / len(rewards) if rewards else 0.0
     name = max(shares, key=lambda each: shares[each])  # of equal ones the first
     return shares[name], name
 
 
-def _first_failure(drawn: Sequence[Group], name: str) -> str:
+def _first_failure(groups: Sequence[Group], name: str) -> str:
     found: list[Verdict] = [
         verdict
-        for group in drawn
+        for group in groups
         for verdicts in group.verdicts
         for called, verdict in verdicts.items()
         if verdict.score is None and (called == name or name == "all functions")

@@ -1,9 +1,9 @@
-"""Servers that sample for a run of several ranks: on each node one rank, the client, pushes weights and asks.
+"""Servers that sample for several ranks: on each node one rank, the client, syncs weights and sends the requests.
 
-The clients share servers and prompts; the other ranks wait, and get all groups like everybody. Weights that are sharded
-are never whole on a rank: while a client pushes, all ranks make one tensor whole after the other, and to probe they
-score a few tokens together. What ends one of them ends all (``distributed/failing.py``); where it is an engine's error,
-all of them save a checkpoint first.
+Clients divide servers and prompts among them; the other ranks wait, and every rank gets all groups. Sharded weights are
+never whole on a rank: while a client sends them, all ranks gather one tensor after the other, and for the probe they
+score a few tokens together. If a rank fails, all do (``distributed/failing.py``); on an ``EngineError`` they save a
+checkpoint first.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ from logitless.types import Completion, Prompt
 
 @runtime_checkable
 class ServerEngine(PushingEngine, Protocol):
-    """An engine whose servers several clients may share."""
+    """An engine on servers that several clients may divide."""
 
     @property
     def num_servers(self) -> int:
-        """How many there are."""
+        """Number of servers."""
         ...
 
     def take_share(self, place: int, of: int) -> None:
-        """From now on use every ``of``-th server only, from ``place`` on, and share no folder with other clients."""
+        """Use only every ``of``-th server, beginning with number ``place``, and no folder that other clients use."""
         ...
 
 
@@ -39,14 +39,14 @@ PUSHED = "weights pushed to the servers, and probed there"
 
 
 class OneClientANode:
-    """An ``Engine`` that one rank of each node asks.
+    """An ``Engine`` that only one rank of each node uses.
 
     Args:
-        engine: of this rank, which has asked no server anything yet.
+        engine: of this rank; it has not contacted a server yet.
         ranks: of the run.
 
     Attributes:
-        clients: the ranks that sample, at most one a node and one a server.
+        clients: the ranks that sample: at most one a node, and at most as many as there are servers.
     """
 
     def __init__(self, engine: ServerEngine, ranks: Ranks) -> None:
@@ -57,14 +57,14 @@ class OneClientANode:
 
     @property
     def transfer_numbers(self) -> Mapping[str, float | int]:
-        """Numbers of this rank's last push; none where it is no client."""
+        """Metrics of this rank's last weight sync; none if it is no client."""
         return self._engine.transfer_numbers if self._ranks.rank in self.clients else {}
 
     def load(self, weights: Weights, version: int) -> None:
-        """Each client pushes to its servers and probes them; in turn where the ranks hold the weights together.
+        """Sync weights to all servers and probe them. A collective; of sharded weights the clients take turns.
 
         Raises:
-            LogitlessError: on every rank, what one of them met, an EngineError mostly.
+            LogitlessError: on every rank, the error of the one that failed.
         """
         if weights.score is None:
             with failing_together(self._ranks, PUSHED):
@@ -73,12 +73,12 @@ class OneClientANode:
             return
         for client in self.clients:
             with failing_together(self._ranks, PUSHED) as work:
-                reading = ReadTogether(self._ranks, client, weights, work)
+                sharded = ShardedWeights(self._ranks, client, weights, work)
                 if self._ranks.rank == client:
-                    with reading.lent() as lent:
-                        self._engine.load(lent, version)
+                    with sharded.gathered() as gathered:
+                        self._engine.load(gathered, version)
                 else:
-                    reading.take_part()
+                    sharded.take_part()
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -87,17 +87,17 @@ class OneClientANode:
         return self._engine.sample(prompts, num_samples, options, seed=seed)
 
     def close(self) -> None:
-        """Give back what this rank's engine holds."""
+        """Close this rank's engine."""
         self._engine.close()
 
 
-class ReadTogether:
-    """Sharded weights that one rank reads: it says what it reads next, and the others take part in making it whole.
+class ShardedWeights:
+    """Sharded weights that one rank reads: it tells the others what it reads next, and all gather it together.
 
     Args:
-        ranks: that hold the weights.
-        reader: one of them.
-        weights: of all.
+        ranks: that hold the shards.
+        reader: the rank that reads.
+        weights: whose methods are collectives.
         work: that the reading is part of.
     """
 
@@ -105,8 +105,8 @@ class ReadTogether:
         self._ranks, self._reader, self._held, self._work, self._over = ranks, reader, weights, work, False
 
     @contextmanager
-    def lent(self) -> Iterator[Weights]:
-        """The weights, for the reader, until the end of the block; from then on the others do something else."""
+    def gathered(self) -> Iterator[Weights]:
+        """For the reader: weights that may be read inside, while the other ranks are in ``take_part``."""
         adapter = None if self._held.adapter is None else partial(self._read, "adapter")
         try:
             yield Weights(self._held.module, partial(self._read, "tensors"), adapter, self._score)
@@ -117,7 +117,10 @@ class ReadTogether:
                     self._ranks.all_gather_object(None)
 
     def take_part(self) -> None:
-        """The others, until the reader's end. A reading that is given up is forgotten with the next one."""
+        """For the other ranks: do what the reader asks for, until it is done.
+
+        An iterator over tensors that the reader abandons is replaced by the next one.
+        """
         tensors: Iterator[tuple[str, Tensor]] = iter(())
         asked: Any = ()
         while asked is not None:
@@ -149,7 +152,7 @@ class ReadTogether:
 
     @contextmanager
     def _asking(self, *words: Any) -> Iterator[None]:
-        """Inside, the reader does what the others do when they hear these words."""
+        """For the reader: send a request to the other ranks; inside, do the same as they do in ``take_part``."""
         if self._over:
             raise EngineError(
                 needed="weights that the ranks hold together, after all of them went on",

@@ -1,11 +1,11 @@
-"""Refills that stream: a group without a signal is replaced as soon as that is known, while the others are sampled.
+"""Streaming refills: a zero-signal group is replaced as soon as it is scored, while others are still being sampled.
 
-    rounds      P prompts, wait for the longest, judge all, then as many new ones as have no signal, wait again, ...
-    streaming   P places; whichever is through is judged, and its next prompt begins if it has no signal
+    rounds      P prompts; wait for the longest; score all; then as many new prompts as zero-signal groups; wait again
+    streaming   P slots; a slot whose group is done is scored at once, and takes another prompt if it has no signal
 
-A place is refilled as often as there would be rounds. Which prompt comes to which place depends on who is through
-first, and so on the machine: only for blocks that are logged (``ahead.py``), and for engines that several threads may
-ask (``ConcurrentEngine``). A block that needs no refill is the one that rounds would draw.
+A slot is refilled at most as often as there would be further rounds. Which prompt goes to which slot depends on timing,
+and so on the machine. So refills stream only for blocks that are logged (``ahead.py``), and only with an engine that
+several threads may ask (``ConcurrentEngine``). A block without refills is the same either way.
 """
 
 import threading
@@ -15,17 +15,17 @@ from typing import Any
 
 from logitless.rewards.reward import Unscored, WeightedReward, judge
 from logitless.rollout.environment import Environment, Reply, replies_of
-from logitless.train.block import JudgedBlock, signal
+from logitless.train.block import JudgedBlock, have_signal
 from logitless.types import Completion, Episode, Group, Prompt
 
-Draw = Callable[[Prompt, Environment, int], list[Episode]]
-"""(prompt, environment, number among the block's refills, 0 for its first prompts) -> its episodes."""
+Sample = Callable[[Prompt, Environment, int], list[Episode]]
+"""(prompt, environment, number of the refill in the block, 0 for its first prompts) -> episodes of the prompt."""
 
 
 def refilled_as_they_come(
     first: Sequence[Prompt],
     another: Callable[[], Prompt],
-    draw: Draw,
+    sample: Sample,
     environment: Environment,
     rewards: Sequence[WeightedReward],
     *,
@@ -33,17 +33,17 @@ def refilled_as_they_come(
     max_refills: int,
     at_once: int,
 ) -> JudgedBlock:
-    """A block, all of whose prompts are under way at the same time.
+    """Sample a block with one thread for each prompt.
 
     Args:
-        first: P prompts, one a place.
-        another: the next prompt.
-        draw: the episodes of one prompt; called by several threads at once.
-        environment: answers; it is asked by one thread at a time.
-        rewards: judge, in the thread that called.
-        unscored: as of ``judge``.
-        max_refills: of a place.
-        at_once: prompts under way.
+        first: P prompts, one for each slot.
+        another: gives the next prompt.
+        sample: samples the episodes of a prompt; called by several threads at once.
+        environment: answers the policy; called by one thread at a time.
+        rewards: score completions, in the calling thread.
+        unscored: of ``judge``.
+        max_refills: of a slot.
+        at_once: most prompts at a time.
     """
     shared = OneAtATime(environment)
     prompts: list[Prompt] = []
@@ -56,31 +56,31 @@ def refilled_as_they_come(
             number = len(prompts)
             prompts.append(prompt)
             refills.append(refill)
-            waiting[pool.submit(draw, prompt, shared, max(0, number + 1 - len(first)))] = number
+            waiting[pool.submit(sample, prompt, shared, max(0, number + 1 - len(first)))] = number
 
         try:
             for prompt in first:
                 begin(prompt, 0)
             while waiting:
-                through = sorted(wait(waiting, return_when=FIRST_COMPLETED).done, key=waiting.__getitem__)
-                numbers = [waiting.pop(future) for future in through]
-                found = judge([prompts[n] for n in numbers], [f.result() for f in through], rewards, unscored=unscored)
-                for number, group, has_signal in zip(numbers, found, signal(found), strict=True):
+                done = sorted(wait(waiting, return_when=FIRST_COMPLETED).done, key=waiting.__getitem__)
+                numbers = [waiting.pop(future) for future in done]
+                found = judge([prompts[n] for n in numbers], [f.result() for f in done], rewards, unscored=unscored)
+                for number, group, has_signal in zip(numbers, found, have_signal(found), strict=True):
                     groups[number] = group
                     if not has_signal and refills[number] < max_refills:
                         begin(another(), refills[number] + 1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    drawn = tuple(groups[number] for number in range(len(prompts)))
-    return JudgedBlock(drawn, tuple(signal(drawn)), 1 + max(refills, default=0))
+    sampled = tuple(groups[number] for number in range(len(prompts)))
+    return JudgedBlock(sampled, tuple(have_signal(sampled)), 1 + max(refills, default=0))
 
 
 class OneAtATime:
-    """An ``Environment`` that several threads may ask, each waiting for the one before it.
+    """An ``Environment`` that several threads may call: a lock lets them in one by one.
 
     Args:
-        inner: asked by one thread at a time.
+        inner: called by one thread at a time.
     """
 
     def __init__(self, inner: Environment) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of a block as a whole: rewards, verdicts, groups, lengths, advantages and values."""
+"""Metrics of a block: rewards, verdicts, groups, lengths, advantages and values."""
 
 import math
 from collections import Counter
@@ -10,46 +10,46 @@ import torch
 from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
 from logitless.rewards.statistics import reward_statistics
-from logitless.train.block import JudgedBlock, ScoredBlock, number, signal
+from logitless.train.block import JudgedBlock, ScoredBlock, have_signal, reward_or_nan
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, VerdictStatus
 
 
 def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
-    """Rewards, verdicts, groups and lengths of everything that was drawn, before any group is left out.
+    """Rewards, verdicts, groups and lengths of all that was sampled, before any group is left out.
 
     Args:
         block: all groups, those of refills included.
-        seconds: that sampling and judging took.
+        seconds: that sampling and scoring by rewards took.
     """
-    drawn, num_trained = block.drawn, sum(block.kept)
-    rewards = torch.tensor([number(r) for g in drawn for r in g.rewards], dtype=torch.float64)
+    groups, num_trained = block.sampled, sum(block.kept)
+    rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float64)
     rewarded = rewards[~rewards.isnan()]
-    completions = [c for g in drawn for c in g.completions]
+    completions = [c for g in groups for c in g.completions]
     lengths = [c.length for c in completions]
-    spreads = [_spread(g) for g in drawn]
+    spreads = [_spread(g) for g in groups]
     metrics: Numbers = {
         "reward/mean": float(rewarded.mean()),
         "reward/std": float(rewarded.std()) if len(rewarded) > 1 else 0.0,
         "reward/std_in_group": sum(spreads) / len(spreads),
         "reward/unscored": len(rewards) - len(rewarded),
-        "group/zero_signal_fraction": 1 - sum(signal(drawn)) / len(drawn),
+        "group/zero_signal_fraction": 1 - sum(have_signal(groups)) / len(groups),
         "group/trained": num_trained,
-        "group/dropped": len(drawn) - num_trained,
+        "group/dropped": len(groups) - num_trained,
         "group/refill_rounds": block.rounds - 1,
         "length/mean": sum(lengths) / len(lengths),
         "length/min": min(lengths),
         "length/max": max(lengths),
         "length/truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
         "length/empty": sum(not c.text for c in completions),
-        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in drawn) / len(drawn),
+        "length/prompt_mean": sum(len(g.prompt.token_ids) for g in groups) / len(groups),
     }
     speed = {"time/rollout_seconds": seconds, "throughput/rollout_tokens_per_second": sum(lengths) / seconds}
-    return metrics | turn_metrics(drawn) | verdict_metrics(drawn) | source_metrics(drawn) | speed
+    return metrics | turn_metrics(groups) | verdict_metrics(groups) | source_metrics(groups) | speed
 
 
 def source_metrics(groups: Sequence[Group]) -> Numbers:
-    """What each source of a mixture gave and got; nothing where there is one source.
+    """Metrics of each source of a mixture; none where there is one source.
 
     Example:
         >>> source_metrics([])
@@ -65,7 +65,7 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
         found |= {
             f"source/{source}/prompts": len(of_source),
             f"source/{source}/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            f"source/{source}/zero_signal_fraction": 1 - sum(signal(of_source)) / len(of_source),
+            f"source/{source}/zero_signal_fraction": 1 - sum(have_signal(of_source)) / len(of_source),
             f"source/{source}/length_mean": sum(c.length for c in completions) / len(completions),
             f"source/{source}/truncated_fraction": sum(c.finish_reason == "length" for c in completions)
             / len(completions),
@@ -74,7 +74,7 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def turn_metrics(groups: Sequence[Group]) -> Numbers:
-    """How many turns completions have and what an environment added to them; nothing where all are single turns.
+    """Turns of completions and tokens of the environment; none where all completions are single turns.
 
     Example:
         >>> turn_metrics([])
@@ -93,13 +93,13 @@ def turn_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
-    """How old the weights were that drew a block; nothing where the engine did not say.
+    """Lag of a block: the age of the weights that sampled it; none where the engine gives no versions.
 
     Args:
         block: all groups.
         version: of the weights that are about to be trained.
     """
-    known = [(c.weights_version, c) for g in block.drawn for c in g.completions if c.weights_version is not None]
+    known = [(c.weights_version, c) for g in block.sampled for c in g.completions if c.weights_version is not None]
     lags = [version - oldest for oldest, _ in known]
     if not lags:
         return {}
@@ -112,12 +112,12 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
 
 
 def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
-    """How fast the tokens were scored by the passes of policy and reference over them, and how many needed none.
+    """Speed of the scoring passes of policy and reference, and the number of tokens that needed no pass of the policy.
 
     Args:
         block: scored.
-        passed: whether the policy made a pass for what is not left to the training step.
-        seconds: that it took.
+        passed: whether the policy made a scoring pass; else the engine gave the log-probs.
+        seconds: that scoring took.
     """
     known = int((~block.logp_old.isnan()).sum()) if passed else 0
     num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
@@ -129,7 +129,7 @@ def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numb
 
 
 def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
-    """How long a step took and how fast it was.
+    """Duration and speed of a training step.
 
     Example:
         >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
@@ -142,7 +142,7 @@ def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
 
 
 def verdict_metrics(groups: Sequence[Group]) -> Numbers:
-    """Rewards and statuses by reward function; pass rates by constraint and family, over all functions."""
+    """Scores and statuses by reward function; pass rates by constraint and by family, over all functions."""
     metrics: Numbers = {}
     checks: dict[str, Counter[str]] = {"passed": Counter(), "count": Counter()}
     for name, found in reward_statistics([v for g in groups for v in g.verdicts]).items():
@@ -162,22 +162,22 @@ def verdict_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | None]]:
-    """The advantage of each drawn completion, its first token's; None where it has no token that is trained on.
+    """The advantage of each sampled completion's first token; None for one without a token to train on.
 
     Args:
-        block: the kept groups, packed in order.
+        block: the groups that are trained on, packed in order.
         judged: all groups.
     """
     counts = torch.tensor(block.packed.inputs.source_counts)
     first = (torch.cumsum(counts, 0) - counts).tolist()
     values = iter([float(block.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])
     return [
-        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.drawn, judged.kept, strict=True)
+        [next(values) if k else None for _ in g.completions] for g, k in zip(judged.sampled, judged.kept, strict=True)
     ]
 
 
 def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: Estimator | None) -> Numbers:
-    """Mean and spread of the advantages that there are, and how many were held at the estimator's clip.
+    """Mean and standard deviation of the advantages, and how many were clipped if the estimator clips.
 
     Example:
         >>> from logitless.objective.advantage import GroupCentered
@@ -194,7 +194,7 @@ def advantage_metrics(advantages: Sequence[Sequence[float | None]], estimator: E
 
 
 def value_metrics(block: ScoredBlock) -> Numbers:
-    """What the value head said in the scoring pass, against the returns; nothing where there is no value head."""
+    """Values of the scoring pass against the returns; none without a value head."""
     if block.value_old is None or block.value_target is None:
         return {}
     return {

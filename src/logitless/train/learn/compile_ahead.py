@@ -1,7 +1,7 @@
-"""Kernels of a training step, compiled side by side before the first one.
+"""Compile the kernels of a training step in parallel, before the first one.
 
-A training step of row-invariant layers launches about twenty kernels that nothing has launched before. Compiled where
-each is first launched, one waits for the other; here threads compile all of them at once.
+A training step of row-invariant layers launches about twenty kernels for the first time. Compiled at their first launch
+they would wait for each other; here threads compile all of them at once.
 """
 
 from collections.abc import Callable
@@ -24,20 +24,18 @@ _GROUPS = (
     PromptGroup(64, (300, 300, 301)),
     PromptGroup(64, (PromptGroup(20, (300, 300)), PromptGroup(10, (100, 301)))),
 )
-"""A prompt and its completions, whose keys are cut into parts: an even number of tokens, an odd one, and prompts that
-begin alike."""
+"""A prompt with completions long enough for attention to split their keys: of an even and an odd number of tokens, and
+with prompts that share a prefix."""
 
 
 def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: float, entropy_gradient: bool) -> None:
-    """Compiles what a training step of the policy will launch; nothing is executed, and gradients stay as they are.
+    """Compile what a training step of the policy will launch; no kernel is executed, and gradients stay as they are.
 
-    A kernel that is missed here is compiled where it is first launched. Nothing is done on a CPU, for layers of
-    transformers and for sharded weights.
+    A kernel that is missed here is compiled at its first launch. Does nothing on a CPU, for layers of transformers and
+    for sharded weights.
 
     Args:
-        policy: whose layers and head are trained.
-        backend: of the head.
-        temperature: of sampling.
+        policy: to train.
         entropy_gradient: whether the objective has a gradient in the entropy.
     """
     decoder: Any = backbone(policy.model)
@@ -45,12 +43,12 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
         return
     from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
-    padded = decoder.row_invariant.graphs is not None  # rows of graphs are; longer ones are not
+    padded = decoder.row_invariant.graphs is not None  # rows that CUDA graphs train are; longer ones are not
     kinds = [(group, rows) for group in _GROUPS for rows in dict.fromkeys((False, padded))]
     passes = [_pass(policy, *kind, backend, temperature, entropy_gradient) for kind in kinds]
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
-    # Kernels are compiled for the thread that calls: the backward pass must run in this one.
+    # Kernels are collected in the calling thread only, so the backward pass must run in this one.
     with torch.autograd.set_multithreading_enabled(False), compiled_together(policy.device):
         for each in passes:
             each()
@@ -61,12 +59,12 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
 def _pass(
     policy: Policy, group: PromptGroup, padded: bool, backend: Backend, temperature: float, entropy_gradient: bool
 ) -> Callable[[], None]:
-    """A forward and a backward pass over one group, whose tables are on the device already.
+    """A forward and a backward pass over one group; its tables are copied to the device here.
 
     Args:
-        policy, backend, temperature, entropy_gradient: as of ``compile_training_kernels``.
-        group: that the row consists of.
-        padded: to the number of rows that a CUDA graph has.
+        policy, backend, temperature, entropy_gradient: of ``compile_training_kernels``.
+        group: the whole packed row.
+        padded: whether the row is padded to the length of a CUDA graph.
     """
     decoder: Any = backbone(policy.model)
     layout = AttentionLayout([group], policy.device, rounded_rows(group.size) if padded else group.size)

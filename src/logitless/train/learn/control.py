@@ -1,4 +1,4 @@
-"""What moves while a run goes on: the coefficients of the KL and of the entropy bonus, each with its controller."""
+"""Coefficients that change during a run, of the KL and of the entropy bonus, and their controllers."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ from logitless.types import TokenBatch
 
 
 class Controllers:
-    """The coefficients in force, and what the steps do to them.
+    """The current coefficients, updated after each step or epoch.
 
     Args:
         kl: of the recipe, or None.
@@ -40,22 +40,21 @@ class Controllers:
 
     @property
     def entropy_coefficient(self) -> float | None:
-        """Of an adaptive entropy bonus; None for a fixed one."""
+        """Coefficient of an adaptive entropy bonus; None for a fixed one."""
         return None if self._entropy is None else self._entropy.applied
 
     @property
     def length_factor(self) -> float:
-        """What the guardrail multiplies ``max_new_tokens`` of the next block by."""
+        """Factor of the next block's ``max_new_tokens``, by the KL guardrail."""
         return 1.0 if self._kl is None else self._kl.rollout_factor
 
     def after_step(self, record: Numbers, tokens: TokenBatch, sequences: Sequence[int], *, taken: bool) -> None:
-        """Add the coefficients of this step to its record; let the controllers see it, unless it was skipped.
+        """Add the coefficients of this step to its record, and update the controllers unless it was skipped.
 
         Args:
-            record: of the step; gets more numbers.
-            tokens: of the block.
-            sequences: of them, that the step read, on all ranks.
-            taken: whether the weights moved.
+            record: metrics of the step, changed in place.
+            sequences: of the block, that the step read, on all ranks.
+            taken: False for a skipped step.
         """
         if self._bonus is not None:
             adaptive = self._entropy
@@ -67,7 +66,7 @@ class Controllers:
         record["kl_ref/beta"] = self._kl.beta
         if taken:
             record["kl_ref/controlled"] = seen = self._seen(record, tokens, sequences, self._kl_section)
-            if math.isfinite(seen):  # where exp has overflowed the controllers see nothing
+            if math.isfinite(seen):  # else exp has overflowed
                 self._kl_of_epoch.append(seen)
                 if self._kl_section.update == "step":
                     self._kl.update(seen, len(sequences))
@@ -75,18 +74,14 @@ class Controllers:
         record["kl_ref/bounded"] = self._kl.num_bounded
 
     def end_epoch(self, num_sequences: int) -> None:
-        """Let a controller that moves once an epoch see the mean over its steps.
-
-        Args:
-            num_sequences: of the block.
-        """
+        """Update a controller that moves once an epoch, with the mean over the epoch's steps."""
         section = self._kl_section
         if self._kl is not None and section is not None and section.update == "epoch" and self._kl_of_epoch:
             self._kl.update(sum(self._kl_of_epoch) / len(self._kl_of_epoch), num_sequences)
         self._kl_of_epoch = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that moves, as JSON."""
+        """All coefficients, as JSON."""
         return {
             "kl": None if self._kl is None else self._kl.state_dict(),
             "entropy": None if self._entropy is None else self._entropy.state_dict(),
@@ -94,7 +89,7 @@ class Controllers:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
+        """Continue from ``state_dict``."""
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
         if self._entropy is not None:
@@ -106,8 +101,7 @@ class Controllers:
         return self._kl.beta if here and self._kl is not None else 0.0
 
     def _seen(self, record: Numbers, tokens: TokenBatch, sequences: Sequence[int], kl: KLInLoss | KLInReward) -> float:
-        """The KL that is compared with the target: of this step's weights in the loss, of the drawn tokens in the
-        reward."""
+        """The KL that is compared with the target: the step's estimate, or for a KL in the reward that of sampling."""
         if kl.placement == "loss":
             return record[f"kl_ref/{kl.penalty.estimator}_mean"]
         read = tokens.take(sequences)

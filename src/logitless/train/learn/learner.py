@@ -1,12 +1,12 @@
-"""The learner: the policy with everything that trains it. Blocks of judged groups in, weights out.
+"""The learner: the policy with everything that trains it.
 
-    score      once a block, before any step: scores and advantages
-    begin      what is settled for the block before its first step
-    step       one optimizer step: weights a token, micro-batches, gradients summed, clipped and applied, controllers
-    weights    what engines sample with, and ``version``, by which they tell one from another
+    score      once a block, before any step: log-probs and advantages
+    begin      once a block: plan its steps, choose its tokens
+    step       one optimizer step: token weights, micro-batches, gradients, clipping, update, controllers
+    weights    for engines, with ``version``, which tells one state of the weights from another
 
-All randomness comes from the run's seed and the numbers in ``Progress``, so that a block goes on bitwise wherever it
-was stopped.
+All randomness comes from the run's seed and the counters in ``Progress``, so that a block that was stopped anywhere
+resumes bitwise.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +36,13 @@ from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
-from logitless.train.learn.savings import saved_by_packing
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
     MicroBatchOutput,
     backward,
     on_host,
+    saved_by_packing,
     step_batch,
     step_numbers,
     zero_advantage_output,
@@ -52,22 +52,27 @@ from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import Numbers
-from logitless.train.store import checkpoint as checkpoints
+from logitless.train.store.checkpoint import (
+    optimizer_tensors,
+    parameter_tensors,
+    restore_optimizer,
+    restore_parameters,
+)
 from logitless.train.store.stored_block import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
 
 @dataclass
 class Progress:
-    """Where training stands.
+    """Counters of training.
 
     Args:
-        block: blocks finished.
-        epoch: epochs finished of the block in training.
-        step_in_epoch: steps finished of that epoch.
+        block: finished blocks.
+        epoch: finished epochs of the current block.
+        step_in_epoch: finished steps of the current epoch.
         step: optimizer steps done, skipped ones included.
-        skipped, skipped_in_a_row: steps without a finite gradient.
-        halvings: steps (as ``step`` counts them) at which memory was short and ``tokens_per_micro_batch`` was halved.
+        skipped, skipped_in_a_row: steps that were skipped because a gradient was not finite.
+        halvings: the ``step`` at which memory was short and ``tokens_per_micro_batch`` was halved, for each time.
     """
 
     block: int = 0
@@ -79,19 +84,19 @@ class Progress:
     halvings: list[int] = field(default_factory=list)
 
     def clear(self) -> None:
-        """Be as before the first step."""
+        """Reset all counters."""
         vars(self).update(vars(Progress()))
 
 
 @dataclass(frozen=True)
 class _InTraining:
-    """A block with what is settled before its first step.
+    """A block in training, with what is fixed before its first step.
 
     Args:
-        block: as it was prepared.
-        tokens: what the objective reads of it, the block's selection of tokens included.
+        block: scored.
+        tokens: the block as the objective reads it, with the tokens that it has chosen.
         statistics: of the block, or None.
-        dropped: one flag a sequence: completions whose tokens weigh 0.
+        dropped: one flag a sequence: True for completions whose tokens have weight 0.
         plans: the steps of each epoch.
         packing: of their rows.
     """
@@ -111,14 +116,14 @@ class Learner:
         recipe: checked.
         algorithm: objective, advantage, weighting and value loss of the recipe.
         policy: trained in place.
-        reference: scores under the frozen policy, or None without a KL.
-        reward_weights: by name, for advantages that take the rewards apart.
-        ranks: that train the policy together; everything that one rank has to know of the others goes through it.
+        reference: the frozen policy; None without a KL.
+        reward_weights: by name, for advantages that read each reward.
+        ranks: that train the policy together.
 
     Attributes:
-        tokens_per_rank: that each rank with sequences of its own trained on in the last step.
-        halved: a message where the last step halved its micro-batches for want of memory.
-        parity: sampler against trainer, where the last step compared them in its own pass; None where scoring did.
+        tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
+        halved: a message if the last step halved its micro-batches because memory was short; else None.
+        parity: metrics of the parity gate if the last step computed ``logp_old``; None if scoring did.
     """
 
     def __init__(
@@ -144,7 +149,7 @@ class Learner:
             value_head=() if policy.value_head is None else policy.value_head.parameters(),
             value_head_factor=value_head_section(recipe).learning_rate_factor,
         )
-        if recipe.train.cuda_graphs and not recipe.parallel.deterministic:  # which keeps the gradients of every row
+        if recipe.train.cuda_graphs and not recipe.parallel.deterministic:  # the latter keeps each row's gradients
             policy.graph_short_rows()
         self.controllers = Controllers(recipe.kl, algorithm)
         self.progress = Progress()
@@ -152,11 +157,7 @@ class Learner:
         self._is_first_step = True
 
     def under(self, recipe: Recipe) -> "Learner":
-        """A learner of the same weights, with the same optimizer and progress, that reads other settings.
-
-        Args:
-            recipe: with another ``train`` or ``rollout``; the optimizer stays as it is.
-        """
+        """A learner of the same weights, optimizer and progress under another ``train`` and ``rollout``."""
         other = copy(self)
         other.recipe, other.policy = recipe, self.policy.under(recipe.train)
         return other
@@ -171,21 +172,22 @@ class Learner:
         *,
         rescore: bool = False,
     ) -> ScoredBlock:
-        """The block under policy and reference, in the rows of the first epoch, so that its first ratio is 1; and what
-        each token is worth.
+        """Compute log-probs under policy and reference, and advantages.
 
-        What the only step of a block reads itself is left to it, and what an engine said of the tokens is taken.
+        ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from the training pass if
+        the block has one step and nothing needs it before, else from a scoring pass in the rows of the first epoch, so
+        that the first ratio is 1.
 
         Args:
-            packed: has a token.
+            packed: with at least one token.
             groups: that were packed.
-            sampled: scores by an engine that is bitwise identical to the policy, which need no pass of the policy.
-            rescore: make the pass over everything all the same.
+            sampled: scores by a bitwise identical engine; or None.
+            rescore: make the scoring pass of the policy over everything, for a bitwise check.
         """
         live = self._live(packed, groups)
         plan = self._plan(packed, 0, live)
         old = None if rescore else sampled
-        itself = not rescore and old is None and self._may_score_itself(plan)
+        itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm, len(plan))
         trained = micro_batches_of(plan, self.ranks)
         dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
@@ -214,7 +216,7 @@ class Learner:
         )
 
     def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]]) -> TokenScores:
-        """What a scorer says of the block in these rows of this rank, without gradient."""
+        """A scoring pass over these rows of this rank."""
         return scores_of(
             scorer,
             packed.packed,
@@ -224,29 +226,14 @@ class Learner:
             ranks=self.ranks,
         )
 
-    @property
-    def drops_out(self) -> bool:
-        """Whether a training pass is of another function than a scoring pass."""
-        lora = self.recipe.model.lora
-        return lora is not None and lora.dropout > 0
-
-    def _may_score_itself(self, plan: Sequence[StepPlan]) -> bool:
-        """Whether the one step of a block may take ``logp_old`` from its own pass: nothing reads it before."""
-        return (
-            self.recipe.train.reuse_logp
-            and not self.drops_out
-            and self.recipe.train.epochs_per_block == len(plan) == 1
-            and self.policy.value_head is None
-            and not self.algorithm.kl_in_reward
-            and not self.algorithm.objective.reads_scoring_pass
-        )
-
     def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
-        """One flag a sequence: whether it can change a gradient; None where nobody is left out. An algorithm that can
-        do without some sequences reads nothing but rewards for its advantages."""
+        """One flag a sequence: whether it can change a gradient; None if no sequence may be left out.
+
+        The advantages of such an algorithm need rewards alone, no scores.
+        """
         if not (self.recipe.train.skip_zero_advantage and self.algorithm.silent_without_advantage):
             return None
-        if self.recipe.parallel.deterministic:  # their numbers, too, would be added in an order that the ranks decide
+        if self.recipe.parallel.deterministic:  # metrics of left-out sequences are summed in an order of the ranks
             return None
         advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
         sequence = packed.packed.sequence
@@ -256,11 +243,11 @@ class Learner:
         return tuple(has and not left_out for has, left_out in zip(signal.tolist(), dropped, strict=True))
 
     def _dropped(self, block: PackedBlock) -> tuple[bool, ...]:
-        """One flag a sequence: completions whose tokens weigh 0."""
+        """One flag a sequence: True for completions whose tokens have weight 0."""
         return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
 
     def _packing(self, block: PackedBlock) -> Packing:
-        """How rows are filled at this step; a row has room for the longest sequence whatever was halved."""
+        """How rows are filled at this step, after halvings; the longest sequence always fits."""
         train, progress = self.recipe.train, self.progress
         halvings = sum(step <= progress.step for step in progress.halvings)
         limit = train.tokens_per_micro_batch >> halvings
@@ -271,11 +258,12 @@ class Learner:
         )
 
     def begin(self, block: ScoredBlock) -> None:
-        """Settle what no step may change: the plan of each epoch, dropped completions, statistics of the block."""
+        """Begin to train on a block: plan its steps, drop completions, and choose tokens once for the whole block."""
         objective = self.algorithm.objective
         dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
-        statistics = objective.block_statistics(tokens, generator=self._generator("selection", self.progress.block))
+        seed = derived_seed(self.recipe.seed, "selection", self.progress.block)
+        statistics = objective.block_statistics(tokens, generator=torch.Generator().manual_seed(seed))
         self._current = _InTraining(
             block,
             tokens if statistics is None else statistics.attach(tokens),
@@ -292,13 +280,13 @@ class Learner:
 
     @property
     def in_training(self) -> bool:
-        """Whether a block has begun and has steps left."""
+        """Whether there is a block with steps left."""
         return self._current is not None
 
     # --- training on it
 
     def step(self) -> Numbers:
-        """The next optimizer step of the block in training, and its numbers."""
+        """Take the next optimizer step of the block in training; returns its metrics."""
         if self._current is None:
             raise ValueError("no block in training: call begin first")
         if self._is_first_step:
@@ -323,8 +311,8 @@ class Learner:
         return {"step": progress.step, **place, **record}
 
     def _attempt(self, now: _InTraining) -> Numbers | None:
-        """The numbers of a step, or None where memory was short and nothing has happened but to gradients."""
-        if now.packing != self._packing(now.block):  # halved since the block began, or in the run that is repeated
+        """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
+        if now.packing != self._packing(now.block):  # halved since the block began, or in a resumed run
             now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
         plan = now.plans[self.progress.epoch]
         step = plan[self.progress.step_in_epoch]
@@ -345,10 +333,10 @@ class Learner:
         return record
 
     def _halve(self, now: _InTraining) -> None:
-        """Give the gradients back, and halve what is read at once from this step on.
+        """Free the gradients, and halve micro-batches from this step on.
 
         Raises:
-            TrainingError: rows have a sequence each already.
+            TrainingError: a row of one sequence is too large.
         """
         for parameter in self.policy.named_parameters().values():
             parameter.grad = None
@@ -370,12 +358,14 @@ class Learner:
         )
 
     def end_block(self) -> None:
-        """Go on to the next block; for one without a signal, this is all there is to do."""
+        """Go on to the next block; also for a block without a signal, which has no steps."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
     def _places(self, num_rows: int) -> list[int | None]:
-        """Of this rank's rows among those of a step, in the order in which it reads them; None: a rank that sums in
-        order waits for others there."""
+        """Indices of the step's rows that this rank reads, in order.
+
+        Under ``parallel.deterministic`` None stands for a place in the tree of sums at which this rank has no row.
+        """
         if self.recipe.parallel.deterministic:
             return list(places_in_tree(num_rows, self.ranks.rank, self.ranks.world))
         return list(self.ranks.rows_of(range(num_rows)))
@@ -389,11 +379,11 @@ class Learner:
         now: _InTraining,
     ) -> Numbers | None:
         recipe, progress, ranks = self.recipe, self.progress, self.ranks
-        self.policy.release()  # whole weights were for sampling
+        self.policy.release()  # weights that were gathered for sampling
         try:
             outputs = self._gradients(mine, places, now.statistics)
         except torch.OutOfMemoryError:
-            if ranks.world > 1:  # the others wait for this one
+            if ranks.world > 1:  # a retry needs all ranks, and the others have gone on
                 raise
             return None
         rate = learning_rate(progress.step, progress.block / recipe.train.blocks, recipe.train.optimizer)
@@ -436,32 +426,33 @@ class Learner:
     def _parity_of_step(
         self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]], block: ScoredBlock
     ) -> Numbers | None:
-        """The gate's numbers of a block whose only step says ``logp_old`` itself; None for any other block.
+        """Metrics of the parity gate, for a block whose training pass gives ``logp_old``; None for any other.
 
         Args:
             outputs: of this rank's micro-batches.
             rows: the sequences of each.
+            block: in training.
         """
         if not block.scores_itself or self.recipe.rollout.sampling.filters_distribution:
             return None
         found = [required(each.logp_old, "logp_old").float().cpu() for each in outputs]
-        # A rank that sums in order may have no micro-batch at all.
+        # Under parallel.deterministic a rank may have no micro-batch.
         own = torch.cat([torch.empty(0), *found])
         places = torch.cat([torch.empty(0, dtype=torch.long), *map(block.packed.tokens_of, rows)])
-        logp = block.logp_old.clone()  # zero-advantage sequences were scored before
+        logp = block.logp_old.clone()  # has the log-probs of zero-advantage sequences
         logp[self.ranks.gather(places)] = self.ranks.gather(own)
         return parity_metrics(block.packed, logp)
 
     def _gradients(
         self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
     ) -> list[MicroBatchOutput]:
-        """What came of this rank's micro-batches, by their places; gradients are the sums over all ranks."""
+        """Forward and backward of this rank's micro-batches; gradients are summed over all ranks."""
         ranks = self.ranks
         if self.recipe.parallel.deterministic:
             return self._summed_in_order(mine, places, statistics)
         labels = [ranks.data_rank] if ranks.data_rank else []
         outputs = self._backward(list(mine.values()), statistics, ranks.gather, *labels)
-        if ranks.world > 1:  # looking through a model for its parameters takes the host a millisecond
+        if ranks.world > 1:  # not otherwise: collecting the parameters takes a millisecond
             ranks.sum_gradients(self.policy.named_parameters().values())
         return outputs
 
@@ -474,7 +465,7 @@ class Learner:
     ) -> list[MicroBatchOutput]:
         recipe = self.recipe
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
-        with seeded(seed, self.policy.device) if self.drops_out else nullcontext():
+        with seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext():
             return backward(
                 self.policy,
                 self.algorithm.objective,
@@ -492,9 +483,10 @@ class Learner:
     def _summed_in_order(
         self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
     ) -> list[MicroBatchOutput]:
-        """What came of this rank's micro-batches; gradients are the sums along the tree of all ranks.
+        """Forward and backward of this rank's micro-batches; gradients are summed along the tree of all ranks.
 
-        What is chosen in a micro-batch is chosen in it alone, for which of them run side by side depends on the ranks.
+        Tokens that are chosen in a micro-batch are chosen without other ranks (``one_rank``): which micro-batches run
+        at the same time depends on the number of ranks.
         """
         parameters = [p for p in self.policy.named_parameters().values() if p.requires_grad]
         outputs, total = list[MicroBatchOutput](), TreeSum()
@@ -510,7 +502,7 @@ class Learner:
         return outputs
 
     def check_skipped(self) -> str | None:
-        """A message where the last step was skipped.
+        """A message if the last step was skipped; else None.
 
         Raises:
             TrainingError: too many were skipped in a row.
@@ -526,30 +518,30 @@ class Learner:
 
     @property
     def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Numbers of the last step that are a list, one a rank with sequences of its own; none on a single rank."""
+        """Metrics of the last step with a number for each rank; none on a single rank."""
         return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
 
-    # --- what it hands out and goes on from
+    # --- weights and state
 
     @property
     def version(self) -> int:
-        """Of the weights: optimizer steps that they have seen."""
+        """Version of the weights: optimizer steps done."""
         return self.progress.step
 
     def weights(self) -> Weights:
-        """The weights as they are now."""
+        """The current weights, for engines."""
         return self.policy.weights()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What is trained, its optimizer state and the tokens of a block in training, by name; not copied.
+        """Trained weights, optimizer state and the block in training, by name; not copied.
 
         Raises:
-            TrainingError: a step failed in the middle of its update, and whoever caught that goes on.
+            TrainingError: an earlier step failed in the middle of its update.
         """
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.check_whole()
         parameters = self.policy.held()
-        tensors = checkpoints.parameter_tensors(parameters) | checkpoints.optimizer_tensors(parameters, self.optimizer)
+        tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -558,18 +550,18 @@ class Learner:
         return {"progress": asdict(self.progress), "controllers": self.controllers.state_dict(), "block": block}
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-        """Go on from ``tensors`` and ``state_dict``; each tensor is read to where it belongs before the next."""
+        """Continue from ``tensors`` and ``state_dict``; tensors are read one at a time."""
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
         parameters = self.policy.held()
-        checkpoints.restore_parameters(parameters, tensors)
+        restore_parameters(parameters, tensors)
         self.policy.round_master_weights()
-        checkpoints.restore_optimizer(parameters, self.optimizer, tensors)
+        restore_optimizer(parameters, self.optimizer, tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
     def _plan(self, block: PackedBlock, epoch: int, live: Sequence[bool] | None) -> list[StepPlan]:
-        """The optimizer steps of an epoch; completions that are all empty make none."""
+        """The optimizer steps of an epoch; none if all completions are empty."""
         train = self.recipe.train
         steps = plan_epoch(
             block.groups,
@@ -582,8 +574,10 @@ class Learner:
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]
 
     def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with the rows of all ranks, as ``Ranks.rows_of`` takes them apart; on one rank the step itself, and
-        also where any number of ranks is to train on the same rows."""
+        """The step with its rows divided over the ranks, in the order that ``Ranks.rows_of`` expects.
+
+        Under ``parallel.deterministic`` the rows are the same for any number of ranks, and empty ones fill them up.
+        """
         if self.recipe.parallel.deterministic:
             return replace(
                 step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
@@ -597,5 +591,25 @@ class Learner:
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 
-    def _generator(self, *labels: str | int) -> torch.Generator:
-        return torch.Generator().manual_seed(derived_seed(self.recipe.seed, *labels))
+
+def scores_in_training(recipe: Recipe, algorithm: Algorithm, num_steps: int) -> bool:
+    """Whether ``logp_old`` of a block comes from its training pass: it has one step, and nothing reads them before.
+
+    Args:
+        recipe: resolved.
+        num_steps: of the block's epoch.
+    """
+    return (
+        recipe.train.reuse_logp
+        and not has_dropout(recipe)
+        and recipe.train.epochs_per_block == num_steps == 1
+        and algorithm.value_loss is None
+        and not algorithm.kl_in_reward
+        and not algorithm.objective.reads_scoring_pass
+    )
+
+
+def has_dropout(recipe: Recipe) -> bool:
+    """Whether training passes compute another function than scoring passes, because adapters have dropout."""
+    lora = recipe.model.lora
+    return lora is not None and lora.dropout > 0

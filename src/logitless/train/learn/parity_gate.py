@@ -1,7 +1,7 @@
-"""The parity gate: what the sampler said of its tokens against what the trainer says of them, once a block.
+"""The parity gate: log-probs of the sampler against those of the trainer, once a block.
 
-With equal weights both are log-probs of the same tokens by two implementations, and differ by rounding. A distance
-that grows means stale weights, another temperature, another tokenizer, or a fault in one of the two.
+With the same weights they differ by rounding only. A larger difference means stale weights, another temperature or
+tokenizer, or a fault in one of the two.
 """
 
 from collections.abc import Callable
@@ -27,14 +27,14 @@ _MEASURES = {
 
 
 def parity_metrics(packed: PackedBatch, logp_old: Float[Tensor, "N"]) -> Numbers:
-    """How far log-probs of sampler and trainer are apart, over completions of the weights that scored them.
+    """Differences between log-probs of sampler and trainer, over completions sampled by the current weights.
 
     Args:
-        packed: a block's tokens; completions with lag are older than ``logp_old`` and are left out.
+        packed: a block's tokens; completions with lag, which older weights sampled, are left out.
         logp_old: [N] by a pass of the policy: the scoring pass, or that of the block's only step.
 
     Returns:
-        Nothing where the sampler gave no log-probs, or all completions are older.
+        Metrics; none if the sampler gave no log-probs or all completions have lag.
     """
     sampler, sequence = packed.logp_sampler, packed.sequence
     if sampler is None:
@@ -50,7 +50,7 @@ def parity_metrics(packed: PackedBatch, logp_old: Float[Tensor, "N"]) -> Numbers
 
 
 def parity(log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Numbers:
-    """The numbers of the gate.
+    """The metrics of the gate.
 
     Args:
         log_ratio: [N] ``logp_old - logp_sampler``.
@@ -75,15 +75,14 @@ def parity(log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Numbers:
 
 
 def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], None]) -> None:
-    """Warn or stop where a threshold is passed; NaN passes every one.
+    """Warn or stop where a threshold is exceeded; NaN exceeds every one.
 
     Args:
         found: of ``parity_metrics``.
-        section: of the recipe.
-        say: told the warning.
+        say: called with the warning.
 
     Raises:
-        TrainingError: a threshold of ``stop`` is passed, or there is a threshold and nothing to compare.
+        TrainingError: a threshold of ``stop`` is exceeded, or there is a threshold and nothing to compare.
     """
     if not found:
         if section.has_threshold:
@@ -93,20 +92,20 @@ def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], No
                 remedy="Record or sample with log-probs (logp_sampler), or leave rollout.parity out.",
             )
         return
-    if passed := _passed(found, section.stop):
+    if exceeded := _exceeded(found, section.stop):
         raise TrainingError(
             needed="log-probs of sampler and trainer within rollout.parity.stop",
-            given=passed,
+            given=exceeded,
             remedy="Look into docs/servers.md, under 'the gate'; raise the threshold where rounding explains it.",
         )
-    if passed := _passed(found, section.warn):
-        say(f"parity of sampler and trainer: {passed}")
+    if exceeded := _exceeded(found, section.warn):
+        say(f"parity of sampler and trainer: {exceeded}")
 
 
-def _passed(found: Numbers, limits: ParityThresholds) -> str:
-    passed = []
+def _exceeded(found: Numbers, limits: ParityThresholds) -> str:
+    exceeded = []
     for name, metric in _MEASURES.items():
         limit = getattr(limits, name)
         if limit is not None and not found[metric] <= limit:
-            passed.append(f"{name} {found[metric]:.3g} nats over {limit:g}")
-    return ", ".join(passed)
+            exceeded.append(f"{name} {found[metric]:.3g} nats over {limit:g}")
+    return ", ".join(exceeded)

@@ -1,7 +1,6 @@
-"""A causal language model as the loop sees it: packed tokens in, log-probabilities of the targets out, no logits.
+"""The policy: a causal language model that turns packed tokens into log-probabilities of the targets, without logits.
 
-The reference is another ``Policy`` around a frozen copy, or ``AdaptersOff`` under LoRA. Both score through the same
-code, the same packing and the same head.
+The reference is another ``Policy`` around a frozen copy, or under LoRA ``AdaptersOff``; both score by the same code.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -50,7 +49,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Scorer(Protocol):
-    """Anything that gives the log-probability of a batch's targets."""
+    """Gives log-probabilities of a batch's targets."""
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
         """logp and entropy [N], float32."""
@@ -65,15 +64,15 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
-        share_prompts: read once what sequences of a row begin with alike, where the model's attention can
+        share_prompts: read prefixes that sequences of a row share only once, if the model's attention can
             (``why_unshared``).
 
     Attributes:
-        shares_prompts: whether it does.
-        unshared_because: what the model has that keeps it from it; None where there is nothing, or nobody asked.
-        sharded: what FSDP2 made of the model; None while this rank has all weights.
-        sequence: ranks that read parts of the same rows; or None.
-        all_rows: whether a sharded head scores the rows of all ranks together (``token_scores_of_all``).
+        shares_prompts: whether shared prefixes are read once.
+        unshared_because: why the model cannot share prefixes; None if it can, or if ``share_prompts`` is off.
+        sharded: the FSDP2 model; None while this rank has all weights.
+        sequence: ranks that split the same rows (Ulysses); or None.
+        all_rows: whether a sharded head scores the tokens of all ranks together (``token_scores_of_all``).
     """
 
     def __init__(
@@ -96,11 +95,7 @@ class Policy:
         self.all_rows = False
 
     def under(self, train: TrainSection) -> "Policy":
-        """A policy of the same model that reads other settings: the head's memory, and whether prompts are shared.
-
-        Args:
-            train: of a recipe.
-        """
+        """A policy of the same model under another section ``train``: the head's memory, and sharing of prompts."""
         other = copy(self)
         other.memory_budget = train.head_memory_budget
         if train.share_prompts and not self.shares_prompts and self.unshared_because is None:
@@ -109,18 +104,18 @@ class Policy:
         return other
 
     def share_prompts_unless(self, reason: str | None) -> None:
-        """Settle what ``why_unshared`` says, of a policy that had no weights yet to be asked."""
+        """Switch prompt sharing off for a reason that another rank found; this one may have had no weights to try."""
         if self.shares_prompts and reason is not None:
             self.unshared_because, self.shares_prompts = reason, False
 
     def graph_short_rows(self) -> None:
-        """From now on row-invariant layers that this process has whole on a GPU train short rows by CUDA graphs."""
+        """Train short rows by CUDA graphs from now on, if the layers are row-invariant, whole and on a GPU."""
         installation = getattr(backbone(self.model), "row_invariant", None)
         if installation is not None and self.device.type == "cuda" and self.sharded is None and self.sequence is None:
             installation.graph_short_rows()
 
     def share_sequences(self, group: ProcessGroup) -> None:
-        """From now on every rank of a group reads some tokens of each row, and has the scores of all.
+        """Split each row over the ranks of a group from now on; every rank gets the scores of all tokens.
 
         Raises:
             UnavailableError: see ``check_sequence_group``.
@@ -136,20 +131,20 @@ class Policy:
         made_same: Callable[[Iterable[Tensor]], None] | None = None,
         all_rows: bool = False,
     ) -> None:
-        """Cut the model's weights over the ranks of a mesh; master weights become the shards.
+        """Shard the model's weights over the ranks of a mesh; the shards are master weights.
 
-        A model in the host's memory goes to the mesh's device by units, so that it is whole there at no time; weights
-        on ``meta`` get room there.
+        A model in host memory goes to the device unit by unit, so that it is never whole there. Weights on ``meta`` are
+        allocated on the device.
 
         Args:
             mesh: of ``Arrangement.mesh``.
-            on_host: shards wait in the host's memory; for a reference.
-            made_same: gives all ranks the weights of the first, unit by unit; None where they are equal.
-            all_rows: the head scores the rows of all ranks together (``token_scores_of_all``).
+            on_host: keep the shards in host memory; for a reference.
+            made_same: broadcasts the first rank's weights, unit by unit; None if all ranks have the same.
+            all_rows: the head scores the tokens of all ranks together (``token_scores_of_all``).
 
         Raises:
-            UnavailableError: weights outside of the decoder and its LM head, or frozen ones of another dtype than
-                trained ones that have master weights.
+            UnavailableError: the model has weights outside of decoder and LM head, or frozen weights whose dtype is not
+                that of trained ones.
         """
         self.all_rows = all_rows
         dtype = restore_master_weights(self.model.parameters())
@@ -173,18 +168,18 @@ class Policy:
                 made_same(self.value_head.parameters())
 
     def gather(self) -> None:
-        """Make all weights whole on this rank, for sampling; they are let go by ``release``. A collective.
+        """Gather all weights on this rank, for sampling, until ``release``. A collective.
 
         Raises:
-            UnavailableError: on every rank, where one of them has no room for all weights.
+            UnavailableError: on every rank, if one of them lacks memory for all weights.
         """
         if self.sharded is None or self.sharded.is_whole:
             return
-        _check_room(self.sharded.whole_bytes, self.device)
+        _check_memory(self.sharded.whole_bytes, self.device)
         self.sharded.gather()
 
     def release(self) -> None:
-        """Let go of other ranks' weights."""
+        """Free the gathered weights of other ranks."""
         if self.sharded is not None:
             self.sharded.release()
 
@@ -194,24 +189,23 @@ class Policy:
         Differentiable unless called under ``torch.no_grad``.
 
         Args:
-            batch: on the CPU, best; what is read of it is moved to the model's device.
+            batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
-            backend: of the head.
         """
         if not batch.num_tokens:
             if self.sharded is None or self.sharded.is_whole:
                 return self._no_scores()
-            batch = nothing_to_score()  # other ranks need this one's shards
+            batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
         inputs = with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
         source, target = inputs.source, batch.target
         places = None
-        if self.sequence is not None:  # a rank's last row may predict the first token of the next one's
+        if self.sequence is not None:  # this rank scores the targets that its part of the hidden states predicts
             own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
             places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
             source, target = source[places] - own.start, target[places.to(target.device)]
         with self._autocast():
             hidden = backbone_hidden(self.model, inputs.to(self.device), self.sequence)
-        if isinstance(inputs, SharedInputs):  # the first targets of a group have a row in common
+        if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
             rows = RepeatedRows.of(source).to(self.device).take(hidden)
         else:
             rows = hidden.index_select(0, sent(source, self.device))
@@ -239,8 +233,10 @@ class Policy:
         return self.head().weight.shape[1]
 
     def head(self) -> LMHead:
-        """The LM head, read from the model now: its LoRA factors are absent while adapters are off. No unit of FSDP2
-        brings its shards to the device where they wait on the host."""
+        """The LM head in its current state: without LoRA factors while adapters are off.
+
+        FSDP2 does not move the head's shards, so those in host memory are copied to the device here.
+        """
         head = lm_head(self.model)
         if self.sharded is None or not self.sharded.on_host:
             return head
@@ -249,42 +245,44 @@ class Policy:
         return replace(head, weight=shards_on(head.weight, self.device), bias=bias, lora_a=lora_a, lora_b=lora_b)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Of the model and, under ``value_head.``, of the value head; some are frozen under LoRA. Shards where it is
-        sharded, also while its weights are whole."""
+        """Parameters of the model, and of the value head as ``value_head.``; of a sharded model always the shards."""
         named = dict(self.model.named_parameters()) if self.sharded is None else dict(self.sharded.parameters)
         if self.value_head is not None:
             named |= {f"value_head.{name}": p for name, p in self.value_head.named_parameters()}
         return named
 
     def held(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates and checkpoints hold, by the same names: master weights where there are some."""
+        """The parameters that the optimizer updates and checkpoints hold, by the same names: master weights if any."""
         return {name: master_weight(p) for name, p in self.named_parameters().items()}
 
     def round_master_weights(self) -> None:
-        """Write master weights that were set from outside, rounded, into the model."""
+        """Round master weights into the model, after they were changed from outside."""
         round_master_weights(self.named_parameters().values())
 
     def weights(self) -> Weights:
-        """What an engine samples with; the value head is no part of it. Of a sharded model the tensors are made whole
-        one after the other, in the dtype of its products, and all ranks read them together."""
+        """The weights for an engine, without the value head.
+
+        Of a sharded model, iterating over them is a collective: one tensor after the other is gathered, in the dtype of
+        its products.
+        """
         if self.sharded is None:
             return Weights.of(self.model)
         return Weights.of(self.model, dtype=self.sharded.dtype, score=self._score_one)
 
     def _score_one(self, prompt: Sequence[int], completion: Sequence[int], temperature: float) -> list[float]:
-        """The log-probs of one completion; a collective of a sharded model, whose ranks all ask for the same."""
+        """The log-probs of one completion; for a sharded model a collective with the same arguments on every rank."""
         pair = Prompt("", "", np.asarray(prompt)), Completion("", np.asarray(completion), "", "length")
         with torch.no_grad():
             logp: list[float] = self.scores(pack([pair]), temperature=temperature, backend="auto").logp.tolist()
         return logp
 
     def whole_state(self, *, keep: bool = True) -> dict[str, Tensor] | None:
-        """The weights that ``save`` writes of a sharded model, whole in the host's memory; None where it needs no help.
+        """The weights of a sharded model for ``save``, gathered in host memory; None for a model that is not sharded.
 
-        A collective: one tensor at a time is whole on a device.
+        A collective; one tensor at a time is whole on a device.
 
         Args:
-            keep: on this rank; the others only take part.
+            keep: whether this rank keeps the tensors, or only takes part.
         """
         if self.sharded is None:
             return None
@@ -305,11 +303,10 @@ class Policy:
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor] | None = None) -> None:
         """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors.
 
-        A value head is not part of the language model: ``save_value_head`` writes it to a file of its own.
+        The value head is not written; see ``save_value_head``.
 
         Args:
-            folder: that need not exist.
-            tokenizer: of the model.
+            folder: need not exist.
             state: of ``whole_state``.
         """
         if self.is_adapter:
@@ -319,7 +316,7 @@ class Policy:
         tokenizer.save_pretrained(str(folder))
 
     def _no_scores(self) -> TokenScores:
-        """The scores of a micro-batch without tokens: a rank has such ones where others have more sequences."""
+        """Scores of an empty micro-batch, which a rank gets if others have more rows."""
         dtype = logits_dtype(self.head().weight.dtype)
         none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
         return TokenScores(none, none, None if self.value_head is None else none)
@@ -331,7 +328,7 @@ class Policy:
 
 
 class AdaptersOff:
-    """The reference of a LoRA policy: the same model without its adapters; no second copy."""
+    """The reference of a LoRA policy: the same model with its adapters off; no second copy."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
@@ -342,13 +339,13 @@ class AdaptersOff:
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
 
 
-def _check_room(needed: int, device: torch.device) -> None:
-    """Whether every rank has room for so many bytes, each on its device; a collective.
+def _check_memory(needed: int, device: torch.device) -> None:
+    """Refuse if a rank has fewer free bytes than needed on its device. A collective.
 
     Raises:
-        UnavailableError: one has not.
+        UnavailableError: on every rank.
     """
-    least = torch.tensor([_room(device)], device=device)
+    least = torch.tensor([_free_memory(device)], device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     if int(least) < needed:
         raise UnavailableError(
@@ -359,8 +356,8 @@ def _check_room(needed: int, device: torch.device) -> None:
         )
 
 
-def _room(device: torch.device) -> int:
-    """Bytes of a GPU that nobody uses, or that this process uses no more; of a CPU nobody counts them."""
+def _free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that this process can allocate; for a CPU no limit."""
     if device.type != "cuda":
         return torch.iinfo(torch.int64).max
     free, total = torch.cuda.mem_get_info(device)

@@ -1,9 +1,8 @@
-"""What is said of a block's tokens before it is trained on: their scores under each policy, and their advantages.
+"""Log-probs and advantages of a block before it is trained on.
 
-Scores come from passes without gradient, or as an engine gave them. An engine that is bitwise identical to the policy
-spares the policy's pass. Its promise is about this machine, so it is checked: every few blocks the pass is made all the
-same, and one token with another bit ends the run. Advantages come from the rewards of groups, and with them the returns
-that values are fitted to.
+Log-probs come from scoring passes (without gradient), or from the engine if it is bitwise identical to the policy. The
+latter holds for this machine only and is therefore checked: every few blocks the scoring pass is made as well, and one
+token with another bit ends the run. Advantages, and the returns that values are fitted to, come from the rewards.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +19,7 @@ from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.block import PackedBlock, number, rewards_of_groups
+from logitless.train.block import PackedBlock, reward_or_nan, rewards_of_groups
 from logitless.train.learn.policy import Scorer
 from logitless.train.recipe.training import Backend
 from logitless.types import Completion, Group, PackedBatch, TokenScores
@@ -37,22 +36,20 @@ def scores_of(
     backend: Backend,
     ranks: Ranks = Ranks.alone(),
 ) -> TokenScores:
-    """Scores under one policy, without gradient, in the packing it is given.
+    """A scoring pass.
 
-    The packing is that of the first epoch, so the first optimizer step meets the very same numbers: its ratio is 1.
+    Its rows are those of the first epoch, so that the first optimizer step computes the same numbers: its ratio is 1.
 
     Args:
         scorer: policy or reference.
         batch: on the CPU.
-        micro_batches: the sequences of each packed row of this rank; the rows of all ranks together have every
-            sequence that is to be scored, once.
-        temperature: of sampling.
-        backend: of the head.
-        ranks: whose rows these are not all of.
+        micro_batches: the sequences of each packed row of this rank. The rows of all ranks together hold each sequence
+            that is to be scored once.
+        ranks: that divide the rows.
 
     Returns:
-        CPU tensors, float32, in the batch's order, of all tokens on every rank, NaN for those of sequences that are in
-        no row; ``value`` where the scorer has a value head.
+        CPU tensors, float32, of all tokens in the batch's order, on every rank; NaN for sequences that are in no row.
+        ``value`` if the scorer has a value head.
     """
     has_value = False
     places, scored = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, len(_COLUMNS))]
@@ -65,22 +62,22 @@ def scores_of(
             scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1))
             places.append(batch.tokens_of(sequences))
     values = torch.full((batch.num_tokens, len(_COLUMNS)), torch.nan)
-    on_host = torch.cat([each.cpu() for each in scored])  # once all rows are launched
+    on_host = torch.cat([each.cpu() for each in scored])  # waits for the device, after all rows were launched
     values[ranks.gather(torch.cat(places))] = ranks.gather(on_host)
     logp, entropy, value = (column.contiguous() for column in values.unbind(1))
-    return TokenScores(logp, entropy, value if ranks.any(has_value) else None)  # a rank without a row saw none
+    return TokenScores(logp, entropy, value if ranks.any(has_value) else None)  # this rank may have no row
 
 
 def sampled_scores(
     groups: Sequence[Group], engine: Engine, options: SamplingOptions, version: int
 ) -> TokenScores | None:
-    """logp and entropy [N] of the groups' trained tokens as they were sampled; None where a pass has to say.
+    """logp and entropy [N] of the groups' trained tokens by the engine; None if a scoring pass is needed.
 
     Args:
         groups: that are trained on, in order.
         engine: that sampled them.
-        options: of sampling; where they filter, ``logp_policy`` counts, and at temperature 0 there is none.
-        version: of the policy's weights. Completions of others are scored anew.
+        options: of sampling; with top-p and the like, ``logp_policy`` is taken.
+        version: of the policy's weights, which must have sampled all completions.
     """
     if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
         return None
@@ -95,10 +92,10 @@ def sampled_scores(
 
 
 def check_sampler_logp(completions: Iterable[Completion]) -> None:
-    """Refuse completions none of which has ``logp_sampler``, where the algorithm reads it.
+    """Refuse completions without any ``logp_sampler``, for an algorithm that needs it.
 
     Raises:
-        EngineError: the engine gave none.
+        EngineError: no completion has it.
 
     Example:
         >>> check_sampler_logp([Completion("7", (4,), "4", "stop", logp_sampler=(-0.5,))])
@@ -114,7 +111,7 @@ def check_sampler_logp(completions: Iterable[Completion]) -> None:
 
 
 def mismatched(sampled: TokenScores, scored: TokenScores) -> int:
-    """Tokens whose log-prob or entropy has another bit.
+    """Number of tokens whose log-prob or entropy differs in any bit.
 
     Example:
         >>> a = TokenScores(torch.zeros(2), torch.ones(2))
@@ -125,10 +122,10 @@ def mismatched(sampled: TokenScores, scored: TokenScores) -> int:
 
 
 def check_same(sampled: TokenScores, scored: TokenScores) -> int:
-    """0, the tokens of a rescore that differ.
+    """Check that sampled scores are bitwise those of a scoring pass; returns 0, the number of differing tokens.
 
     Raises:
-        TrainingError: there are some.
+        TrainingError: some tokens differ.
     """
     count = mismatched(sampled, scored)
     if count:
@@ -147,7 +144,7 @@ def _differ(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _end_to_end(completions: Sequence[Completion], values: Sequence[np.ndarray | None]) -> Tensor:
-    """Of the trained tokens, float32."""
+    """The values of trained tokens of all completions, concatenated, float32."""
     parts = [np.zeros(0, np.float32)]
     for completion, of_completion in zip(completions, values, strict=True):
         assert of_completion is not None
@@ -165,23 +162,23 @@ def advantages(
     old: TokenScores | None = None,
     logp_ref: Float[Tensor, "N"] | None = None,
 ) -> AdvantageOutput:
-    """What each token is worth, and what a value head is fitted to, from the groups' rewards.
+    """Advantages of all tokens, and value targets, from the groups' rewards.
 
-    A KL in the reward, and what an environment paid at the turns, is paid token by token by estimators of token
-    returns, and summed over the completion before group statistics by the others. A completion without a reward has
-    advantage 0 and no value target (NaN).
+    Estimators of token returns count a KL in the reward at its token, and rewards of turns at their turn; the others
+    sum them over the completion before group statistics. A completion without a reward has advantage 0 and value
+    target NaN.
 
     Args:
         block: packed.
         groups: of every rank, in the order they were packed.
-        estimator: of the algorithm; None (a loss that reads no advantage) gives 0.
-        weights: of the reward functions, for estimators that take them apart.
+        estimator: of the algorithm; None, for a loss that reads no advantage, gives 0.
+        weights: of the reward functions, for estimators that read each of them.
         kl_beta: coefficient of the KL in the reward; 0 for none.
-        old: scores under the policy, for the KL and for estimators that need values; None where nothing reads them.
+        old: scores under the policy, for the KL and for estimators that need values; else None.
         logp_ref: [N] for the KL.
 
     Raises:
-        ConfigurationError: rewards of turns beside an estimator that reads the functions and not their sum.
+        ConfigurationError: the environment gives rewards of turns, and the estimator reads reward functions alone.
     """
     if estimator is None:
         return AdvantageOutput(torch.zeros(block.packed.num_tokens))
@@ -197,11 +194,11 @@ def advantages(
             remedy="Choose another advantage.",
         )
     rewards, group = rewards_of_groups(groups)
-    if turn_rewards is not None:  # what is left for the end
+    if turn_rewards is not None:  # the rest of the reward counts at the end
         rewards = rewards - torch.tensor([sum(paid) for g in groups for paid in _paid(g)], dtype=rewards.dtype)
     scores = [
-        [number(v[name].score if name in v else None) for name in weights] for g in groups for v in g.verdicts
-    ]  # a reward that does not judge the prompt's source has said nothing
+        [reward_or_nan(v[name].score if name in v else None) for name in weights] for g in groups for v in g.verdicts
+    ]  # a reward has no verdict on prompts of sources that it is not for
     inputs = AdvantageInputs(
         rewards=rewards,
         group=group,
@@ -217,7 +214,7 @@ def advantages(
 
 
 def rewards_of_turns(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "K"] | None:
-    """What the environment paid for each turn that has a scored token, in the order of the tokens; None if nothing.
+    """The environment's reward for each turn with a scored token, in the order of the tokens; None if there is none.
 
     Args:
         block: packed.

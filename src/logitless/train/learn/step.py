@@ -3,9 +3,9 @@
     loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
          + coefficient * sum over micro-batches of (value_weight * value_loss).sum()
 
-The weights belong to the step and are made before its first forward pass, so the cut into micro-batches changes memory
-and speed and nothing else. Dead sequences are in no micro-batch, and count in the weights as ever;
-``zero_advantage_output`` puts what scoring said of them into the step's numbers.
+Weights are made for the whole step before its first forward pass, so that the cut into micro-batches changes memory and
+speed alone. Zero-advantage sequences are in no micro-batch, but count in the weights; ``zero_advantage_output`` adds
+their log-probs of the scoring pass to the step's metrics.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from logitless.data.packing import StepPlan
+from logitless.data.packing import Packing, StepPlan
 from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
 from logitless.objective.advantage import turn_index
@@ -29,26 +29,22 @@ from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.training import Backend
 from logitless.train.record.metrics import Numbers
-from logitless.types import PackedBatch, TokenBatch
+from logitless.types import PackedBatch, PackedInputs, TokenBatch
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Sequences that go through the backbone together.
+    """Sequences of one forward and backward pass.
 
     Args:
-        packed: what the policy scores.
-        tokens: the same tokens as the objective reads them, weights included.
-        scores_itself: whether the policy, as it is now, says ``logp_old`` and ``entropy_old``, which are None then.
+        packed: what the policy reads.
+        tokens: the same tokens as the objective reads them, with their weights.
+        scores_itself: whether this pass gives ``logp_old`` and ``entropy_old`` too; they are None in ``tokens`` then.
     """
 
     packed: PackedBatch
     tokens: TokenBatch
     scores_itself: bool = False
-
-    def to(self, device: torch.device | str) -> "MicroBatch":
-        """The same on another device."""
-        return replace(self, packed=self.packed.to(device), tokens=self.tokens.to(device))
 
 
 @dataclass(frozen=True)
@@ -56,8 +52,8 @@ class MicroBatchOutput:
     """What one micro-batch adds to the step's loss.
 
     Args:
-        policy: the objective's term.
-        value: the value head's, or None where the algorithm has no value loss.
+        policy: of the objective.
+        value: of the value loss; None if the algorithm has none.
         logp_old: [n] of a micro-batch that scores itself, detached; None for others.
     """
 
@@ -84,22 +80,20 @@ def step_batch(
     scores_itself: bool = False,
     places: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """The micro-batches of a step with their weights, which sum as the weighting says over the whole step.
+    """The micro-batches of a step with their token weights, which are normalised over the whole step.
 
     Args:
-        packed: every sequence of the block.
-        tokens: the same with scores and advantages; with ``value_target`` the value loss gets weights of its own too.
-        plan: the step's sequences and how they are cut, over all ranks; a row may be empty.
-        objective: its entropy bonus brings weights of its own.
-        weighting: of the algorithm.
-        dropped: one flag a sequence of the block: truncated completions whose tokens weigh 0.
+        packed: all sequences of the block.
+        tokens: the same with scores and advantages; with ``value_target`` they get weights of the value loss too.
+        plan: the step's sequences in rows, over all ranks; a row may be empty.
+        objective: its entropy bonus has weights of its own.
+        dropped: one flag a sequence of the block: True for truncated completions whose tokens have weight 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
-        statistics: of the block.
-        scores_itself: whether the step's own forward pass is to say ``logp_old``.
-        places: of the plan's rows that a rank reads; None: all.
+        scores_itself: whether the training pass gives ``logp_old``.
+        places: indices of the plan's rows that this rank reads; None: all.
 
     Returns:
-        One a row that is read, on the CPU.
+        A micro-batch for each row that is read, on the CPU.
     """
     weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
     rows = [plan.micro_batches[place] for place in places] if places is not None else plan.micro_batches
@@ -141,15 +135,15 @@ def zero_advantage_output(
     device: torch.device | str = "cpu",
     ranks: Ranks = Ranks.alone(),
 ) -> MicroBatchOutput | None:
-    """What the step's zero-advantage sequences add to its numbers: loss and gradient 0, the rest as at scoring.
+    """What the step's zero-advantage sequences add to its metrics: loss and gradient 0, log-probs of the scoring pass.
 
     Args:
-        packed, tokens, plan, objective, weighting, dropped, num_steps, statistics: as in ``step_batch``.
+        packed, tokens, plan, objective, weighting, dropped, num_steps, statistics: of ``step_batch``.
         device: of the other outputs.
-        ranks: that share them.
+        ranks: that divide the sequences.
 
     Returns:
-        The part of this rank; None where the step leaves out none.
+        The part of this rank; None if the step has no such sequence.
     """
     if not plan.dead:
         return None
@@ -170,13 +164,13 @@ def _weights_of(
     dropped: Sequence[bool],
     num_steps: int,
 ) -> Callable[[Weighting, Sequence[int]], Tensor]:
-    """The weights of some sequences of the step under a weighting, normalised as the algorithm's is."""
+    """A function that gives the weights of some sequences under a weighting, with the totals of the algorithm's."""
     counts = packed.inputs.source_counts
     runs = _turn_counts(packed) if weighting.counts_turns else []
     over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
 
     def counted(each: Weighting, sequences: Sequence[int]) -> tuple[tuple[int, ...], list[bool]]:
-        """Trained tokens of what a weighting counts, sequences or turns, and whether each is dropped."""
+        """Trained tokens of each sequence or turn, whichever the weighting counts, and whether it is dropped."""
         of_each = [runs[s] for s in sequences] if each.counts_turns else [counts[s : s + 1] for s in sequences]
         flags = [dropped[s] for s, of in zip(sequences, of_each, strict=True) for _ in of]
         return tuple(n for of in of_each for n in of), flags
@@ -195,7 +189,7 @@ def _weights_of(
 
 
 def _turn_counts(packed: PackedBatch) -> list[tuple[int, ...]]:
-    """Trained tokens of each turn of each sequence; none for a sequence without any."""
+    """Numbers of trained tokens of each turn that has some, for each sequence."""
     sequence = packed.sequence.cpu()
     action = turn_index(sequence, packed.turn.cpu())
     sizes = torch.bincount(action)
@@ -220,23 +214,20 @@ def backward(
     value_loss: ValueLoss | None = None,
     gather: GatherOverRanks = one_rank,
 ) -> list[MicroBatchOutput]:
-    """Add the gradient of the step's loss to the parameters' ``.grad``; what the diagnostics need comes back.
+    """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
     Args:
         policy: whose parameters get gradients.
-        objective: of the algorithm.
         micro_batches: of ``step_batch``.
-        temperature: of sampling, which the loss shares.
-        backend: of the head.
+        temperature: of sampling; it divides the logits in the loss too.
         beta: coefficient of the KL in the loss.
         entropy_coefficient: of an adaptive entropy bonus.
-        statistics: of the block.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
         gather: over ranks, for parts that choose tokens in each micro-batch.
 
     Raises:
-        InputError: no micro-batch: a step of sequences without scored tokens has no gradient to take.
+        InputError: there is no micro-batch, and so no gradient.
     """
     if not micro_batches:
         raise InputError(
@@ -268,11 +259,11 @@ def backward(
 
 
 def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> dict[str, Tensor]:
-    """The step's diagnostics, which have the names of ``metrics.py``, on the device, which nobody waits for.
+    """The step's metrics, as tensors on the device, so that the host does not wait.
 
     Args:
         outputs: of this rank.
-        ranks: that trained together; every rank gets the numbers of the whole step.
+        ranks: that train together; every rank gets the metrics of the whole step.
     """
     numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     values = [each.value for each in outputs if each.value is not None]
@@ -286,3 +277,31 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
 def on_host(numbers: Mapping[str, Tensor]) -> Numbers:
     """Scalars of one dtype, brought to the host in one transfer."""
     return dict(zip(numbers, torch.stack(list(numbers.values())).tolist(), strict=True))
+
+
+def saved_by_packing(step: StepPlan, inputs: PackedInputs, packing: Packing) -> Numbers:
+    """What a step saved by packing, against reading every sequence in full.
+
+    Args:
+        step: with the rows of all ranks.
+        inputs: the block's.
+        packing: that made the rows.
+
+    Example:
+        >>> ids = torch.zeros(12, dtype=torch.long)
+        >>> inputs = PackedInputs(ids, ids, (4, 4, 4), torch.arange(3), (1, 1, 1), (((0, 3),),) * 3)
+        >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), dead=(2,)), inputs, Packing(8, True, 16))
+        >>> saved["optimizer/read_tokens"], saved["saving/zero_advantage_tokens"], saved["saving/shared_tokens"]
+        (5, 4, 3)
+    """
+    unshared = replace(packing, share_prompts=False)
+    live = [s for row in step.micro_batches for s in row]
+    read = sum(packing.num_tokens(row, inputs) for row in step.micro_batches)
+    full_cost = unshared.cost([*live, *step.dead], inputs)
+    return {
+        "optimizer/read_tokens": read,
+        "saving/zero_advantage_sequences": len(step.dead),
+        "saving/zero_advantage_tokens": unshared.num_tokens(step.dead, inputs),
+        "saving/shared_tokens": unshared.num_tokens(live, inputs) - read,
+        "saving/work_fraction": 1 - sum(packing.cost(row, inputs) for row in step.micro_batches) / full_cost,
+    }

@@ -1,4 +1,4 @@
-"""The supervised stage before the first rollout: negative log-likelihood of given answers, through the same head."""
+"""Warm start: supervised training on given answers before the first rollout, through the same head."""
 
 from collections.abc import Callable, Sequence
 
@@ -27,22 +27,21 @@ def warm_start(
     seed: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Train the policy to give the answers of a column, with an AdamW of its own that is thrown away.
+    """Train the policy on the answers of a column, with an AdamW that is discarded afterwards.
 
     ``loss = -mean over the answers' tokens of logp`` at temperature 1.
 
     Args:
         policy: changed in place.
         prompts: each with the answer's text under ``options.answer_column``.
-        tokenizer: the answer is tokenized without special tokens and ends with its EOS.
-        options: of the recipe.
-        train: its ``tokens_per_micro_batch``, gradient norm and head backend are used here too.
+        tokenizer: tokenizes answers, without special tokens; its EOS ends them.
+        train: gives ``tokens_per_micro_batch``, gradient norm and head backend.
         seed: of the order.
-        tell: is given a line about the loss now and then.
+        tell: called with a line about the loss, ten times.
 
     Raises:
-        DataError: a prompt without a text in the answer column.
-        TrainingError: a gradient that is not finite.
+        DataError: a prompt has no text in the answer column.
+        TrainingError: a gradient is not finite.
     """
     pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
     data = pack(pairs)
@@ -59,7 +58,7 @@ def warm_start(
             seed=0,
         )
         loss = 0.0
-        with seeded(derived_seed(seed, "warm_start", "dropout", step), policy.device):  # which LoRA may have
+        with seeded(derived_seed(seed, "warm_start", "dropout", step), policy.device):  # of LoRA
             for sequences in plan.micro_batches:
                 scores = policy.scores(batch.take(sequences), temperature=1.0, backend=train.training_backend)
                 part = -scores.logp.sum() / batch.num_tokens

@@ -1,8 +1,7 @@
-"""AdamW with 8-bit optimizer state: torchao's ``AdamW8bit``, over master weights where there are some.
+"""AdamW with 8-bit optimizer state: torchao's ``AdamW8bit``, on master weights if there are any.
 
-Each 256 numbers of the state share a scale (Dettmers et al. 2021, arXiv:2110.02861): 2 bytes a weight instead of 8. The
-update is compiled by torch at the first step, a shape at a time. Small tensors keep float32 state. torchao is an
-extra of its own; a recipe without it is refused.
+Each 256 numbers of the state share a scale (Dettmers et al. 2021, arXiv:2110.02861): 2 bytes a weight instead of 8.
+Small tensors keep float32 state. torch compiles the update at the first step, for each shape.
 """
 
 from collections.abc import Iterable, Mapping
@@ -14,18 +13,18 @@ from torch import Tensor, nn
 from logitless.train.optim.master_weights import round_master_weights, with_master_weights
 
 PARTS = ("codes", "scale", "qmap")
-"""What a packed moment is made of: numbers of 8 bits, the largest of each block, and what the 256 codes mean."""
+"""Tensors of an 8-bit moment: the 8-bit codes, the scale of each block, and the values of the 256 codes."""
 
 
 def eight_bit_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
-    """torchao's optimizer; each step also writes the parameters that master weights are rounded to.
+    """torchao's optimizer; each step also rounds master weights to the parameters.
 
     Args:
         groups: as for ``torch.optim.AdamW``, with the model's parameters.
         options: ``lr``, ``betas`` and ``eps`` of AdamW.
 
     Returns:
-        An optimizer whose attribute ``lowered`` has the parameter of each master weight.
+        An optimizer whose attribute ``lowered`` maps each master weight to its parameter.
     """
     from torchao.optim import AdamW8bit
 
@@ -38,7 +37,7 @@ def eight_bit_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.o
 
 
 def parts_of(moment: Any) -> dict[str, Tensor]:
-    """A packed moment's tensors by name; of any other tensor itself, without a name.
+    """The tensors of an 8-bit moment by name; any other tensor itself, under an empty name.
 
     Example:
         >>> list(parts_of(torch.zeros(2)))
@@ -48,12 +47,12 @@ def parts_of(moment: Any) -> dict[str, Tensor]:
 
 
 def packed_moment(key: str, parts: Mapping[str, Tensor], like: nn.Parameter) -> Any:
-    """What ``parts_of`` took apart.
+    """The 8-bit moment of which ``parts_of`` gave the tensors.
 
     Args:
-        key: of the optimizer's state; the first moment has a sign.
+        key: of the optimizer's state; the first moment (``exp_avg``) is signed.
         parts: by name.
-        like: the parameter that it is of.
+        like: its parameter.
     """
     from torchao.optim.subclass_8bit import OptimState8bit
 

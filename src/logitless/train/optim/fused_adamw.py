@@ -1,9 +1,9 @@
-"""Clipping and AdamW over many tensors, by kernels of ours: on the device, or a piece at a time from the host's memory.
+"""Clipping and AdamW over many tensors by Triton kernels: on the device, or in pieces from host memory.
 
-Master weights and optimizer state on the host wait in page-locked memory. A piece of them arrives while the one before
-it is updated and the one before that leaves, both by the GPU's copy engines, so that a step takes as long as 12 bytes a
-weight take in one direction. The kernel could read and write the host's memory itself, bitwise the same: on an H200
-that took 8.7 s for 1.7 billion weights, 2.4 GB/s each way of the 54 at which layers' inputs are copied there.
+Master weights and optimizer state on the host are in page-locked memory. While a piece is updated, the next one arrives
+and the one before leaves by the GPU's copy engines, so that a step takes as long as copying 12 bytes a weight in one
+direction. A kernel that reads and writes host memory itself is bitwise the same but slower: on an H200 it took 8.7 s
+for 1.7 billion weights, 2.4 GB/s each way, where copies reach 54 GB/s.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from torch import Tensor
 from logitless.transfer import sent
 
 CHUNK = 2**16
-"""Elements of a tensor that one program of the fused update works on."""
+"""Elements of a tensor that one program of the kernel updates."""
 
 BLOCK, WARPS, EVICT = 512, 4, "evict_first"
-"""How it does so: elements at a time, warps, policy of the cache. Measured on an H200."""
+"""Elements at a time, warps and cache policy of the kernel; measured on an H200."""
 
 PIECE = 2**22
-"""Elements of a tensor that travel at once: 16 MiB, which the bus carries at its full rate."""
+"""Elements of a piece: 16 MiB, enough for the full rate of the bus."""
 
 PLACES = 3
 """Pieces on the device at once: one that arrives, one at work, one that leaves."""
 
 
 def chunks_of(tensors: Sequence[Tensor], device: torch.device | None = None) -> Int[Tensor, "C 3"]:
-    """Tensors cut into parts for the fused update: number of the tensor, first element and length of each part.
+    """Split tensors into chunks for the kernels: index of the tensor, first element and length of each chunk.
 
     Args:
         tensors: P of them.
-        device: of the kernel, where it is not that of the tensors.
+        device: of the kernel; None: that of the tensors.
 
     Example:
         >>> chunks_of([torch.zeros(CHUNK + 1), torch.zeros(2)]).tolist()
@@ -50,7 +50,7 @@ def chunks_of(tensors: Sequence[Tensor], device: torch.device | None = None) -> 
 
 
 def clip_factor(norm: Float[Tensor, ""], max_grad_norm: float | None) -> Float[Tensor, "1"]:
-    """What gradients are multiplied with, on the device: at most 1; NaN where the norm is not finite.
+    """The factor of gradients, on the device: at most 1; NaN if the norm is not finite.
 
     Example:
         >>> [clip_factor(torch.tensor(norm), limit) for norm, limit in ((4.0, 1.0), (0.5, 1.0), (4.0, None))]
@@ -96,8 +96,8 @@ def fused_update(
     Args:
         chunks: of the master weights.
         masters, gradients, exp_avgs, exp_avg_sqs: contiguous float32 tensors, P of each, on one device.
-        copies: contiguous, of one dtype.
-        scale: float32, multiplies the gradients; where it is NaN nothing changes.
+        copies: the model's parameters; contiguous, of one dtype.
+        scale: float32, multiplies the gradients; if it is NaN nothing changes.
         rate, betas, eps, weight_decay: of AdamW.
         step: counted from 1.
     """
@@ -129,7 +129,7 @@ def fused_update(
 
 
 class Slice(NamedTuple):
-    """Part of a tensor within a piece: which tensor, from which element on, how many, and at which place."""
+    """A part of a tensor in a piece: index of the tensor, first element, length, and offset in the piece."""
 
     tensor: int
     first: int
@@ -138,11 +138,11 @@ class Slice(NamedTuple):
 
 
 def cut(sizes: Sequence[int], most: int) -> list[list[Slice]]:
-    """Tensors cut and gathered into pieces that have room for ``most`` elements.
+    """Distribute tensors over pieces of ``most`` elements.
 
     Args:
         sizes: elements of each tensor.
-        most: a multiple of 4, so that every slice begins at a multiple of 16 bytes.
+        most: a multiple of 4: every slice begins at a multiple of 16 bytes.
 
     Example:
         >>> [[tuple(part) for part in piece] for piece in cut([3, 10, 2], most=8)]
@@ -162,7 +162,7 @@ def cut(sizes: Sequence[int], most: int) -> list[list[Slice]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """What travels at once.
+    """Parts of tensors that are copied to the device and back together.
 
     Args:
         slices: of the tensors.
@@ -174,7 +174,7 @@ class Piece:
 
 
 def pieces_of(tensors: Sequence[Tensor], device: torch.device) -> list[Piece]:
-    """Tensors cut into pieces, with the tables that ``fused_update`` reads on a device."""
+    """Tensors in pieces, with the chunks that ``fused_update`` needs on the device."""
     pieces = cut([tensor.numel() for tensor in tensors], PIECE)
     return [Piece(slices, chunks_of(_slices(tensors, slices), device)) for slices in pieces]
 
@@ -188,7 +188,7 @@ def update_from_host(
     copies: Sequence[Tensor],
     **numbers: Any,
 ) -> None:
-    """``fused_update`` of master weights and state that wait on the host: bitwise the same, a piece at a time.
+    """``fused_update`` of master weights and state in host memory, piece by piece; bitwise the same.
 
     Args:
         pieces: of the master weights.
@@ -198,7 +198,7 @@ def update_from_host(
         numbers: of ``fused_update``.
     """
     device, held = gradients[0].device, (masters, exp_avgs, exp_avg_sqs)
-    working, arriving, leaving = _Lane.current(device), _Lane.beside(device), _Lane.beside(device)
+    working, arriving, leaving = _Stream.current(device), _Stream.new(device), _Stream.new(device)
     widest = max(last.place + last.length for last in (piece.slices[-1] for piece in pieces))
     places = [torch.empty(len(held), widest + -widest % 4, dtype=torch.float32, device=device) for _ in pieces[:PLACES]]
     left = [working.mark() for _ in places]
@@ -222,7 +222,7 @@ def update_from_host(
 
 
 def _copy(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    """Each source to its target, without waiting for it."""
+    """Copy each source to its target, asynchronously."""
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source, non_blocking=True)
 
@@ -232,35 +232,35 @@ def _slices(tensors: Sequence[Tensor], slices: Sequence[Slice]) -> list[Tensor]:
 
 
 @dataclass(frozen=True)
-class _Lane:
-    """A stream of a GPU; on a CPU, where an interpreter runs the kernels, nothing that has to be waited for."""
+class _Stream:
+    """A CUDA stream; on a CPU, where Triton's interpreter runs the kernels, every method does nothing."""
 
     stream: "torch.cuda.Stream | None"
 
     @classmethod
-    def current(cls, device: torch.device) -> "_Lane":
+    def current(cls, device: torch.device) -> "_Stream":
         return cls(torch.cuda.current_stream(device) if device.type == "cuda" else None)
 
     @classmethod
-    def beside(cls, device: torch.device) -> "_Lane":
+    def new(cls, device: torch.device) -> "_Stream":
         return cls(torch.cuda.Stream(device) if device.type == "cuda" else None)  # type: ignore[no-untyped-call]
 
     def run(self) -> AbstractContextManager[object]:
-        """Inside, work is put on this lane."""
+        """Inside, work is queued on this stream."""
         return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
 
     def mark(self) -> "torch.cuda.Event | None":
-        """When everything that was put on this lane until now is done."""
+        """An event after all work that is queued now."""
         return None if self.stream is None else self.stream.record_event()
 
     def after(self, mark: "torch.cuda.Event | None") -> None:
-        """What is put on this lane from now on waits for a mark of another."""
+        """Work that is queued from now on waits for the event."""
         if self.stream is not None and mark is not None:
             self.stream.wait_event(mark)
 
 
 def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[Int[Tensor, "c P"], bool]:
-    """Where the tensors lie, on the device, and whether all begin at multiples of 16 bytes."""
+    """Addresses of the tensors, on the device, and whether all are multiples of 16 bytes."""
     numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
     aligned = not bool((numbers % 16).any())
     return sent(numbers, device), aligned

@@ -1,8 +1,7 @@
-"""Page-locked memory of the host in the size that is asked for, up to whole pages.
+"""Page-locked (pinned) host memory in exact size, which is freed with its tensor.
 
-A GPU copies from and to page-locked memory while the host does other things. ``Tensor.pin_memory`` takes the next power
-of two of it for each tensor, and keeps it when the tensor is gone; here it is the operating system's memory, registered
-with the driver for as long as the tensor lives.
+``Tensor.pin_memory`` takes the next power of two for each tensor, and keeps it when the tensor is gone. Here memory
+comes from the operating system and is registered with the CUDA driver for as long as the tensor lives.
 """
 
 import mmap
@@ -18,7 +17,7 @@ from logitless.graph_capture import between_captures
 
 
 def locked_bytes(size: int) -> int:
-    """Bytes that ``locked`` takes for a tensor of so many: whole pages, and at least one.
+    """Bytes that ``locked`` takes for a tensor of ``size`` bytes: whole pages, at least one.
 
     Example:
         >>> [locked_bytes(size) // mmap.PAGESIZE for size in (0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1)]
@@ -28,24 +27,23 @@ def locked_bytes(size: int) -> int:
 
 
 def locked(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy of a tensor, in page-locked memory of its own on the host.
+    """A contiguous copy of a tensor in page-locked host memory.
 
-    The memory is unlocked and given back when the copy and all its views are gone, after a wait for what the device was
-    given to do until then: PyTorch does not know this memory, and would not keep it for a copy that is under way. Where
-    that is amid the capture of a CUDA graph, which such a wait would break, it happens with the next copy that comes or
-    goes.
+    The memory is freed when the copy and all its views are gone, after a wait for the device: PyTorch does not know
+    this memory and would not keep it for a copy in flight. During the capture of a CUDA graph, which such a wait would
+    break, it is freed later, when the next copy is made or freed.
 
     Args:
         tensor: on any device.
         device: the GPU that copies from and to the memory.
 
     Raises:
-        UnavailableError: there is not so much memory, or the driver does not lock it.
+        UnavailableError: too little memory, or the driver does not lock it.
     """
     _unlock_left()
     size = locked_bytes(tensor.nbytes)
     try:
-        pages = mmap.mmap(-1, size)  # shared with forked processes: private memory would be copied for each
+        pages = mmap.mmap(-1, size)  # shared mapping: a private one would be copied for forked processes
     except OSError as error:
         raise _unavailable(size, str(error)) from error
     view = memoryview(pages)
@@ -54,13 +52,13 @@ def locked(tensor: Tensor, device: torch.device) -> Tensor:
     address = numbers.untyped_storage().data_ptr()
     if why := _register(address, size, device):
         raise _unavailable(size, why)
-    # The numbers hold the view, whose end is theirs. What is left when the process ends is unlocked by that.
+    # The tensor keeps the view alive. At the end of the process the system unlocks what is left.
     weakref.finalize(view, _unregister, address, device, pages).atexit = False
     return numbers
 
 
 def _register(address: int, size: int, device: torch.device) -> str:
-    """Lock pages; returns why the driver did not, or nothing."""
+    """Lock pages; returns the driver's error, or an empty text."""
     driver: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         code = driver.cudaHostRegister(address, size, 0)
@@ -68,26 +66,23 @@ def _register(address: int, size: int, device: torch.device) -> str:
 
 
 _left: list[tuple[int, torch.device, mmap.mmap]] = []
-"""Addresses, devices and pages whose numbers are gone, and which are locked still."""
+"""Addresses, devices and pages whose tensors are gone and which are still locked."""
 
 _lost: list[mmap.mmap] = []
-"""Pages that could not be unlocked. They stay: the driver would take whatever came to their addresses for them."""
+"""Pages that could not be unlocked. They are kept: the driver would take new memory at their addresses for them."""
 
 
 def _unregister(address: int, device: torch.device, pages: mmap.mmap) -> None:
-    """Unlock pages, now or later: the garbage collector may call this at any moment, in any thread."""
+    """Unlock pages, now or later. The garbage collector may call this at any moment, in any thread."""
     _left.append((address, device, pages))
     _unlock_left()
 
 
 def _unlock_left() -> None:
-    """Unlock what is left, once the device has done its work; amid a capture, nothing.
-
-    A device that failed, and one that a forked process asks, raise ``RuntimeError``.
-    """
+    """Wait for the device and unlock what is left; during the capture of a CUDA graph do nothing."""
     if not _left:
         return
-    with suppress(RuntimeError), between_captures() as may_wait:
+    with suppress(RuntimeError), between_captures() as may_wait:  # raised by a failed device, and in a forked process
         while may_wait and _left:
             address, device, pages = _left.pop()
             if not _is_unlocked(address, device):

@@ -1,10 +1,9 @@
 """Float32 master weights of a model that computes in bfloat16, and the AdamW that updates both.
 
-Forward, backward and sampling read the model's bfloat16 parameters; the optimizer adds its small steps to float32
-master weights and rounds them to the parameters. Gradients arrive in float32: ``Tensor.grad_dtype`` makes autograd add
-up micro-batches in it, and a product that has a float32 gradient hands it on unrounded.
-Equal to training in float32 with weights that are rounded before every use. Gives up: 4 bytes a weight, where float32
-training under autocast has 2 for the copy.
+Forward, backward and sampling read the model's bfloat16 parameters. The optimizer updates float32 master weights and
+rounds them to the parameters. Gradients are float32: ``Tensor.grad_dtype`` makes autograd sum micro-batches in it.
+Equals training in float32 with weights that are rounded before every use. Costs 4 bytes a weight, where float32
+training under autocast costs 2 for the copy.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -27,9 +26,9 @@ from logitless.train.optim.locked_memory import locked
 
 
 def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
-    """Round trained float32 parameters to ``dtype`` in place; each keeps the value it had as ``parameter.master``.
+    """Round trained float32 parameters to ``dtype`` in place; the float32 value is kept as ``parameter.master``.
 
-    Afterwards ``parameter.grad`` is float32. Frozen parameters and those of another dtype than float32 are left alone.
+    ``parameter.grad`` will be float32. Frozen parameters and those of another dtype are left alone.
 
     Args:
         dtype: bfloat16 (or float16).
@@ -62,7 +61,7 @@ def master_weight(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    """Undo ``lower_to``: each lowered parameter is its float32 master weight again; returns the dtype that it had.
+    """Undo ``lower_to``: parameters are float32 again; returns the dtype that they had, None if none was lowered.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -80,7 +79,7 @@ def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | 
 
 
 def round_master_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Write every master weight, rounded, into its parameter: for those that were set from outside.
+    """Round every master weight into its parameter, for example after a checkpoint was loaded.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -101,15 +100,15 @@ class MasterAdamW(torch.optim.AdamW):
     On CUDA one kernel updates master weight, state and parameter; elsewhere a rounding pass follows torch's update.
 
     Args:
-        groups: as for ``torch.optim.AdamW``, with the model's parameters; those that were lowered give place to their
-            master weights.
-        on_host: master weights and state in page-locked memory of the host, and on the GPU for their update alone: the
-            same numbers, for the time that they travel. All parameters must be lowered ones on a GPU.
+        groups: as for ``torch.optim.AdamW``, with the model's parameters; lowered ones are replaced by their master
+            weights.
+        on_host: keep master weights and state in page-locked host memory, and copy them to the GPU for the update;
+            bitwise the same. All parameters must be lowered ones on a GPU.
         options: of ``torch.optim.AdamW``.
 
     Raises:
-        UnavailableError: ``on_host``, and the host has not so much page-locked memory.
-        TrainingError: by every method that updates or hands out, after kernels of ours failed amid an update.
+        UnavailableError: ``on_host``, and there is too little page-locked memory.
+        TrainingError: of every method that updates or reads state, after an update failed in its middle.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -133,7 +132,7 @@ class MasterAdamW(torch.optim.AdamW):
         super().__init__(groups, **options)
 
     def take_gradients(self) -> None:
-        """Move the gradients of lowered parameters to their master weights; on the host there is no place for them."""
+        """Move the gradients of lowered parameters to their master weights; not to the host, where they stay away."""
         if not self.on_host:
             take_gradients(self.lowered)
 
@@ -145,16 +144,16 @@ class MasterAdamW(torch.optim.AdamW):
                 parameter.grad = None
 
     def _gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Of master weights and of parameters without one, in the order of the groups."""
+        """The gradient of each master weight, and of each parameter without one, in the order of the groups."""
         held = [p for group in self.param_groups for p in group["params"]]
         found = [(p, self.lowered[p].grad if self.on_host else p.grad) for p in held]
         return {p: grad for p, grad in found if grad is not None}
 
     def check_whole(self) -> None:
-        """Refuse to go on from an update that began and did not end.
+        """Refuse to continue after an update that failed in its middle.
 
         Raises:
-            TrainingError: some master weights, states and weights are those of the next step, and others are not.
+            TrainingError: some weights and states are those of the next step, and others are not.
         """
         if self._is_amid_update:
             raise TrainingError(
@@ -164,13 +163,13 @@ class MasterAdamW(torch.optim.AdamW):
             )
 
     def state_dict(self) -> dict[str, Any]:
-        """That of ``torch.optim.AdamW``."""
+        """The state of ``torch.optim.AdamW``."""
         self.check_whole()
         return super().state_dict()
 
     @property
     def fuses(self) -> bool:
-        """Whether all gradients are those of whole master weights on a GPU, so that kernels of ours clip and update."""
+        """Whether our kernels can clip and update: all gradients belong to unsharded master weights on a GPU."""
         given = self._gradients()
         return bool(given) and all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
 
@@ -181,7 +180,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.check_whole()  # before torch moves what has no master weight
         if self.on_host:
             if self._gradients():
-                self.clipped_step(None)  # waits for the device, which writes what the host may read next
+                self.clipped_step(None)  # waits for the device, which writes to host memory
             return
         gradients = {master: master.grad for master in self.lowered if master.grad is not None}
         if not gradients or next(iter(gradients)).device.type != "cuda":
@@ -199,20 +198,20 @@ class MasterAdamW(torch.optim.AdamW):
     def clipped_step(
         self, max_grad_norm: float | None, meanwhile: Callable[[], object] = lambda: None
     ) -> tuple[Float[Tensor, ""], bool]:
-        """Clip and update where ``fuses`` holds, in two passes over memory and without waiting in between.
+        """Clip and update if ``fuses``, in two passes over memory, without waiting in between.
 
         Args:
             max_grad_norm: norm to clip at, or None.
-            meanwhile: called while the device is at it.
+            meanwhile: called while the device works.
 
         Returns:
-            The norm before clipping, and whether the step was taken: not where a gradient is not finite.
+            The norm before clipping, and whether the step was taken: False if a gradient is not finite.
         """
         gradients = self._gradients()
         norm = gradient_norm(self._table(chunks_of, list(gradients)), list(gradients.values()))
         self._fused(gradients, clip_factor(norm, max_grad_norm))
         meanwhile()
-        taken = bool(torch.isfinite(norm))  # waits for the device, which has everything to do by now
+        taken = bool(torch.isfinite(norm))  # waits for the device, after all work was queued
         if not taken:
             for master in gradients:
                 self.state[master]["step"] -= 1
@@ -221,7 +220,7 @@ class MasterAdamW(torch.optim.AdamW):
         return norm, taken
 
     def _fused(self, gradients: Mapping[nn.Parameter, Tensor], scale: Float[Tensor, "1"]) -> None:
-        """The kernel, once a parameter group and step counter (counters differ only where gradients were missing)."""
+        """Launch the kernel for each group and step counter; counters differ only if gradients were missing."""
         self.check_whole()
         self._is_amid_update = True
         for group in self.param_groups:
@@ -256,7 +255,7 @@ class MasterAdamW(torch.optim.AdamW):
         self._is_amid_update = False
 
     def _state_of(self, master: nn.Parameter) -> dict[str, Any]:
-        """AdamW's state, on the host in page-locked memory also after they were restored."""
+        """AdamW's state; under ``on_host`` moved to page-locked memory if a checkpoint put it elsewhere."""
         state: dict[str, Any] = self.state[master]
         if not state:
             state["step"] = torch.tensor(0.0)
@@ -270,7 +269,7 @@ class MasterAdamW(torch.optim.AdamW):
         return state
 
     def _table(self, made_by: Callable[..., Any], masters: list[nn.Parameter]) -> Any:
-        """What ``chunks_of`` or ``pieces_of`` makes, once for the same tensors."""
+        """The result of ``chunks_of`` or ``pieces_of``, cached for the same tensors."""
         key = id(made_by), *map(id, masters)
         if key not in self._tables:
             self._tables[key] = made_by(masters, self.lowered[masters[0]].device)
@@ -280,7 +279,7 @@ class MasterAdamW(torch.optim.AdamW):
 def with_master_weights(
     groups: Iterable[dict[str, Any]],
 ) -> tuple[list[dict[str, Any]], dict[nn.Parameter, nn.Parameter]]:
-    """Groups of parameters with master weights in the place of lowered ones, and the lowered one of each."""
+    """The groups with master weights in place of lowered parameters, and the parameter of each master weight."""
     given = [{**group, "params": list(group["params"])} for group in groups]
     lowered = {master_weight(p): p for group in given for p in group["params"] if master_weight(p) is not p}
     return [{**group, "params": [master_weight(p) for p in group["params"]]} for group in given], lowered

@@ -1,4 +1,4 @@
-"""AdamW and its learning rate, as functions of the step, so that nothing about the schedule has to be saved."""
+"""AdamW and its learning rate; the rate is a function of the step, so that no schedule has to be saved."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +26,10 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW over the trained parameters or their master weights; vectors and the value head are not decayed.
 
-    ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere. ``moments`` says where the two numbers a
-    weight are, and how wide.
+    ``implementation="auto"`` is ``fused`` on CUDA and ``foreach`` elsewhere.
 
     Args:
         parameters: of the model; frozen ones are left out.
-        options: of the recipe.
         device: of the parameters.
         value_head: parameters of the value head.
         value_head_factor: the value head's learning rate over that of the model.
@@ -81,14 +79,14 @@ def automatic_implementation(device: torch.device) -> str:
 
 
 class ShardAdamW(torch.optim.AdamW):
-    """``torch.optim.AdamW`` that updates this rank's part of sharded parameters as what it is, a plain tensor.
+    """``torch.optim.AdamW`` that updates the local shards of sharded parameters as plain tensors.
 
-    Asked for the same of 300 DTensors, torch works out their shardings anew in every step, for a tenth of a short one.
-    The state is sharded as the parameters are.
+    With DTensors torch would derive their shardings anew in every step, which takes a tenth of a short one. The state
+    is sharded as the parameters are.
     """
 
     def _init_group(self, group: Any, *columns: list[Tensor]) -> bool:
-        """What torch fills in for its update: parameters, gradients, state and counters, each a list."""
+        """Let torch fill the lists for its update (parameters, gradients, state, counters), and take local shards."""
         is_complex: bool = super()._init_group(group, *columns)  # type: ignore[no-untyped-call]
         for column in columns:
             column[:] = [local_part(tensor) for tensor in column]
@@ -96,7 +94,7 @@ class ShardAdamW(torch.optim.AdamW):
 
 
 def implementation(optimizer: torch.optim.Optimizer) -> str:
-    """How the update is really computed.
+    """How the update is computed, in words.
 
     Example:
         >>> implementation(adamw([nn.Parameter(torch.ones(2, 2))], OptimizerSection(), torch.device("cpu")))
@@ -117,8 +115,8 @@ def learning_rate(step: int, progress: float, options: OptimizerSection) -> floa
 
     Args:
         step: optimizer steps taken before this one.
-        progress: fraction of the run that is done, in [0, 1]. The number of steps of a run is not known beforehand
-            (it follows the lengths of the completions), its number of blocks is.
+        progress: fraction of the run's blocks that are done, in [0, 1]. The number of steps is not known beforehand,
+            for it depends on the lengths of completions.
 
     Example:
         >>> learning_rate(0, 0.5, OptimizerSection(learning_rate=1.0, schedule="linear", warmup_steps=4))
@@ -145,19 +143,18 @@ def take_step(
     """Clip the summed gradients by their global norm and step, unless a gradient is not finite.
 
     The value head is clipped by a norm of its own: its gradient grows with the width and scale of the hidden states,
-    and in one norm with the model's it would shrink the policy's gradient by that.
+    and in a common norm it would shrink the policy's gradient.
 
     Args:
         optimizer: holds parameters with ``.grad``.
-        rate: learning rate of this step; a parameter group with a ``rate_factor`` takes that multiple of it.
+        rate: learning rate of this step; parameter groups with a ``rate_factor`` use that multiple of it.
         max_grad_norm: norm to clip at; None leaves gradients as they are.
-        ranks: that hold the same sums of gradients, and step or pass over together.
-        as_several: one rank steps as several do, by the same operations.
-        meanwhile: called once, where the device has its work and the host would wait for it.
+        ranks: that hold the same sums of gradients, and take or skip the step together.
+        as_several: let a single rank use the operations of several, for bitwise equality.
+        meanwhile: called once, when the device has its work and the host would wait.
 
     Returns:
-        The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed either
-        way.
+        The norm of the model's gradient before clipping, and whether the step was taken. Gradients are freed anyway.
     """
     for group in optimizer.param_groups:
         chosen = rate * group.get("rate_factor", 1.0)
@@ -188,7 +185,7 @@ def take_step(
 
 
 def gradient_norm(parameters: Sequence[nn.Parameter]) -> Float[Tensor, ""]:
-    """The Euclidean norm of all gradients together; those of shards are summed over the ranks that have them.
+    """The Euclidean norm of all gradients together; of shards over all ranks.
 
     Example:
         >>> weight = nn.Parameter(torch.zeros(2))
@@ -206,7 +203,7 @@ def gradient_norm(parameters: Sequence[nn.Parameter]) -> Float[Tensor, ""]:
 
 
 def _clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Float[Tensor, ""]) -> None:
-    """torch's own clipping; of shards, by the same factor, the part that this rank has."""
+    """torch's clipping; local shards are multiplied by the same factor."""
     torch.nn.utils.clip_grads_with_norm_([p for p in parameters if not is_sharded(p)], max_norm, norm)
     mine = [local_part(p.grad) for p in parameters if is_sharded(p) and p.grad is not None]
     if mine:

@@ -1,1 +1,1 @@
-"""What a run will cost before it starts: memory, traffic, time."""
+"""Memory, traffic and time of a run, before it starts."""

@@ -1,11 +1,11 @@
-"""``--explain``: what a batch of a recipe costs to train on, and what each saving takes off it.
+"""``--explain``: what a block of a recipe costs to train on, and what each saving takes off.
 
-The prompts are the recipe's own. Completions are not drawn, for that would need the weights: their lengths are uniform
-between 1 and ``rollout.sampling.max_new_tokens``. Operations are counted, not measured: two a weight and token for
-products, four a width of a query head for each pair of tokens in attention, and backward twice the forward pass.
+Prompts are the recipe's. Completions are not sampled, which would need the weights; their lengths are uniform between 1
+and ``rollout.sampling.max_new_tokens``. Operations are counted, not measured: products cost two for each weight and
+token, attention four for each pair of tokens and each number of a query, and backward twice as much as forward.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,9 +15,9 @@ from torch import nn
 
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head, why_unshared
-from logitless.objective.algorithm import Algorithm
 from logitless.seeds import derived_seed
 from logitless.train.assembly.stages import Inputs, load, read
+from logitless.train.learn.learner import scores_in_training
 from logitless.train.recipe.config import Recipe
 from logitless.types import Completion, PackedBatch, Prompt
 
@@ -27,11 +27,11 @@ class Operations:
     """Floating-point operations of a forward pass.
 
     Args:
-        per_token: of the decoder's products.
-        per_pair: of attention, over all layers.
-        per_scored: of the head, for a token that is scored.
-        backward: of a backward pass, as a multiple of the forward pass's products; attention's is always 2.
-        recomputed: forward passes of the decoder that the backward repeats.
+        per_token: of the decoder's products, for a token.
+        per_pair: of attention in all layers, for a pair of tokens.
+        per_scored: of the head, for a scored token.
+        backward: factor of the backward pass for products; that of attention is always 2.
+        recomputed: forward passes of the decoder that the backward pass repeats.
 
     Example:
         >>> Operations(10.0, 1.0, 100.0).forward(tokens=3, pairs=4.5, scored=2)
@@ -46,7 +46,7 @@ class Operations:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Operations":
-        """Those of a causal LM, which may be on the meta device."""
+        """Operations of a causal LM, which may be on the meta device."""
         inner: Any = causal_lm(model)
         config = inner.config.get_text_config()
         weight = lm_head(model).weight
@@ -64,11 +64,11 @@ class Operations:
         )
 
     def forward(self, tokens: int, pairs: float, scored: int) -> float:
-        """Of a pass without gradient."""
+        """Operations of a pass without gradient."""
         return self.per_token * tokens + self.per_pair * pairs + self.per_scored * scored
 
     def step(self, tokens: int, pairs: float, scored: int) -> float:
-        """Of forward and backward."""
+        """Operations of forward and backward."""
         products = (1 + self.recomputed + self.backward) * self.per_token * tokens
         return (
             products
@@ -78,8 +78,8 @@ class Operations:
 
 
 @dataclass(frozen=True)
-class _Way:
-    """One way to train on the batch: rows, tokens that are read, tokens that are scored, operations."""
+class _Cost:
+    """The cost of a pass over the block: packed rows, tokens read, tokens scored, operations."""
 
     rows: int
     read: int
@@ -88,7 +88,7 @@ class _Way:
 
 
 def explain(recipe: Recipe) -> str:
-    """Rows, tokens and operations of a batch's passes, before any saving and after each.
+    """A table of rows, tokens and operations of a block's passes, before any saving and after each.
 
     Raises:
         LogitlessError: what loading the recipe's data or its model's config raises.
@@ -102,10 +102,10 @@ def explain(recipe: Recipe) -> str:
         f"{recipe.rollout.completions_per_prompt} completions each of 1 to {recipe.rollout.sampling.max_new_tokens} "
         f"tokens, uniform: {batch.num_tokens:,} scored tokens"
     ]
-    for dead in (0, 2):
-        live = [not dead or g % dead == 0 for g, members in enumerate(groups) for _ in members]
-        lines += ["", f"{'every group has a signal' if all(live) else 'every second group has none'}:"]
-        lines += _table(inputs, model, batch, groups, live)
+    everyone = [True] * batch.num_sequences
+    every_second = [g % 2 == 0 for g, members in enumerate(groups) for _ in members]
+    for heading, live in (("every group has a signal", everyone), ("every second group has none", every_second)):
+        lines += ["", f"{heading}:", *_table(inputs, model, batch, groups, live)]
     return "\n".join(lines)
 
 
@@ -124,78 +124,65 @@ def _batch(prompts: Sequence[Prompt], recipe: Recipe) -> tuple[PackedBatch, list
 def _table(
     inputs: Inputs, model: nn.Module, batch: PackedBatch, groups: Sequence[range], live: Sequence[bool]
 ) -> list[str]:
-    recipe, algorithm = inputs.recipe, inputs.algorithm
-    train, operations = recipe.train, Operations.of(model)
-    width = lm_head(model).weight.shape[1]
+    """A line for each pass: unsaved, and after each saving of ``train``; ``live`` flags nonzero-advantage sequences."""
+    recipe, algorithm, train = inputs.recipe, inputs.algorithm, inputs.recipe.train
+    operations = Operations.of(model)
     unshared = why_unshared(model)
-    packing, alive = Packing(train.tokens_per_micro_batch, share_prompts=False), [True] * len(live)
+    not_silent = "" if algorithm.silent_without_advantage else "not under this algorithm"
+    everyone = [True] * len(live)
+    kept = live if train.skip_zero_advantage and not not_silent else everyone
+    full = Packing(train.tokens_per_micro_batch, share_prompts=False)
+    shared = replace(full, share_prompts=train.share_prompts and unshared is None)
+    packed = replace(shared, hidden_size=lm_head(model).weight.shape[1]) if train.pack_by_cost else shared
 
-    def plan() -> list[StepPlan]:
+    def plan(packing: Packing, flags: Sequence[bool]) -> list[StepPlan]:
         return plan_epoch(
-            groups, batch.inputs, tokens_per_step=train.tokens_per_step, packing=packing, live=alive, seed=recipe.seed
+            groups, batch.inputs, tokens_per_step=train.tokens_per_step, packing=packing, live=flags, seed=recipe.seed
         )
 
-    def way(steps: Sequence[StepPlan], *, backward: bool) -> _Way:
+    def cost(packing: Packing, steps: Sequence[StepPlan], count: Callable[[int, float, int], float]) -> _Cost:
         rows = [row for step in steps for row in step.micro_batches]
         read = sum(packing.num_tokens(row, batch.inputs) for row in rows)
         pairs = float(sum(packing.num_pairs(row, batch.inputs) for row in rows))
         scored = sum(batch.inputs.source_counts[s] for row in rows for s in row)
-        count = operations.step if backward else operations.forward
-        return _Way(len(rows), read, scored, count(read, pairs, scored))
+        return _Cost(len(rows), read, scored, count(read, pairs, scored))
 
-    found = [("training, every sequence in full", way(plan(), backward=True), "")]
+    def off(key: str) -> str:
+        return "" if getattr(train, key) else f"train.{key}: false"
 
-    def saving(name: str, key: str, on: bool, against: str = "") -> None:
-        why = f"train.{key}: false" if not on else against
-        found.append((f"  {name}", way(plan(), backward=True), why))
+    passes = [
+        ("training, every sequence in full", full, everyone, ""),
+        ("  without zero-advantage sequences", full, kept, off("skip_zero_advantage") or not_silent),
+        ("  with each prompt once", shared, kept, off("share_prompts") or unshared or ""),
+        ("  in rows by cost", packed, kept, off("pack_by_cost")),
+    ]
+    found = [(name, cost(packing, plan(packing, flags), operations.step), why) for name, packing, flags, why in passes]
 
-    silent = "" if algorithm.silent_without_advantage else "not under this algorithm"
-    if train.skip_zero_advantage and not silent:
-        alive = list(live)
-    saving("without zero-advantage sequences", "skip_zero_advantage", train.skip_zero_advantage, silent)
-    if train.share_prompts and unshared is None:
-        packing = replace(packing, share_prompts=True)
-    saving("with each prompt once", "share_prompts", train.share_prompts, unshared or "")
-    if train.pack_by_cost:
-        packing = replace(packing, hidden_size=width)
-    saving("in rows by cost", "pack_by_cost", train.pack_by_cost)
-    steps = plan()
-
-    packing, alive = Packing(train.tokens_per_micro_batch, share_prompts=False), [True] * len(live)
-    found.append(("scoring by the policy, every sequence in full", way(plan(), backward=False), ""))
-    left = _scored_by_the_policy(recipe, algorithm, steps)
-    if train.share_prompts and unshared is None:
-        packing = replace(packing, share_prompts=True, hidden_size=width if train.pack_by_cost else None)
-    reason = {"engine": "the engine says it", "training": "the training step says the rest", "pass": ""}[left]
-    rows = {
-        "engine": [],
-        "training": [StepPlan((), packing.rows([s for step in steps for s in step.dead], batch.inputs))],
-        "pass": plan(),
-    }[left]
-    found.append(("  as it is done", way(rows, backward=False), reason))
+    steps = plan(packed, kept)
+    scoring = packed if shared.share_prompts else full
+    if recipe.rollout.engine.bitwise and algorithm.value_loss is None:
+        scored, why = list[StepPlan](), "the engine says it"
+    elif scores_in_training(recipe, algorithm, len(steps)):
+        left_out = [s for step in steps for s in step.dead]
+        scored, why = [StepPlan((), scoring.rows(left_out, batch.inputs))], "the training step says the rest"
+    else:
+        scored, why = plan(scoring, everyone), ""
+    in_full = cost(full, plan(full, everyone), operations.forward)
+    found.append(("scoring by the policy, every sequence in full", in_full, ""))
+    found.append(("  as it is done", cost(scoring, scored, operations.forward), why))
     return _lines(found)
 
 
-def _scored_by_the_policy(recipe: Recipe, algorithm: Algorithm, steps: Sequence[StepPlan]) -> str:
-    """Who says ``logp_old``: the engine, the training step (of what it reads), or a pass of the policy."""
-    if recipe.rollout.engine.bitwise and algorithm.value_loss is None:
-        return "engine"
-    reads = algorithm.kl_in_reward or algorithm.value_loss is not None or algorithm.objective.reads_scoring_pass
-    once = recipe.train.epochs_per_block == len(steps) == 1
-    lora = recipe.model.lora
-    drops_out = lora is not None and lora.dropout > 0
-    return "training" if recipe.train.reuse_logp and once and not reads and not drops_out else "pass"
-
-
-def _lines(found: Sequence[tuple[str, _Way, str]]) -> list[str]:
+def _lines(found: Sequence[tuple[str, _Cost, str]]) -> list[str]:
+    """The table as text; an indented line shows what it saves against the line before."""
     lines = [f"  {'':46s}{'rows':>6s}{'tokens read':>14s}{'scored':>12s}{'TFLOP':>12s}"]
-    before: _Way | None = None
-    for name, way, why in found:
-        text = f"  {name:46s}{way.rows:6d}{way.read:14,d}{way.scored:12,d}{way.operations / 1e12:12.4g}"
+    before: _Cost | None = None
+    for name, cost, why in found:
+        text = f"  {name:46s}{cost.rows:6d}{cost.read:14,d}{cost.scored:12,d}{cost.operations / 1e12:12.4g}"
         if name.startswith(" ") and before is not None and before.operations:
-            text += f"  -{max(0.0, 1 - way.operations / before.operations):.0%}"
+            text += f"  -{max(0.0, 1 - cost.operations / before.operations):.0%}"
         lines.append(text + (f"  ({why})" if why else ""))
-        before = way
+        before = cost
     return lines
 
 

@@ -1,16 +1,15 @@
-"""What processes hold in the memory of their machine's host beside their GPUs, counted from shapes, moment by moment.
+"""Host memory of a run on GPUs, counted from shapes, at each of its moments.
 
-    reading the model   the model in the dtype that it is read in, until it is on the GPU: by each process, or, where it
-                        is cut from there, by the first one alone, with its master weights and its reference
-    training            what waits page-locked (master weights and optimizer state, the reference, inputs of layers),
-                        and a tensor that is copied for a checkpoint
-    writing the model   what is page-locked still, and the model as the first process writes it
+    reading the model   the model in the dtype that it is read in, until it is on the GPU: in each process, or, if it is
+                        sharded from there, in the first one alone, with its master weights and its reference
+    training            page-locked memory (master weights and optimizer state, the reference, inputs of layers), and
+                        a tensor that is copied for a checkpoint
+    writing the model   page-locked memory, and the model as the first process writes it
 
-Page-locked memory is counted as it is taken: master weights and optimizer state in whole pages, the rest as PyTorch
-takes it. Not counted: libraries (Python, PyTorch, CUDA) in each process, prompts and completions, workers of rewards,
-and files that the kernel keeps in memory until somebody else needs it: among them those of a model that is read in the
-dtype that they have. A model that is cut is counted as read once, also where ``train.run`` finds that each process
-has to.
+Master weights and optimizer state are counted in whole pages, other page-locked memory in powers of two, as PyTorch
+allocates it. Not counted: libraries (Python, PyTorch, CUDA) in each process, prompts and completions, workers of
+rewards, and cached files, among them those of a model that is read in the dtype that it is stored in. A sharded model
+is counted as read once, although every process may have to read it (``assembly.stages.load``).
 """
 
 import math
@@ -30,11 +29,11 @@ from logitless.train.plan.training_memory import TrainingMemory, has_reference, 
 from logitless.train.recipe.config import Recipe
 
 ROWS = 2
-"""Packed rows whose inputs of layers wait on the host: a row is launched while the one before it is at work."""
+"""Packed rows whose inputs of layers are on the host: a row is launched while the one before it is still computed."""
 
 
 def page_locked(size: int) -> int:
-    """Bytes that PyTorch takes for so many of page-locked memory: the next power of two (its ``CachingHostAllocator``).
+    """Bytes of page-locked memory that PyTorch allocates for ``size`` bytes: the next power of two.
 
     Example:
         >>> page_locked(5), page_locked(8), page_locked(0)
@@ -44,13 +43,12 @@ def page_locked(size: int) -> int:
 
 
 def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, processes: int = 1) -> TrainingMemory:
-    """The bytes of all processes on the machine of the first one, in its host's memory.
+    """Host memory of all processes on the first one's machine.
 
     Args:
-        recipe: checked. On a CPU (``model.device``) everything is in the host's memory, and nothing beside it.
+        recipe: checked. Under ``model.device: cpu`` the result is empty: there is no memory beside a GPU's.
         model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
-        arrangement: of all processes of the run.
-        processes: of this machine.
+        processes: on this machine.
     """
     if recipe.model.device == "cpu":
         return TrainingMemory({}, {"training": {}})
@@ -71,7 +69,7 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
 
 
 def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> int:
-    """Weights that are trained are rounded, and adapters made, where the model is then: mostly on the GPU."""
+    """Bytes while the model is read. Weights are rounded, and adapters made, on the device that it is moved to."""
     section, parameters, full = recipe.model, list(model.parameters()), recipe.model.lora is None
     read = [master_weight(p) for p in parameters if full or not p.requires_grad]
     stored = (
@@ -89,13 +87,12 @@ def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, proc
 
 
 def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:
-    """By part; none of it is given back before the run ends: master weights and optimizer state are in use until then,
-    and of the rest PyTorch keeps freed blocks for the next that asks."""
+    """Page-locked bytes by part. They stay allocated until the run ends, for PyTorch keeps freed blocks."""
     section, engine = recipe.model, recipe.rollout.engine
     trained = [p for p in model.parameters() if p.requires_grad]
     found: dict[str, int] = {}
     if recipe.train.optimizer.moments == "host":
-        # of one process: with several ``arrangement_of`` refuses them
+        # of one process: ``arrangement_of`` refuses several
         found["master weights and optimizer state, page-locked"] = 3 * sum(
             locked_bytes(master_weight(p).nbytes) for p in trained
         )
@@ -113,7 +110,7 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
 
 
 def _input_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> int:
-    """Of a process, by the choice that ``fit_activations`` makes from measured costs, here from estimated ones."""
+    """Page-locked inputs of layers of a process: the choice of ``fit_activations``, from estimated costs."""
     budget = recipe.train.activation_memory
     if budget is None:
         return 0

@@ -1,7 +1,7 @@
-"""``--dry-run``: everything is checked, one batch is loaded, the plan is printed, and nothing is trained.
+"""``--dry-run``: check everything, load the prompts, print the plan, train nothing.
 
 The model is built on the meta device, so that an 8-billion-weight recipe can be planned on a laptop. Bytes of weights,
-gradients and moments are exact; activations and cache are estimates and are called so.
+gradients and optimizer state are exact; activations and cache are estimates.
 """
 
 import shutil
@@ -44,12 +44,12 @@ class Plan:
         steps_per_block: optimizer steps at that many tokens, over all epochs.
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
-        host: memory of the host beside a GPU; nothing under ``model.device: cpu``, where ``memory_bytes`` is that.
+        host: host memory beside a GPU; empty under ``model.device: cpu``, where it is ``memory_bytes``.
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
         chosen: dtype, layers and engine, each with its reason.
-        warnings: choices that cost more than a factor of two.
+        warnings: choices that make the run more than twice as slow.
     """
 
     completions_per_block: int
@@ -71,10 +71,10 @@ class Plan:
 
 
 def plan_of(recipe: Recipe) -> Plan:
-    """Check a recipe as a whole and work out what it will do; needs the model's config, not its weights.
+    """Check a recipe and plan it; needs the model's config, not its weights.
 
     Raises:
-        LogitlessError: whatever a real start would raise before its first rollout.
+        LogitlessError: what a real start would raise before its first rollout.
     """
     inputs = read(recipe)
     check_writers(recipe.writers)
@@ -107,10 +107,10 @@ def plan_of(recipe: Recipe) -> Plan:
 
 
 def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
-    """Bytes by part of a single process, as ``memory_of_rank`` counts them, as if all were held at once.
+    """Bytes of a single process by part (``memory_of_rank``), as if all parts were held at the same time.
 
-    No moment of a step holds all of them: what is left over is for what the allocator wastes. A run that goes on holds
-    no more: its checkpoint is read into this model, a tensor at a time.
+    No moment of a step holds all of them; the difference makes up for fragmentation. A resumed run holds no more: its
+    checkpoint is read into this model, a tensor at a time.
     """
     alone = memory_of_rank(recipe, model, Arrangement(), value_head)
     end = alone.moments["end"]
@@ -118,16 +118,16 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     if "autocast copies" in end:
         parts["autocast copies"] = end["autocast copies"]
     kept, sampling = kept_bytes(recipe, model), sampling_bytes(recipe, model)
-    overlap = recipe.rollout.samples_with_a_copy  # blocks are collected ahead
+    overlap = recipe.rollout.samples_with_a_copy  # while the policy is trained
     parts["activations or cache (estimate)"] = kept + sampling if overlap else max(kept, sampling)
     parts["head"] = recipe.train.head_memory_budget or default_budget(device_of(recipe.model))
     return parts
 
 
 def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
-    """Bytes of the run folder by part, of a model and its value head on any device.
+    """Bytes of the run folder by part.
 
-    A checkpoint holds what is trained and AdamW's two moments; while one is written, ``checkpoint.keep`` others stay,
+    A checkpoint holds trained weights and AdamW's two moments. While one is written, ``checkpoint.keep`` others exist,
     and under ``checkpoint.keep_best`` the best.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -144,7 +144,7 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
 
 
 def _most_checkpoints(recipe: Recipe) -> int:
-    """That are on the disk at once."""
+    """Most checkpoints on the disk at the same time."""
     return recipe.checkpoint.keep + 1 + (recipe.checkpoint.keep_best is not None)
 
 
@@ -152,9 +152,8 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
     """Refuse a run that would fill the disk before its last checkpoint.
 
     Args:
-        recipe: of the run.
         parts: of ``disk``; estimates are left out.
-        folder: of the run; what a run that goes on has there already is not needed again.
+        folder: of the run; bytes that it holds already are not needed again.
 
     Raises:
         UnavailableError: too little is free.
@@ -169,7 +168,7 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
 
 
 def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | None:
-    """(needed, free) bytes where the first is more."""
+    """(needed, free) bytes if too few are free; else None."""
     there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
     needed = max(0, sum(size for name, size in parts.items() if not name.endswith("(estimate)")) - there)
     existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
@@ -178,7 +177,7 @@ def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | 
 
 
 def _account(counts: Mapping[str, int]) -> str:
-    """What was read, and what of it was left out and why."""
+    """Numbers of prompts and rows in words, and why rows were left out."""
     words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
     left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
     kept = counts["prompts"] - counts.get("held_out", 0)
@@ -186,7 +185,7 @@ def _account(counts: Mapping[str, int]) -> str:
 
 
 def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
-    """The parts of the preset that the recipe replaces, each with its name; one of the user's own with its path."""
+    """The parts of the preset that the recipe replaces, each with its name, or its path if it is the user's own."""
     for name in ("ratio", "surrogate", "correction", "advantage", "weighting"):
         part = getattr(recipe.algorithm, name)
         if part is not None:
@@ -198,7 +197,7 @@ def _sizes(parts: Mapping[str, int], width: int) -> list[str]:
 
 
 def _host_lines(host: TrainingMemory) -> list[str]:
-    """Memory of the host at its fullest moment, and whether this machine has as much."""
+    """Lines about host memory at its peak, and whether this machine has as much."""
     parts = {**host.at_peak, "total": host.peak_bytes}
     lines = [f"  memory of the host beside a GPU, most while {host.fullest}", *_sizes(parts, max(map(len, parts)))]
     if host.peak_bytes > (free := free_host_memory()):

@@ -1,9 +1,8 @@
-"""What several processes will need: memory of each, bytes that travel in a step, and from measured speeds the time.
+"""``logitless plan RECIPE --gpus N``: memory of each process, bytes sent in a step, and from measured speeds the time.
 
-``logitless plan RECIPE --gpus N``. Bytes are counted from the recipe and the model's shape, for any number of
-processes. A time is worked out only from what was measured: tokens a second of one GPU alone, gigabytes a second
-between them, and how much of the messages' time is not hidden (``benchmarks/scale.py`` measures all three; where the
-last is not given, nothing is taken to be hidden, and the share of communication is the most that it can be).
+Bytes are counted from the recipe and the model's shape, for any number of processes. Time needs measurements
+(``benchmarks/scale.py``): tokens a second of one GPU, gigabytes a second between GPUs, and the share of communication
+that is not hidden behind computation. Without the last, nothing is taken to be hidden: the time is an upper bound.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,7 +29,7 @@ from logitless.train.plan.training_memory import (
 from logitless.train.recipe.config import Recipe
 
 WORK = ("tokens", "length", "micro_batches", "head_budget")
-"""What is the same in two rows of ``benchmarks/scale.py`` that can be compared."""
+"""Columns that must be equal in two rows of ``benchmarks/scale.py`` for a comparison."""
 
 MOMENTS = {
     "head": "the backward of the LM head",
@@ -43,13 +42,12 @@ MOMENTS = {
 
 @dataclass(frozen=True)
 class Speeds:
-    """What was measured.
+    """Measured speeds.
 
     Args:
-        tokens_per_second: read by one GPU alone in training steps, forward and backward.
-        bytes_per_second: that a rank sends in large collectives.
-        exposed: how much longer a step takes than on one GPU, over the time of its messages one after the other; 1
-            where nothing overlaps.
+        tokens_per_second: of one GPU alone in training steps, forward and backward.
+        bytes_per_second: sent by a rank in large collectives.
+        exposed: share of the communication time by which a step is longer than on one GPU; 1 if nothing overlaps.
 
     Example:
         >>> alone = {"gpus": 1, "layout": "shard", "tokens": 8, "length": 8, "micro_batches": 1, "head_budget": None,
@@ -65,14 +63,14 @@ class Speeds:
 
     @classmethod
     def measured(cls, rows: Sequence[Mapping[str, Any]], layout: str = "shard") -> "Speeds":
-        """From rows of ``benchmarks/scale.py``: one GPU alone, and the most GPUs that did the same work each.
+        """Speeds from rows of ``benchmarks/scale.py``: of one GPU, and of the most GPUs with the same work for each.
 
         Args:
             rows: of one model.
             layout: of the row of several GPUs.
 
         Raises:
-            DataError: rows that do not say it.
+            DataError: there are no such rows.
         """
         several = [row for row in rows if row["gpus"] > 1 and row["layout"] == layout]
         for row in sorted(several, key=lambda each: -each["gpus"]):
@@ -90,18 +88,38 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Of one process.
+class StepTime:
+    """Seconds of an optimizer step.
 
     Args:
-        arrangement: of all of them.
-        memory: by part, always or at one moment.
+        compute: without communication.
+        traffic: of communication, without computation.
+        total: of both, less what is hidden.
+    """
+
+    compute: float
+    traffic: float
+    total: float
+
+    @property
+    def traffic_share(self) -> float:
+        """Share of the total that communication adds."""
+        return 1 - self.compute / self.total
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Forecast for one of several processes.
+
+    Args:
+        arrangement: of all processes.
+        memory: of the process.
         processes: on one machine.
-        host: of all these together, in the memory of the machine's host.
+        host: host memory of all processes on a machine.
         traffic_bytes: sent in an optimizer step, by cause.
         rows: micro-batches in a step.
-        tokens: read in a step by each rank, at most.
-        speeds: or None where nothing was measured.
+        tokens: most tokens that a rank reads in a step.
+        speeds: measured; or None.
     """
 
     arrangement: Arrangement
@@ -113,34 +131,11 @@ class Forecast:
     tokens: int
     speeds: Speeds | None = None
 
-    @property
-    def peak_bytes(self) -> int:
-        """At the fullest moment: of training, or sampling."""
-        return self.memory.peak_bytes
-
-    @property
-    def compute_seconds(self) -> float | None:
-        """Of a step without any waiting."""
-        return None if self.speeds is None else self.tokens / self.speeds.tokens_per_second
-
-    @property
-    def traffic_seconds(self) -> float | None:
-        """Of a step's messages one after the other."""
-        return None if self.speeds is None else sum(self.traffic_bytes.values()) / self.speeds.bytes_per_second
-
-    @property
-    def step_seconds(self) -> float | None:
-        """Of a step, with the part of its messages that nothing hides."""
-        if self.speeds is None or self.compute_seconds is None or self.traffic_seconds is None:
-            return None
-        return self.compute_seconds + self.speeds.exposed * self.traffic_seconds
-
-    @property
-    def traffic_share(self) -> float | None:
-        """What messages are of the step's time."""
-        if self.compute_seconds is None or self.step_seconds is None:
-            return None
-        return 1 - self.compute_seconds / self.step_seconds
+    def step_time(self, speeds: Speeds) -> StepTime:
+        """Time of a step at measured speeds."""
+        compute = self.tokens / speeds.tokens_per_second
+        traffic = sum(self.traffic_bytes.values()) / speeds.bytes_per_second
+        return StepTime(compute, traffic, compute + speeds.exposed * traffic)
 
 
 def forecast(
@@ -152,15 +147,12 @@ def forecast(
     speeds: Speeds | None = None,
     processes: int | None = None,
 ) -> Forecast:
-    """What a recipe needs of each process, and of the host that some of them share.
+    """Forecast memory, traffic and time of a recipe on several processes.
 
     Args:
-        recipe: checked.
         model: on any device, ``meta`` included.
-        arrangement: of the processes.
-        value_head: of the algorithm.
         speeds: measured.
-        processes: on one machine; None: all of them.
+        processes: on one machine; None: all.
     """
     tokens, rows = tokens_of_step(recipe, arrangement), rows_of_step(recipe, arrangement)
     head: Any = causal_lm(model).get_output_embeddings()
@@ -198,14 +190,13 @@ def traffic_of_rank(
     in_order: bool = False,
     all_rows: bool = False,
 ) -> dict[str, int]:
-    """Bytes that a rank sends in an optimizer step, by cause; a ring or a tree sends no fewer.
+    """Bytes that a rank sends in an optimizer step, by cause; the same for rings and trees.
 
     Args:
         model: not sharded yet, on any device.
-        arrangement: of the processes.
         rows: micro-batches of a rank.
         tokens_per_row: of a micro-batch.
-        in_order: gradients are summed along a tree (``parallel.deterministic``), for which all ranks get all.
+        in_order: gradients are summed along a tree (``parallel.deterministic``): every rank gets those of all.
         all_rows: the LM head scores the tokens of all ranks together (``parallel.vocabulary``).
     """
     cut, copies, split = arrangement.weights, arrangement.replicate, arrangement.sequence
@@ -240,7 +231,7 @@ def traffic_of_rank(
 
 
 def forecast_text(recipe: Recipe, found: Forecast) -> str:
-    """For a person."""
+    """The forecast as text."""
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
     width = max(map(len, [*memory, *host, *found.traffic_bytes]))
@@ -258,14 +249,15 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
         "  sent by each in a step",
         *sizes(found.traffic_bytes),
     ]
-    if found.speeds is None:
+    speeds = found.speeds
+    if speeds is None:
         lines.append("  time: not forecast; give --measured, a file of `benchmarks/scale.py`, or --tokens-per-second")
         lines.append("        and --gigabytes-per-second")
     else:
+        time = found.step_time(speeds)
         lines.append(
-            f"  time of a step: {found.step_seconds:.3f} s: {found.compute_seconds:.3f} s at "
-            f"{found.speeds.tokens_per_second:,.0f} tokens/s, and {found.speeds.exposed:.0%} of "
-            f"{found.traffic_seconds:.3f} s of messages at {found.speeds.bytes_per_second / 1e9:,.0f} GB/s "
-            f"({found.traffic_share or 0:.0%} of the step)"
+            f"  time of a step: {time.total:.3f} s: {time.compute:.3f} s at {speeds.tokens_per_second:,.0f} tokens/s, "
+            f"and {speeds.exposed:.0%} of {time.traffic:.3f} s of messages at "
+            f"{speeds.bytes_per_second / 1e9:,.0f} GB/s ({time.traffic_share:.0%} of the step)"
         )
     return "\n".join(lines)

@@ -1,16 +1,16 @@
-"""What a process holds at its fullest in a training step, counted from shapes, moment by moment.
+"""Memory of a process in training, counted from shapes, at each moment of a step.
 
-    always    weights (or shards of them, which are the masters), masters, AdamW's moments, a value head, a reference
+    always    weights (or shards, which are master weights), master weights, AdamW's moments, value head, reference
     head      + what the head kept of its forward and makes in its backward, the inputs of all layers,
                 the gradient of the LM head
     layers    + what the last layer recomputed, the inputs of all layers, the gradient of the LM head
     end       + all gradients, what the first layer recomputed
     embedding + all gradients, that of the embedding before it is summed
-    sampling  + keys and values of all rows, and all weights whole
+    sampling  + the key-value cache, and gathered weights
 
-The peak is the fullest moment: while layers go backward, gradients take the place of their inputs. Inputs and products
-of a decoder layer are counted as transformers' layers keep them (norms in float32, a gated MLP); kernels of our own
-keep less. What torch's allocator wastes between blocks is not counted.
+The peak is at the moment that holds most: during the backward pass, gradients replace the inputs of layers. Activations
+of a decoder layer are counted as transformers' layers keep them (norms in float32, a gated MLP); our own kernels keep
+less. Fragmentation of torch's allocator is not counted.
 """
 
 import math
@@ -31,7 +31,7 @@ from logitless.train.optim.master_weights import master_weight
 from logitless.train.recipe.config import Recipe
 
 BLOCK = 192 * 2**20
-"""Bytes of logit gradients that the head makes anew at once; ``head.passes.BLOCK_BYTES``."""
+"""Bytes of logit gradients that the head recomputes at once; ``head.passes.BLOCK_BYTES``."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TrainingMemory:
 
     Args:
         always: held during the whole step.
-        moments: held beside them at each moment, by its name.
+        moments: held besides at each moment, by its name.
 
     Example:
         >>> TrainingMemory({"weights": 3}, {"head": {"kept": 4}, "end": {"gradients": 5, "inputs": 1}}).peak_bytes
@@ -52,17 +52,17 @@ class TrainingMemory:
 
     @property
     def fullest(self) -> str:
-        """The moment of the peak."""
+        """The moment that holds most."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
     def at_peak(self) -> dict[str, int]:
-        """Part by part what is held at the fullest moment."""
+        """Bytes by part at the fullest moment."""
         return {**self.always, **self.moments[self.fullest]}
 
     @property
     def peak_bytes(self) -> int:
-        """All that is held at the fullest moment."""
+        """Bytes at the fullest moment."""
         return sum(self.always.values()) + sum(self.moments[self.fullest].values())
 
 
@@ -78,18 +78,17 @@ def training_memory(
     recomputes: bool | None = None,
     optimizer_state: Literal["float32", "8bit", "host"] = "float32",
 ) -> TrainingMemory:
-    """The bytes of one process in a step.
+    """Memory of one process in a training step.
 
     Args:
         model: not sharded yet, on any device, ``meta`` included.
-        arrangement: of the processes.
         tokens: N, read by this process in a micro-batch, all of them scored.
-        head_budget: bytes for kept exponentials; None: all that there are.
+        head_budget: bytes of exponentials that the head keeps; None: all.
         in_order: gradients are summed along a tree (``parallel.deterministic``).
-        micro_batches: of a step; under ``in_order`` sums of some of them wait for the others.
-        number: bytes of a number in activations; None: of the narrowest weight.
-        recomputes: layers keep their input alone; None: as the model is set.
-        optimizer_state: AdamW's moments: in 8 bits with a float32 scale for each 256, or with the masters on the host.
+        micro_batches: of a step; under ``in_order`` some sums wait for others.
+        number: bytes of a number in activations; None: that of the narrowest weight.
+        recomputes: layers keep only their input; None: by the model's setting.
+        optimizer_state: AdamW's moments: 8 bits with a float32 scale for each 256, or on the host with master weights.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -137,7 +136,7 @@ def training_memory(
 
 
 def _always(parameters: Sequence[nn.Parameter], arrangement: Arrangement, optimizer_state: str) -> dict[str, int]:
-    """Weights, their masters and AdamW's moments."""
+    """Bytes of weights, master weights and AdamW's moments."""
     cut, sharded = arrangement.weights, arrangement.is_sharded
     trained = [p for p in parameters if p.requires_grad]
     masters = num_bytes(map(master_weight, trained), cut)
@@ -154,16 +153,13 @@ def _always(parameters: Sequence[nn.Parameter], arrangement: Arrangement, optimi
 def memory_of_rank(
     recipe: Recipe, model: nn.Module, arrangement: Arrangement, value_head: ValueHead | None = None
 ) -> TrainingMemory:
-    """What a process of a recipe holds: always, in the moments of a training step, and while it samples.
+    """Memory of one process of a recipe, in training and sampling.
 
-    Shards, masters and AdamW's moments are exact; what layers keep, and what sampling keeps beside the weights, are
-    estimates. Shards are held in the dtype of the masters; to sample, all weights are whole, in that of the products.
+    Weights, master weights and AdamW's moments are exact; activations and the key-value cache are estimates. Shards
+    have the dtype of master weights; for sampling, gathered weights have that of the products.
 
     Args:
-        recipe: checked.
         model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
-        arrangement: of the processes.
-        value_head: of the algorithm.
     """
     section, train, parallel = recipe.model, recipe.train, recipe.parallel
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -190,13 +186,13 @@ def memory_of_rank(
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
     for parts in moments.values():
-        if section.autocast is not None:  # autocast keeps a copy of each trained matrix in its dtype during a pass
+        if section.autocast is not None:  # a copy of each trained matrix in its dtype, during a pass
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
         if train.activation_memory is not None and "inputs of layers" in parts:
-            # there are none any more when the embedding's gradient is summed
+            # not at the moment "embedding", when no inputs are left
             everything, _ = layers_bytes(model, section.activation_bytes, tokens=tokens, recomputes=False)
             parts["inputs of layers"] = max(parts["inputs of layers"], min(everything, train.activation_memory))
-    if recipe.rollout.samples_with_a_copy:  # while others are trained on, beside the weights that it is handed next
+    if recipe.rollout.samples_with_a_copy:  # it holds its weights and, during a sync, the next ones
         always["copy to sample with"] = 2 * always["trained weights"] + always["frozen weights"]
         for parts in moments.values():
             parts["cache"] = sampling_bytes(recipe, model)
@@ -208,12 +204,12 @@ def memory_of_rank(
 
 
 def has_reference(recipe: Recipe) -> bool:
-    """Whether a reference has weights of its own: LoRA's is the policy without its adapters."""
+    """Whether there is a reference with weights of its own; LoRA's is the policy without adapters."""
     return recipe.kl is not None and recipe.model.lora is None
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
-    """Of each group of ranks that share sequences, at most."""
+    """Most tokens of a step for each group of ranks that split sequences."""
     return math.ceil(recipe.train.tokens_per_step / (arrangement.replicate * arrangement.shard))
 
 
@@ -223,7 +219,7 @@ def rows_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
 
 
 def kept_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Estimate of what layers keep of a micro-batch for its backward pass, and make in it."""
+    """Estimated bytes that layers keep of a micro-batch for its backward pass, and make in it."""
     train, checkpointing = recipe.train, recipe.model.gradient_checkpointing
     number = recipe.model.activation_bytes
     layers = sum(layers_bytes(model, number, tokens=train.tokens_per_micro_batch, recomputes=checkpointing))
@@ -231,8 +227,7 @@ def kept_bytes(recipe: Recipe, model: nn.Module) -> int:
 
 
 def sampling_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Estimate of what sampling holds beside the weights: keys and values of all rows, and one layer's numbers of the
-    prompts that are read together."""
+    """Estimated bytes of sampling beside the weights: the key-value cache, and one layer's activations of a prefill."""
     rollout, number, longest = recipe.rollout, recipe.model.activation_bytes, recipe.data.max_prompt_tokens
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     heads = AttentionHeads.of(config)
@@ -247,13 +242,13 @@ def sampling_bytes(recipe: Recipe, model: nn.Module) -> int:
 
 
 def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool) -> tuple[int, int]:
-    """Bytes that all decoder layers keep for their backward, and that one of them makes in its own.
+    """Bytes that all decoder layers keep for the backward pass, and that one of them makes in it.
 
     Args:
         model: on any device.
         number: bytes of a number in activations.
         tokens: that are read.
-        recomputes: layers keep their input alone, and make the rest again.
+        recomputes: layers keep only their input, and recompute the rest.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -271,17 +266,18 @@ def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool
 
 
 def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
-    """Bytes a token that a decoder layer of transformers keeps for its backward, and that the backward makes at once.
+    """Bytes for each token that a decoder layer of transformers keeps for its backward, and that the backward makes.
 
-    With D, F the inner width of the gated MLP, H and K all heads' widths of queries and of keys, and n bytes a number:
-    two norms keep their input in float32 and, rounded, what is scaled and what comes of it (8 D + 4 n D), attention
-    keeps queries, keys, values and output (n (2 H + 2 K)), the MLP gate, its activation, the other half and their
-    product (4 n F). The backward makes as much again of norms (8 D + 4 n D), queries and keys before they were turned
-    with the pieces that turning cuts (n (2 H + 4 K)), and gradients of three parts of the MLP (3 n F).
+    D is the hidden size, F the inner width of the gated MLP, H and K the widths of all queries and of all keys, n the
+    bytes of a number. Kept are: by two norms the input in float32, and rounded the normalised input and the output
+    (8 D + 4 n D); by attention queries, keys, values and output (n (2 H + 2 K)); by the MLP the gate, its activation,
+    the other half and their product (4 n F). The backward makes as much of norms (8 D + 4 n D), queries and keys before
+    the rotary embedding with the slices of the rotation (n (2 H + 4 K)), and gradients of three parts of the MLP
+    (3 n F).
 
-    Over a frozen base, linear maps and norms keep no input for gradients of weights: what is left is the norms' input
-    in float32 (8 D bytes), queries, keys, values and output, and of the MLP three parts (3 n F). A float32
-    adapter keeps a float32 copy of its input instead, whose gradient comes in both dtypes.
+    Over a frozen base nothing is kept for gradients of weights. What is left: the norms' input in float32 (8 D),
+    queries, keys, values and output, and three parts of the MLP (3 n F). A float32 adapter keeps a float32 copy of its
+    input, whose gradient comes in both dtypes.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -308,7 +304,7 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
 def _head_bytes(
     tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
 ) -> int:
-    """Of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes`` counts them where Triton is."""
+    """Bytes of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes``, which needs Triton."""
     row = vocabulary * number
     kept = tokens if budget is None else min(tokens, budget // row)
     most = math.ceil(vocabulary / cut)
@@ -326,11 +322,11 @@ def _head_bytes(
 
 
 def _gathered(model: nn.Module, number: int) -> tuple[int, int, int]:
-    """Bytes of the units that are whole at once, of the decoder around the layers among them, and of what the gradient
-    of that decoder takes until it is summed.
+    """Bytes of FSDP2 units that are gathered at once, of the decoder's unit among them, and of that unit's gradient
+    before it is summed.
 
-    It is whole all the time; of layers, the one in use and the next one. The gradient of a unit is copied into a buffer
-    that is summed.
+    The decoder's unit (all but the layers) is gathered all the time; of layers, the current one and the next one. The
+    gradient of a unit is copied into a buffer, which is summed over the ranks.
     """
     own = own_parameters(model)
     units = units_of(model)
@@ -347,7 +343,7 @@ def _gathered(model: nn.Module, number: int) -> tuple[int, int, int]:
 
 
 def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
-    """The parameters of each unit, those of units inside it left out."""
+    """The parameters of each FSDP2 unit, without those of units inside it."""
     seen: set[int] = set()
     found = []
     for unit in units_of(model):
@@ -358,12 +354,12 @@ def own_parameters(model: nn.Module) -> list[list[nn.Parameter]]:
 
 
 def num_bytes(parameters: Iterable[torch.Tensor], cut: int = 1) -> int:
-    """Of parameters in the dtype that they have; of one rank's shards where each is cut into several."""
+    """Bytes of parameters, or of one rank's shards if each is cut into several."""
     return sum(shard_bytes(p, cut) for p in parameters)
 
 
 def shard_bytes(parameter: torch.Tensor, cut: int) -> int:
-    """Of the rank with the most: parameters are cut by rows.
+    """Bytes of the largest shard of a parameter; parameters are cut by rows.
 
     Example:
         >>> shard_bytes(torch.zeros(5, 2), 2)

@@ -83,7 +83,8 @@ def value_head_section(recipe: "Recipe") -> ValueHeadSection:
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _other_distribution(recipe: "Recipe") -> str:
+def _refused_by_correction(recipe: "Recipe") -> str:
+    """The sampling setting that the sampler correction does not allow; empty where it allows all of them."""
     correction, sampling = recipe.algorithm.correction, recipe.rollout.sampling
     if correction is None:
         return ""
@@ -94,8 +95,7 @@ def _other_distribution(recipe: "Recipe") -> str:
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("algorithm.correction", lambda recipe: recipe.algorithm.correction is not None).needs(
         "sampling from the whole softmax",
-        holds=lambda recipe: not _other_distribution(recipe),
-        given=_other_distribution,
+        given=_refused_by_correction,
         remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",
     ),
 )

@@ -1,6 +1,6 @@
-"""Which keys of a recipe may change when a run goes on: those that change no trained bit, and rounding alone.
+"""Which keys of a recipe may change when a run is resumed: those that change no trained weight, or rounding only.
 
-Every other key makes another run. That is a fork of a checkpoint (``fork.py``), in a folder of its own.
+A change of any other key makes another run: a fork of a checkpoint (``fork.py``), in a folder of its own.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,21 +18,21 @@ UNTRAINED = (
     *("train.max_skipped_in_a_row", "train.max_unscored_fraction", "train.max_blocks_unscored"),
     "train.max_blocks_without_signal",
 )
-"""Sections and keys that no trained bit depends on: what is written, measured and reported, and when a run ends."""
+"""Sections and keys that no trained weight depends on: what is written, measured and reported, and when a run ends."""
 
 ROUNDING = (
     *("parallel", "rollout.max_rows", "rollout.prefill_tokens", "rollout.engine.memory"),
     *("train.tokens_per_micro_batch", "train.share_prompts", "train.pack_by_cost", "train.activation_memory"),
     *("train.head_memory_budget", "model.gradient_checkpointing"),
 )
-"""How much is computed at a time: the loss and its gradient are sums of the same terms, added in another order."""
+"""How much is computed at a time: loss and gradient are sums of the same terms, added in another order."""
 
-MOVED = (  # what is in a file may not change, which its digest in provenance.json says
+MOVED = (  # the file's content must stay the same, which its digest in provenance.json proves
     *("model.tokenizer", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
     *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )
-"""Where something stands, whose content is the same."""
+"""Paths and addresses, which may change where the content stays the same."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Change:
     """A value that differs between two recipes.
 
     Args:
-        path: of its key.
-        before: as the run had it; None where the key was not there.
-        after: as it is now.
+        path: names of the sections and of the key.
+        before: the run's value; None where the key was absent.
+        after: the new value.
     """
 
     path: KeyPath
@@ -56,11 +56,11 @@ class Change:
 
     @property
     def rounds(self) -> bool:
-        """Whether it changes the order of sums."""
+        """Whether it changes the order of sums, and with it the last bits."""
         return self.is_below(ROUNDING)
 
     def is_below(self, patterns: Sequence[str]) -> bool:
-        """Whether the key is one of these or in a section of them; a star stands for any name.
+        """Whether the key is one of the patterns or lies in a section that is one; a star stands for any name.
 
         Example:
             >>> change = Change(("parallel", "shard"), 1, 2)
@@ -80,16 +80,17 @@ def changes(before: Recipe, after: Recipe) -> list[Change]:
 
 
 def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fork: Callable[[], bool]) -> list[Change]:
-    """What changed since a run was started, all of which may change.
+    """What changed since a run was started; refuses a change that a resumed run cannot make.
 
     Args:
-        before: the run's.
-        after: that it is to go on with.
+        before: recipe that the run was started with.
+        after: recipe that it is resumed with.
         algorithm: of ``after``.
-        can_fork: whether a fork of the run can go on with ``after``.
+        can_fork: whether a fork of the run can use ``after``, for the error's remedy.
 
     Raises:
-        ConfigurationError: a key that a run cannot change, or micro-batches under an algorithm that looks at them.
+        ConfigurationError: a key that may not change, or another cut into micro-batches under an algorithm whose loss
+            depends on it.
     """
     found = changes(before, after)
     _check_dtypes([change for change in found if change.key in ("model.trained_dtype", "model.dtype")])
@@ -103,7 +104,7 @@ def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fo
         )
     cuts = [f"train.{key}" for key in ("tokens_per_micro_batch", "share_prompts", "pack_by_cost")]
     cut = [change.key for change in found if change.is_below(cuts)]
-    parts = of_micro_batches(algorithm)
+    parts = parts_per_micro_batch(algorithm)
     if cut and parts:
         raise ConfigurationError(
             needed=f"the micro-batches that the run was started with, on which {', '.join(parts)} depends",
@@ -114,7 +115,7 @@ def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fo
 
 
 def _check_dtypes(found: Sequence[Change]) -> None:
-    """Refuse other dtypes, which ``auto`` may have chosen, with the keys that bring the earlier ones back."""
+    """Refuse another dtype, which may come from ``auto``, and name the keys that bring the earlier one back."""
     if not found:
         return
     had = ", ".join(f"{change.key}: {change.before}" for change in found)
@@ -128,12 +129,12 @@ def _check_dtypes(found: Sequence[Change]) -> None:
     )
 
 
-def of_micro_batches(algorithm: Algorithm) -> list[str]:
-    """Parts of an algorithm that look at one micro-batch at a time, so that other micro-batches are another loss.
+def parts_per_micro_batch(algorithm: Algorithm) -> list[str]:
+    """Parts of an algorithm that choose or average within a micro-batch, so that the loss depends on how it is cut.
 
     Example:
         >>> from logitless.objective import presets
-        >>> of_micro_batches(presets.grpo())
+        >>> parts_per_micro_batch(presets.grpo())
         []
     """
     objective = algorithm.objective
@@ -147,7 +148,7 @@ def of_micro_batches(algorithm: Algorithm) -> list[str]:
 
 
 def in_words(found: Sequence[Change]) -> list[str]:
-    """One line on what changed, and a second one where that changes rounding.
+    """A line that lists the changes, and a second one where they change rounding; none without changes.
 
     Example:
         >>> in_words([Change(("train", "tokens_per_micro_batch"), 64, 32)])[0]
@@ -164,7 +165,7 @@ def in_words(found: Sequence[Change]) -> list[str]:
 
 
 def as_json(found: Sequence[Change]) -> dict[str, Any]:
-    """For ``provenance.json``: by key, what it was and is, and whether it changes rounding.
+    """For ``provenance.json``: by key the old and the new value, and whether rounding changes.
 
     Example:
         >>> as_json([Change(("train", "blocks"), 1, 2)])

@@ -56,13 +56,13 @@ class Recipe(Section):
 
     @property
     def samplings(self) -> tuple[SamplingOptions, ...]:
-        """Every setting of sampling that is written out, the rollout's first."""
-        judged = (self.evaluation, *self.evaluation.sets.values())
-        return (self.rollout.sampling, *(each.sampling for each in judged if each.sampling is not None))
+        """All sampling settings that the recipe gives explicitly, the rollout's first."""
+        held_out = (self.evaluation, *self.evaluation.sets.values())
+        return (self.rollout.sampling, *(each.sampling for each in held_out if each.sampling is not None))
 
     @property
     def training_sources(self) -> tuple[str, ...]:
-        """Names of the data that is trained on; ``train`` where there is one source."""
+        """Names of the training sources; ``train`` where there is one."""
         return tuple(self.data.train.sources) if isinstance(self.data.train, MixedData) else ("train",)
 
     @field_validator("writers", mode="before")
@@ -82,15 +82,15 @@ RULES: tuple[Rule[Recipe], ...] = (
     *(*data.RULES, *writers.RULES, *evaluation.RULES, *rollout.RULES, *training.RULES),
     *(*model.RULES, *engine.RULES, *parallel.RULES, *algorithm.RULES),
 )
-"""What a recipe is refused for as soon as it is read."""
+"""Checked when a recipe is read."""
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     *(*parallel.PROCESS_RULES, *training.PROCESS_RULES, *rollout.PROCESS_RULES),
     *(*engine.PROCESS_RULES, *model.PROCESS_RULES),
 )
-"""What it is refused for on a number of processes."""
+"""Checked when the number of processes is known."""
 
 MACHINE_RULES: tuple[Rule[Machine], ...] = (
     *(*model.MACHINE_RULES, *engine.MACHINE_RULES, *training.MACHINE_RULES, *writers.MACHINE_RULES),
 )
-"""What doctor finds absent here."""
+"""Checked by doctor against the machine."""

@@ -1,4 +1,4 @@
-"""The sections ``data``, ``warm_start`` and ``rewards``: what is trained on and what judges it."""
+"""The sections ``data``, ``warm_start`` and ``rewards``."""
 
 from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
@@ -21,7 +21,7 @@ class DataSection(Section):
     train: TrainingData = Field(description="prompts to train on, of one source or of a mixture")
     held_out: DataOptions | None = Field(None, description="prompts to evaluate on, removed from training; or None")
     max_prompt_tokens: PositiveInt = Field(512, description="tokens; longer prompts are handled as `too_long` says")
-    too_long: Literal["drop", "error"] = Field("drop", description="what a longer prompt is; dropped ones are counted")
+    too_long: Literal["drop", "error"] = Field("drop", description="drop longer prompts and count them, or refuse")
 
 
 class WarmStartSection(Section):
@@ -36,56 +36,56 @@ class WarmStartSection(Section):
 
 
 AnyReward: TypeAlias = Annotated[RewardOptions | RewardModel, Field(discriminator="name")]
-"""Those that read text by rules, and the one that a model gives."""
+"""A reward by rules on the text, or by a reward model."""
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
 def _sources(recipe: "Recipe") -> tuple[str, ...]:
-    """Names of all data that rewards may judge."""
+    """Names of all data that completions are sampled for: training sources and held-out sets."""
     held_out = ("held_out",) if recipe.data.held_out is not None else ()
     return (*recipe.training_sources, *held_out, *recipe.evaluation.sets)
 
 
-def _taken(recipe: "Recipe") -> list[str]:
-    return sorted({*recipe.evaluation.sets} & {*RESERVED_SOURCES, *recipe.training_sources})
+def _taken_set_names(recipe: "Recipe") -> str:
+    return ", ".join(sorted({*recipe.evaluation.sets} & {*RESERVED_SOURCES, *recipe.training_sources}))
 
 
-def _unknown(recipe: "Recipe") -> list[str]:
-    return sorted({name for reward in recipe.rewards for name in reward.sources or ()} - {*_sources(recipe)})
+def _unknown_reward_sources(recipe: "Recipe") -> str:
+    known = _sources(recipe)
+    unknown = sorted({name for reward in recipe.rewards for name in reward.sources or ()} - {*known})
+    return f"{', '.join(unknown)}, and there are {', '.join(known)}" if unknown else ""
 
 
-def _unjudged(recipe: "Recipe") -> list[str]:
-    return [
-        name
-        for name in _sources(recipe)
-        if all(reward.gate or (reward.sources is not None and name not in reward.sources) for reward in recipe.rewards)
-    ]
+def _sources_without_reward(recipe: "Recipe") -> str:
+    def is_scored(source: str) -> bool:
+        rewards = [reward for reward in recipe.rewards if not reward.gate]
+        return any(reward.sources is None or source in reward.sources for reward in rewards)
+
+    missing = [source for source in _sources(recipe) if not is_scored(source)]
+    return f"none for {', '.join(missing)}" if missing else ""
 
 
-def _unprintable(recipe: "Recipe") -> list[str]:
+def _unfit_labels(recipe: "Recipe") -> str:
     names = [reward.metric_name for reward in recipe.rewards]
-    return [repr(name) for name in names if "/" in name or not name.isprintable()]
+    return ", ".join(repr(name) for name in names if "/" in name or not name.isprintable())
 
 
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("evaluation.sets").needs(
         "names that are neither train, held_out nor those of data.train.sources",
-        holds=lambda recipe: not _taken(recipe),
-        given=lambda recipe: ", ".join(_taken(recipe)),
+        given=_taken_set_names,
         remedy="Give the set another name, for example with -test at its end.",
     ),
     Setting["Recipe"]("sources of a reward").needs(
         "names of data: train or those of data.train.sources, held_out, those of evaluation.sets",
-        holds=lambda recipe: not _unknown(recipe),
-        given=lambda recipe: f"{', '.join(_unknown(recipe))}, and there are {', '.join(_sources(recipe))}",
+        given=_unknown_reward_sources,
         remedy="Correct the name, or leave `sources` out for a reward that judges everything.",
     ),
     Setting["Recipe"]("rewards", lambda recipe: bool(recipe.rewards)).needs(
-        "for each of the data one that judges it and is no gate",
-        holds=lambda recipe: not _unjudged(recipe),
-        given=lambda recipe: f"none for {', '.join(_unjudged(recipe))}",
+        "for each source of data a reward that is not a gate",
+        given=_sources_without_reward,
         remedy="Add the name to `sources` of a reward, or leave `sources` out.",
     ),
     Setting["Recipe"]("rewards []", lambda recipe: not recipe.rewards).needs(
@@ -96,8 +96,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     Setting["Recipe"]("label of a reward").needs(
         "printable characters and no slash, which separates the parts of a metric's name",
-        holds=lambda recipe: not _unprintable(recipe),
-        given=lambda recipe: ", ".join(_unprintable(recipe)),
+        given=_unfit_labels,
         remedy="Write for example a dash.",
     ),
 )

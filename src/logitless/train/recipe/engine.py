@@ -25,52 +25,52 @@ if TYPE_CHECKING:
 
 
 class EngineSection(Section):
-    """What other code asks an engine; a member of the union overrides what is otherwise for it."""
+    """What other code may ask of any engine, with the answers that most engines give."""
 
     samples_policy: ClassVar[bool] = False
     """Whether it samples with the policy's own module, in this process."""
     bitwise: ClassVar[bool] = False
-    """Whether its log-probs are those of training by its name alone."""
+    """Whether its log-probs are always bitwise those of training."""
     is_vllm: ClassVar[bool] = False
 
     @property
     def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
-        """Of ``auto``, the engine where it can sample bitwise as training computes, and the one elsewhere."""
+        """What ``auto`` chooses from: the bitwise engine where it can run, else the second. None for a named engine."""
         return None
 
     @property
     def cache_bytes(self) -> int | None:
-        """The most that keys and values take; None: what the recipe needs."""
+        """Most bytes of the key-value cache; None: as many as the recipe needs."""
         return None
 
     @property
     def blocks_between_rescores(self) -> int:
-        """After how many blocks sampled log-probs are compared with a scoring pass."""
+        """Blocks from one bitwise check of the sampled log-probs to the next."""
         return 1
 
     @property
     def recorded_file(self) -> Path | None:
-        """Completions that it replays."""
+        """File of completions to replay."""
         return None
 
     @property
     def recorded_run(self) -> Path | None:
-        """Folder of a run that it replays block by block."""
+        """Folder of a run to replay block by block."""
         return None
 
     @property
     def takes_adapters(self) -> bool:
-        """Whether it is sent a LoRA adapter alone."""
+        """Whether it is sent the LoRA adapter instead of whole weights."""
         return False
 
     @property
     def changes_in_flight(self) -> bool:
-        """Whether it gets weights while completions are under way."""
+        """Whether it gets new weights while it is sampling."""
         return False
 
     @property
     def sleeping_dtype(self) -> str | None:
-        """Of weights that it keeps in the host's memory while the policy is trained; None: it keeps none there."""
+        """Dtype of the weights that it keeps in host memory while the policy is trained; None if it keeps none."""
         return None
 
 
@@ -117,7 +117,7 @@ class _OnGpu(EngineSection):
 
 
 class GpuEngineSection(_OnGpu):
-    """Sample on a GPU with the policy itself, by its row-invariant layers: with the bits of training."""
+    """Sample on a GPU with the policy itself; its row-invariant layers give the log-probs of training, bit for bit."""
 
     name: Literal["gpu"] = "gpu"
     bitwise: ClassVar[bool] = True
@@ -184,7 +184,7 @@ class VllmServerEngineSection(EngineSection):
     api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
     api_key_variable: str | None = Field(None, description="environment variable with the key")
     weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
-        default_factory=FolderWeightsSection, discriminator="name", description="the way of the weights"
+        default_factory=FolderWeightsSection, discriminator="name", description="how new weights reach the engine"
     )
     probe: ProbeSection = Field(default_factory=ProbeSection)
     request_seconds: PositiveFloat = Field(600.0, description="that one request may take")
@@ -237,10 +237,6 @@ AnyEngine: TypeAlias = (
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _named(recipe: "Recipe", name: str) -> bool:
-    return recipe.rollout.engine.name == name
-
-
 def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
     engine = recipe.rollout.engine
     return engine if isinstance(engine, VllmServerEngineSection) else None
@@ -250,12 +246,13 @@ def _backends(recipe: "Recipe") -> tuple[str, str]:
     return recipe.train.scoring_backend, recipe.train.training_backend
 
 
-def _not_applied_alike(recipe: "Recipe") -> str:
+def _not_applied_by_vllm(recipe: "Recipe") -> str:
+    """Sampling settings that vLLM lacks or applies in another order; empty where there are none."""
     return "; ".join(filter(None, (refusal(partial(sampling_fields, each)) for each in recipe.samplings)))
 
 
 gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
-vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: _named(recipe, "vllm"))
+vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: recipe.rollout.engine.name == "vllm")
 server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
@@ -290,8 +287,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     Setting["Recipe"]("rollout.engine vllm or vllm_server", lambda recipe: recipe.rollout.engine.is_vllm).needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
-        holds=lambda recipe: not _not_applied_alike(recipe),
-        given=_not_applied_alike,
+        given=_not_applied_by_vllm,
         remedy="Leave one of them out, or sample with rollout.engine: {name: transformers}.",
     ),
     server.needs(

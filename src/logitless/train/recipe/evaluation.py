@@ -1,4 +1,4 @@
-"""The sections ``evaluation`` and ``checkpoint``, and metrics that they watch."""
+"""The sections ``evaluation`` and ``checkpoint``, and the held-out metrics that decide on stopping and keeping."""
 
 import math
 from collections.abc import Callable
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
     from logitless.train.recipe.config import Recipe
 
 
-class _Judged(Section):
+class _HeldOut(Section):
     every_blocks: PositiveInt = Field(10, description="also before the first and after the last block")
     samples_per_prompt: PositiveInt = Field(1, description="completions a prompt; of several, pass@k is told too")
     sampling: SamplingOptions | None = Field(None, description="default: the rollout's at temperature 0")
     success_at: float = Field(1.0, description="reward from which a completion counts as correct")
 
 
-class HeldOutSection(_Judged):
+class HeldOutSection(_HeldOut):
     """A further set of held-out prompts, with settings and metrics (`held_out/<name>/...`) of its own."""
 
     data: DataOptions = Field(description="prompts, removed from training")
@@ -40,7 +40,7 @@ class WatchSection(Section):
 
     @property
     def least_gain(self) -> float:
-        """By which a value must be better than the best to count."""
+        """How much better than the best a value must be to count."""
         return 0.0
 
     @property
@@ -49,8 +49,8 @@ class WatchSection(Section):
         return math.inf
 
     @property
-    def of_set(self) -> str:
-        """What the names of the set's metrics begin with."""
+    def prefix(self) -> str:
+        """Prefix of the metrics of the same held-out set: ``evaluation/`` or ``held_out/<set>/``."""
         parts = self.metric.split("/")
         return "/".join(parts[: 1 if parts[0] == "evaluation" else 2]) + "/"
 
@@ -70,7 +70,7 @@ class StopSection(WatchSection):
         return self.patience
 
 
-class EvaluationSection(_Judged):
+class EvaluationSection(_HeldOut):
     """Held-out prompts, with their own sampling settings."""
 
     stop: StopSection | None = Field(None, description="early stopping; None: the run has `train.blocks` blocks")
@@ -94,20 +94,23 @@ class CheckpointSection(Section):
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _there(recipe: "Recipe") -> list[str]:
-    """What the names of metrics of held-out prompts begin with."""
+def _prefixes(recipe: "Recipe") -> list[str]:
+    """Prefixes of the metrics of all held-out sets."""
     return ["evaluation/"] * (recipe.data.held_out is not None) + [f"held_out/{n}/" for n in recipe.evaluation.sets]
 
 
 def _watched(key: str, section: Callable[["Recipe"], WatchSection | None]) -> Rule["Recipe"]:
-    """A metric that decides something is of prompts that are evaluated."""
+    """The rule that a watched metric belongs to a held-out set of the recipe."""
+
+    def given(recipe: "Recipe") -> str:
+        watch, prefixes = section(recipe), _prefixes(recipe)
+        if watch is None or watch.prefix in prefixes:
+            return ""
+        return f"{watch.metric}, and there are {' and '.join(prefixes) or 'none'}"
+
     return Setting["Recipe"](f"{key}.metric", lambda recipe: section(recipe) is not None).needs(
-        "held-out prompts that it is of",
-        holds=lambda recipe: any(watch.of_set in _there(recipe) for watch in [section(recipe)] if watch),
-        given=lambda recipe: (
-            f"{watch.metric if (watch := section(recipe)) else None}, and there are "
-            f"{' and '.join(_there(recipe)) or 'none'}"
-        ),
+        "the held-out prompts that the metric is measured on",
+        given=given,
         remedy="Give data.held_out, or name a metric of a set of evaluation.sets.",
     )
 

@@ -1,7 +1,7 @@
 """From a YAML file and ``--set a.b=c`` to a checked ``Recipe``, with errors that name the key and the repair.
 
-A relative path in a recipe starts at the folder of its file, one in ``--set`` at the current folder; what comes out has
-whole paths and the dtypes that ``auto`` is on this machine: a resolved recipe means the same wherever it is kept.
+A relative path in a recipe starts at the folder of its file, one in ``--set`` at the current folder. The loaded recipe
+has absolute paths and no dtype ``auto``, so that it means the same wherever it is written.
 """
 
 import difflib
@@ -47,21 +47,21 @@ PATHS = (
     "warm_start.data.path",
     *("rollout.engine.path", "rollout.engine.api_key_file", "rollout.engine.weights.path", "value_head.source"),
 )
-"""Keys whose value is the path of a file that the run reads; a star stands for any name, or for a place in a list."""
+"""Keys with a path; a star stands for any name, or for any index of a list."""
 
 CODE = (
     *("rewards.*.path", "rollout.environment.factory", "rollout.environment.function"),
     *("algorithm.surrogate.factory", "algorithm.advantage.factory"),
 )
-"""Keys whose value is an import path: of a module, or of a file (``./file.py:name``), which is made whole."""
+"""Keys with an import path: of a module, or of a file (``./file.py:name``), whose path is made absolute."""
 
 NAMES_OR_PATHS = (
     *("model.source", "model.tokenizer"),
     *("data.train.dataset", "data.train.sources.*.data.dataset", "data.held_out.dataset"),
     *("evaluation.sets.*.data.dataset", "warm_start.data.dataset"),
 )
-"""Keys whose value is a path if it begins with ``.``, ``/`` or ``~`` or a folder or GGUF file has that name, else a hub
-name."""
+"""Keys with a path or a hub name: a path if it begins with ``.``, ``/`` or ``~``, or if it names an existing folder or
+GGUF file."""
 
 
 def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
@@ -80,7 +80,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bo
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        remedy = "Check the path." if path.exists() else _where_else(path)
+        remedy = "Check the path." if path.exists() else _remedy_for_missing(path)
         raise ConfigurationError(
             needed=f"a readable recipe at {path}", given=error.strerror or str(error), remedy=remedy
         ) from error
@@ -100,11 +100,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bo
     def folder_of(key: str) -> Path:
         return Path.cwd() if any(f"{key}.".startswith(f"{each}.") for each in replaced) else path.parent
 
-    return _checked(_with_whole_paths(raw, folder_of), plans_for_gpus=plans_for_gpus)
+    return _checked(_with_absolute_paths(raw, folder_of), plans_for_gpus=plans_for_gpus)
 
 
-def _where_else(path: Path) -> str:
-    """What to do about a recipe that is not where it is said to be."""
+def _remedy_for_missing(path: Path) -> str:
+    """What to do about a recipe that does not exist: name a similar file, or copy a shipped recipe."""
     name = next((each for each in shipped_recipes() if each in (path.name, path.stem)), None)
     if name is None:
         near = difflib.get_close_matches(path.stem, [each.stem for each in path.parent.glob("*.yaml")], n=1)
@@ -120,18 +120,18 @@ def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
     Raises:
         ConfigurationError: as ``load_recipe``; every problem is listed.
     """
-    return _checked(_with_whole_paths(raw, lambda _: Path.cwd()))
+    return _checked(_with_absolute_paths(raw, lambda _: Path.cwd()))
 
 
-def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) -> dict[str, Any]:
-    """The same with every relative path joined to the folder of its key; what is not a path yet is left for checks."""
+def _with_absolute_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) -> dict[str, Any]:
+    """A copy with every relative path joined to the folder of its key; values of other types are left as they are."""
     whole = _copied(raw)
     for pattern in (*PATHS, *NAMES_OR_PATHS):
         for key, at, last in places(whole, pattern):
             value = at[last]
             if isinstance(value, str | Path) and str(value):
                 path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
-                if pattern in PATHS or str(value).startswith((".", "/", "~")) or _is_there(path):
+                if pattern in PATHS or str(value).startswith((".", "/", "~")) or _is_model_or_data(path):
                     at[last] = path
     for pattern in CODE:
         for key, at, last in places(whole, pattern):
@@ -140,24 +140,24 @@ def _with_whole_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path]) 
     return whole
 
 
-def _is_there(path: str) -> bool:
-    """A folder, or a GGUF file, which stands where a hub name could too."""
+def _is_model_or_data(path: str) -> bool:
+    """Whether there is a folder or a GGUF file, which the key of a hub name may name as well."""
     return os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path))  # noqa: PTH112, PTH113
 
 
 def _copied(value: Any) -> Any:
-    """The same with mappings and lists of its own, down to the first thing that is neither."""
+    """A copy of nested mappings and lists; other values are shared."""
     if isinstance(value, list | tuple):
         return [_copied(inner) for inner in value]
     return {key: _copied(inner) for key, inner in value.items()} if isinstance(value, Mapping) else value
 
 
 def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Where a key is in a recipe: its full name, the mapping that holds it, and its name there.
+    """Every place of a key in a recipe: its full name, the mapping that holds it, and its name there.
 
     Args:
         whole: the recipe, of plain mappings and lists.
-        pattern: names with dots between them; a star stands for any name, or for any place in a list.
+        pattern: names with dots between them; a star stands for any name, or for any index of a list.
 
     Example:
         >>> found = places({"sets": {"a": {"path": "x"}, "b": {}}}, "sets.*.path")
@@ -225,13 +225,11 @@ def _apply(raw: dict[str, Any], override: str) -> None:
         if isinstance(at, dict) and at.get(parent) is None:
             at[parent] = {}
         at = _item(at, parent, key)
-    if isinstance(at, list):
-        _item(at, last, key)
-        at[int(last)] = _parse(value, f"--set {key}")
-    elif isinstance(at, dict):
+    if isinstance(at, dict):
         at[last] = _parse(value, f"--set {key}")
     else:
-        _item(at, last, key)
+        _item(at, last, key)  # raises unless it is a list with that item
+        at[int(last)] = _parse(value, f"--set {key}")
 
 
 def _item(at: Any, name: str, key: str) -> Any:

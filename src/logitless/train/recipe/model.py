@@ -1,4 +1,4 @@
-"""The section ``model``: which model is trained and how it is held, and what that needs."""
+"""The section ``model``: which model is trained, and how it is held in memory."""
 
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -88,7 +88,7 @@ class ModelSection(Section):
 
     @property
     def activation_bytes(self) -> int:
-        """Of a number in activations: that of the products' dtype."""
+        """Bytes of a number in activations, which have the dtype of the products."""
         half = self.autocast is not None or self.trained_dtype != "float32"
         return 2 if half or (self.lora is not None and self.dtype != "float32") else 4
 
@@ -122,7 +122,7 @@ ROW_INVARIANT = (
         remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
     ),
 )
-"""Of the section alone: ``auto`` takes these layers where all of them hold, and more (assembly/layers.py)."""
+"""What row-invariant layers need of this section; assembly/layers.py has what they need of model and machine."""
 
 
 def _model(recipe: "Recipe") -> ModelSection:
@@ -140,7 +140,7 @@ flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe
 
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("model.dtype", lambda recipe: recipe.model.dtype not in ("auto", "float32")).needs(
-        "frozen weights that it is of: LoRA's base, or a reference",
+        "frozen weights: LoRA's base, or a reference model",
         holds=lambda recipe: recipe.model.lora is not None or recipe.kl is not None,
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",

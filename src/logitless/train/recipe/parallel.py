@@ -1,4 +1,4 @@
-"""The section ``parallel``: several processes, and what they need."""
+"""The section ``parallel``: several processes."""
 
 from typing import TYPE_CHECKING, Literal
 

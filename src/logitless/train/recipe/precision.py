@@ -1,9 +1,8 @@
-"""Which dtype ``auto`` is in a recipe on this machine, worked out once, where a recipe is read.
+"""Which dtype ``auto`` is on this machine; settled once, when a recipe is read.
 
-On a GPU that computes in bfloat16, weights are held in bfloat16 for forward, backward and sampling, whatever dtype the
-checkpoint has: the optimizer's float32 masters keep every bit of a float32 checkpoint and of weights that were drawn,
-float16 has fewer exponents than gradients need, and row-invariant layers and the GPU engine need 16 bits. Anywhere else
-``auto`` is float32. docs/numerics.md compares held-out results of both.
+On a GPU that computes in bfloat16 it is bfloat16, whatever dtype the checkpoint has: float32 master weights keep every
+bit of the checkpoint, float16 has too few exponents for gradients, and row-invariant layers and the GPU engine need 16
+bits. Anywhere else it is float32. docs/numerics.md compares held-out results of both.
 """
 
 import torch
@@ -13,7 +12,7 @@ from logitless.train.recipe.model import ModelSection
 
 
 def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> tuple[str, str]:
-    """What ``model.trained_dtype: auto`` is, and why, in words.
+    """The dtype that ``model.trained_dtype: auto`` stands for, and why, in words.
 
     Args:
         section: of a recipe, resolved or not.
@@ -41,12 +40,10 @@ def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> t
 def resolved_dtypes(recipe: Recipe, *, plans_for_gpus: bool = False) -> dict[str, str]:
     """The keys of ``model`` that are ``auto``, each with its dtype on this machine.
 
-    An adapter is bfloat16 on a base in bfloat16 alone. A reference of full fine-tuning has the policy's dtype, so that
-    both start with the same log-probs, bit for bit; where nothing is frozen, ``dtype`` says nothing and is float32. On
-    a CPU it is float32 beside any policy.
+    An adapter is bfloat16 only on a base in bfloat16. With full fine-tuning the reference has the policy's dtype, so
+    that both start with bitwise identical log-probs; it is float32 on a CPU, and where there is no reference.
 
     Args:
-        recipe: checked.
         plans_for_gpus: of ``automatic_dtype``.
     """
     model = recipe.model

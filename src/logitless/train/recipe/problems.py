@@ -1,4 +1,4 @@
-"""What is wrong with a recipe, in its own words: the key, what it needs, what was given, and the nearest there is."""
+"""pydantic's errors in the words of a recipe: the key, what it needs, what was given, and the nearest known name."""
 
 import dataclasses
 import difflib
@@ -19,7 +19,7 @@ RENAMED = {
     "recount_every": "rescore_every",
     "spoiled_score": "ungradable_score",
 }
-"""Keys that have another name now."""
+"""Renamed keys, old to new."""
 
 OF_TRL = {
     "adam_epsilon": "train.optimizer.eps",
@@ -59,10 +59,10 @@ OF_TRL = {
     "use_vllm": "rollout.engine",
     "warmup_ratio": "train.optimizer.warmup_steps",
 }
-"""Keys of TRL's GRPOConfig that have another name here, each with the key that does what it does."""
+"""Keys of TRL's GRPOConfig, each with the key that does the same here."""
 
 _LIKE = 0.6
-"""Likeness below which a spelling says nothing about what was meant."""
+"""Similarity (difflib) from which a known name is suggested."""
 
 _KINDS = {
     "int": "a whole number",
@@ -72,11 +72,11 @@ _KINDS = {
     "tuple": "a list",
     "list": "a list",
 }
-"""What pydantic's types are in YAML."""
+"""pydantic's types in words."""
 
 
 def refusal_of(error: ValidationError) -> ConfigurationError:
-    """Every problem of a recipe in one error; a single one of a part or a rule keeps its own words."""
+    """All problems of a recipe as one error. A single problem that a part or a rule raised itself keeps its words."""
     details = error.errors()
     own = _own(details[0])
     if len(details) == 1 and own is not None:
@@ -114,7 +114,7 @@ def _problem(details: ErrorDetails) -> str:
 
 
 def _needed(details: ErrorDetails, at: Sequence[Any]) -> tuple[str, Sequence[str]]:
-    """What a value needs to be, and the names that it may be one of."""
+    """What a value needs to be, in words, and the names that it may be one of."""
     kind, names = details["type"], [str(tag) for each in at for tag in _tags(each)]
     if kind == "union_tag_invalid":
         return f"needs {details['ctx']['discriminator']} to be one of {', '.join(names)}", names
@@ -153,9 +153,9 @@ def _hint(given: str, choices: Sequence[str]) -> str:
 
 
 def _nearest(path: Sequence[str], known: Iterable[str]) -> str | None:
-    """The whole path of the key that is spelled most like the last part of ``path``; None where none is like it.
+    """Full path of the known key whose name is most similar to the last part of ``path``; None if none is similar.
 
-    One in the same section, unless the recipe has a far better one elsewhere; below the section comes before beside it.
+    A key of the same section wins, unless another section has a far more similar one; subsections come first then.
     """
     *section, name = path
 
@@ -171,7 +171,7 @@ def _nearest(path: Sequence[str], known: Iterable[str]) -> str | None:
 
 
 def _paths(kind: Any, above: tuple[str, ...] = ()) -> Iterator[list[str]]:
-    """Every key of the sections below, as a path; parts that stand in lists have none."""
+    """The path of every key of a section and its subsections; items of lists have none."""
     for alternative in _alternatives(kind):
         for name, inner in _fields(alternative).items():
             yield [*above, name]
@@ -179,9 +179,9 @@ def _paths(kind: Any, above: tuple[str, ...] = ()) -> Iterator[list[str]]:
 
 
 def _followed(details: ErrorDetails) -> tuple[list[str], Sequence[Any], Sequence[Any]]:
-    """The path as a recipe has it, the types that its last key is of, and those of its value.
+    """The path of a key as a recipe writes it, the types of the section that holds it, and the types of its value.
 
-    pydantic's locations hold union tags too.
+    pydantic's ``loc`` contains union tags as well, which are no part of the path.
     """
     path: list[str] = []
     kinds, beside = list(_alternatives(Recipe)), []
@@ -218,6 +218,6 @@ def _fields(kind: Any) -> dict[str, Any]:
 
 
 def _tags(kind: Any) -> tuple[Any, ...]:
-    """The values of the key that tells variants apart."""
+    """The values of the key that tells variants of a union apart."""
     fields = _fields(kind)
     return get_args(fields.get("name", fields.get("placement")))

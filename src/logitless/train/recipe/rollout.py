@@ -35,7 +35,7 @@ class ParitySection(Section):
 
     @property
     def has_threshold(self) -> bool:
-        """Whether anything is warned of or stopped at."""
+        """Whether there is any bound."""
         return self != ParitySection()
 
 
@@ -69,13 +69,13 @@ class RolloutSection(Section):
 
     @property
     def longest_completion(self) -> int:
-        """Tokens that a completion can have, those that its environment writes included."""
+        """Most tokens of a completion, those of its environment included."""
         most = self.sampling.max_new_tokens
         return most if self.environment is None else self.limits.max_tokens or most
 
     @property
     def samples_with_a_copy(self) -> bool:
-        """Whether blocks are collected ahead in this process, where the policy itself is being trained."""
+        """Whether this process samples ahead with a copy of the policy, while the policy itself is trained."""
         return self.staleness > 0 and self.engine.samples_policy and not self.engine.bitwise
 
 

@@ -1,8 +1,8 @@
-"""What the parts of a recipe need of each other, of the processes, of the machine and of the model: one list, as data.
+"""Rules: what a setting of a recipe needs of other settings, of the number of processes, of the machine or the model.
 
-It is read where a recipe is checked, before a run starts, where ``auto`` chooses, by doctor, and by the page on recipes
-(docs/configuration.md). A rule stands in the file of the part that it is about. Its subject is a recipe, or a recipe
-with what else is known by then.
+Rules are data, for they are read in several places: where a recipe is checked, before a run starts, where ``auto``
+chooses, by doctor, and by docs/configuration.md. Each stands in the file of the section that it is about. Its subject
+is the recipe, alone or with what is known later: ``Processes``, ``Machine`` or ``Composed``.
 """
 
 import importlib.util
@@ -34,8 +34,8 @@ class Setting(Generic[Subject]):
     """A choice that a recipe may make.
 
     Args:
-        words: in which a recipe makes it; they stand in errors and on the page.
-        when: whether a subject has it; by default every subject has.
+        words: its name, as errors and docs/configuration.md show it.
+        when: whether a subject makes this choice; by default every subject does.
     """
 
     words: str
@@ -45,17 +45,20 @@ class Setting(Generic[Subject]):
         self,
         needed: str,
         *,
-        holds: Callable[[Subject], bool],
         given: Callable[[Subject], str],
         remedy: str,
+        holds: Callable[[Subject], bool] | None = None,
         instead: Callable[[Subject], tuple[str, ...]] = _nothing,
         kind: type[LogitlessError] = ConfigurationError,
     ) -> "Rule[Subject]":
-        """The rule that the setting needs something; for the arguments see there."""
-        return Rule(self, needed, holds, given, remedy, instead, kind)
+        """The rule that this setting needs something; the arguments are those of ``Rule``.
+
+        Without ``holds`` the rule holds where ``given`` finds nothing to report (an empty text).
+        """
+        return Rule(self, needed, holds or (lambda subject: not given(subject)), given, remedy, instead, kind)
 
     def on(self, part: Callable[[Whole], Subject]) -> "Setting[Whole]":
-        """The same setting of something that has its subject as a part."""
+        """The same setting, of a subject that contains this one's as a part."""
         return Setting(self.words, lambda whole: self.when(part(whole)))
 
 
@@ -64,13 +67,13 @@ class Rule(Generic[Subject]):
     """What a setting needs.
 
     Args:
-        setting: whose rule it is.
+        setting: that needs something.
         needed: what it needs, as a noun phrase.
-        holds: whether there is that.
-        given: what there is instead; asked only where the rule does not hold.
-        remedy: what to do about it, as an imperative sentence.
-        instead: ``key=value`` of settings that do without it, which doctor proposes.
-        kind: of the error.
+        holds: whether the subject has what is needed.
+        given: what the subject has instead; for a subject that breaks the rule.
+        remedy: what the user can do, as an imperative sentence.
+        instead: ``key=value`` of other settings that do not need it, which doctor proposes.
+        kind: class of the error.
 
     Example:
         >>> rule = Setting[int]("n").needs("a positive number", holds=lambda n: n > 0, given=str, remedy="Raise it.")
@@ -87,17 +90,17 @@ class Rule(Generic[Subject]):
     kind: type[LogitlessError]
 
     def is_broken(self, subject: Subject) -> bool:
-        """Whether a subject has the setting and not what it needs."""
+        """Whether the subject has the setting and lacks what the setting needs."""
         return self.setting.when(subject) and not self.holds(subject)
 
     def error(self, subject: Subject) -> LogitlessError:
-        """That the rule is broken, in words."""
+        """The error for a subject that breaks the rule."""
         return self.kind(
             needed=f"for {self.setting.words}: {self.needed}", given=self.given(subject), remedy=self.remedy
         )
 
     def on(self, part: Callable[[Whole], Subject]) -> "Rule[Whole]":
-        """The same rule of something that has its subject as a part."""
+        """The same rule, of a subject that contains this one's as a part."""
         return self.setting.on(part).needs(
             self.needed,
             holds=lambda whole: self.holds(part(whole)),
@@ -109,10 +112,10 @@ class Rule(Generic[Subject]):
 
 
 def check(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
-    """Refuse a subject that breaks a rule, in the words of the first one.
+    """Raise the error of the first rule that the subject breaks.
 
     Raises:
-        LogitlessError: of the kind that the rule names.
+        LogitlessError: of the rule's ``kind``.
     """
     for rule in rules:
         if rule.is_broken(subject):
@@ -120,18 +123,18 @@ def check(rules: Iterable[Rule[Subject]], subject: Subject) -> None:
 
 
 def unmet(rules: Iterable[Rule[Subject]], subject: Subject) -> list[LogitlessError]:
-    """What keeps ``auto`` from settings: their rules that do not hold, whether or not the subject has the settings."""
+    """Errors of all rules that do not hold, whether or not the subject has the setting: why ``auto`` avoids it."""
     return [rule.error(subject) for rule in rules if not rule.holds(subject)]
 
 
 @dataclass(frozen=True)
 class Processes:
-    """A recipe as several processes are to run it.
+    """A recipe on a number of processes.
 
     Args:
         recipe: checked.
         world: number of processes.
-        arrangement: of them.
+        arrangement: how weights and sequences are divided among them.
     """
 
     recipe: "Recipe"
@@ -145,14 +148,14 @@ class Machine:
 
     Args:
         recipe: checked.
-        device: that the policy is to run on, ``cpu`` or ``cuda``, on this machine or on one that is planned for.
+        device: type of the policy's device, ``cpu`` or ``cuda``, on this machine or on the one that is planned for.
     """
 
     recipe: "Recipe"
     device: str
 
     def lacks(self, package: str | None = None) -> str:
-        """What of a GPU and a package beside it is not there; empty where both are."""
+        """Which of a GPU and a package is missing, in words; empty where both are there."""
         if self.device != "cuda":
             return "no GPU"
         return "" if package is None or is_installed(package) else f"no {package}"
@@ -164,7 +167,7 @@ class Composed:
 
     Args:
         recipe: checked.
-        algorithm: its preset with its replacements.
+        algorithm: the recipe's preset with the parts that the recipe replaces.
     """
 
     recipe: "Recipe"
@@ -176,17 +179,17 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def refusal(checked: Callable[[], Any]) -> str:
-    """What a check of a part by itself says was given to it; empty where it passes."""
+def refusal(check_part: Callable[[], Any]) -> str:
+    """The ``given`` of the error that a check raises; empty where it passes."""
     try:
-        checked()
+        check_part()
     except LogitlessError as error:
         return error.given
     return ""
 
 
 def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
-    """A setting that does without sharding."""
+    """The rule of a setting that does not work with sharded weights."""
     return setting.on(_of_processes).needs(
         f"all weights on every process{why}",
         holds=lambda processes: not processes.arrangement.is_sharded,
@@ -196,7 +199,7 @@ def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Ru
 
 
 def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
-    """A setting of one process alone."""
+    """The rule of a setting that works in a single process only."""
     return setting.on(_of_processes).needs(
         f"one process{why}",
         holds=lambda processes: processes.world == 1,
@@ -206,10 +209,9 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
 
 
 def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: str | None = None) -> Rule[Machine]:
-    """A setting that runs on a GPU alone, where a package is that it is made with."""
+    """The rule of a setting that needs a GPU, and a package where one is named."""
     return setting.on(_of_machine).needs(
         needed,
-        holds=lambda machine: not machine.lacks(package),
         given=lambda machine: machine.lacks(package),
         remedy=f"Set {instead.replace('=', ': ')}.",
         instead=lambda _: (instead,),
@@ -217,7 +219,7 @@ def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: st
 
 
 def needs_package(setting: Setting["Recipe"], package: str, extra: str, instead: str | None) -> Rule[Machine]:
-    """A setting that is made with a package of an extra."""
+    """The rule of a setting that needs a package, which an extra of logitless installs."""
     install = f"pip install 'logitless[{extra}]'"
     return setting.on(_of_machine).needs(
         package,

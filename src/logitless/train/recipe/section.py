@@ -1,4 +1,4 @@
-"""What every section of a recipe is."""
+"""The base class of a recipe's sections."""
 
 from pydantic import BaseModel, ConfigDict
 

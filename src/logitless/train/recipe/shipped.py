@@ -13,7 +13,7 @@ _IN_REPOSITORY = Path(__file__).parents[4] / "recipes"
 
 @dataclass(frozen=True)
 class ShippedRecipe:
-    """A recipe and the folders that it names.
+    """A recipe and the folders that it reads.
 
     Args:
         path: of the YAML file.
@@ -39,13 +39,13 @@ class ShippedRecipe:
 
     @property
     def folders(self) -> tuple[Path, ...]:
-        """The folders beside it that its text names, in a value or in the commands of its comment."""
+        """The folders beside it that its text mentions, in a value or in the commands of its comment."""
         beside = sorted(path for path in self.path.parent.iterdir() if path.is_dir())
         return tuple(path for path in beside if re.search(rf"(?<![\w.-]){re.escape(path.name)}/", self.text))
 
     @property
     def preparation(self) -> str | None:
-        """The script beside the recipe that writes what it reads; None where all of that is there."""
+        """The script that writes what the recipe reads; None where it needs none."""
         return next((f"{each.name}/prepare.py" for each in self.folders if (each / "prepare.py").is_file()), None)
 
     def copy_to(self, folder: Path) -> Path:
@@ -58,7 +58,7 @@ class ShippedRecipe:
             The recipe's new path.
 
         Raises:
-            ConfigurationError: another file has the place of one of them; nothing was copied.
+            ConfigurationError: a different file is in the place of one of them; nothing was copied.
 
         Example:
             >>> import tempfile
@@ -106,5 +106,5 @@ def shipped_recipes() -> dict[str, ShippedRecipe]:
 
 
 def _is_needed(file: Path) -> bool:
-    """Whether it is needed for a run, ``prepare.py`` included; a script that made the data that is there is not."""
+    """Whether a run needs the file; ``make_data.py`` made data that is shipped and is not needed any more."""
     return file.is_file() and file.suffix != ".pyc" and file.name != "make_data.py"

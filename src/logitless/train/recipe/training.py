@@ -99,7 +99,7 @@ class TrainSection(Section):
 
 
 def _longest(recipe: "Recipe") -> int:
-    """Tokens of the longest prompt and completion; the last one is sampled and never read."""
+    """Tokens that the model reads of the longest prompt and completion; the last one is sampled and never read."""
     return recipe.data.max_prompt_tokens + recipe.rollout.longest_completion - 1
 
 
@@ -110,7 +110,7 @@ def _moments(*names: str) -> Setting["Recipe"]:
 
 
 def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
-    """A backend of the head that is named runs on the machine."""
+    """The rule that a head backend which is set by name runs on the machine."""
     key = f"train.{which}_backend"
 
     def named(machine: Machine) -> Any:
@@ -184,6 +184,6 @@ MOMENT_RULES = (
     needs_package(eight_bit, "torchao", "torchao", "train.optimizer.moments=float32"),
     needs_gpu(host, "a GPU", "train.optimizer.moments=float32"),
 )
-"""What a start asks as well."""
+"""Checked before a run starts too, not by doctor alone."""
 
 MACHINE_RULES = (*MOMENT_RULES, _head_backend("training"), _head_backend("scoring"))

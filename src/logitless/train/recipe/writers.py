@@ -62,19 +62,19 @@ WriterSection: TypeAlias = TensorBoardSection | WandbSection | TrackioSection | 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _absent(recipe: "Recipe") -> list[str]:
+def _not_installed(recipe: "Recipe") -> list[str]:
     return [each.name for each in recipe.writers if each.name != "tensorboard" and not is_installed(each.name)]
 
 
-def _there(machine: Machine) -> tuple[str, ...]:
-    """The setting that leaves out the others."""
-    absent = _absent(machine.recipe)
+def _without_missing_writers(machine: Machine) -> tuple[str, ...]:
+    """The setting ``writers`` without those that are not installed."""
+    absent = _not_installed(machine.recipe)
     left = [_short(each) for each in machine.recipe.writers if each.name not in absent]
     return (f"writers={yaml.safe_dump(left, default_flow_style=True, width=10_000).strip()}",)
 
 
 def _short(section: WriterSection) -> str | dict[str, Any]:
-    """A name alone where everything else is a default."""
+    """A writer as a recipe writes it: the name alone where all else is a default."""
     own = section.model_dump(mode="json", exclude_defaults=True)
     return {"name": section.name, **own} if own else section.name
 
@@ -91,9 +91,9 @@ RULES: tuple[Rule["Recipe"], ...] = (
 MACHINE_RULES: tuple[Rule[Machine], ...] = (
     Setting[Machine]("writers").needs(
         "the packages of the services that are named",
-        holds=lambda machine: not _absent(machine.recipe),
-        given=lambda machine: f"an environment without {', '.join(_absent(machine.recipe))}",
+        holds=lambda machine: not _not_installed(machine.recipe),
+        given=lambda machine: f"an environment without {', '.join(_not_installed(machine.recipe))}",
         remedy="pip install them, or leave them out of `writers`.",
-        instead=_there,
+        instead=_without_missing_writers,
     ),
 )

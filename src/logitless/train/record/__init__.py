@@ -1,1 +1,1 @@
-"""What a run says about itself: its folder, metrics, live view and other writers."""
+"""What a run records: its folder, metrics, rollouts, live view and writers to services."""

@@ -1,4 +1,4 @@
-"""The best evaluation of a run so far: what early stopping waits for, and which checkpoint is kept and exported."""
+"""The best evaluation of a run so far, for early stopping and for the checkpoint that is kept and exported."""
 
 import math
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from logitless.train.record.metrics import Numbers
 
 
 class Best:
-    """The best value of a held-out metric, when it was, and how many evaluations there have been since.
+    """The best value of a held-out metric, and how many evaluations have not improved it since.
 
     Args:
-        section: the metric, which way is better, and for early stopping by how much and how long.
+        section: metric and mode; for early stopping also patience and least gain.
 
     Attributes:
-        value: the best so far; None before the first.
+        value: the best so far; None before the first finite one.
         block, step: blocks and optimizer steps done when it was measured.
-        since: evaluations since then, all of them no better.
+        since: evaluations since then.
 
     Example:
         >>> from logitless.train.recipe.evaluation import StopSection
@@ -35,17 +35,17 @@ class Best:
         self.block, self.step, self.since = 0, 0, 0
 
     def see(self, found: Numbers, *, block: int, step: int) -> None:
-        """Compare an evaluation with the best one; one of other held-out sets is passed over.
+        """Compare an evaluation with the best one; ignored if the metric's held-out set was not evaluated.
 
         Args:
             found: metrics of the sets that were evaluated.
-            block, step: done.
+            block, step: blocks and optimizer steps done.
 
         Raises:
             ConfigurationError: the metric is not among those of its set.
         """
         name = self.section.metric
-        of_set = sorted(each for each in found if each.startswith(self.section.of_set))
+        of_set = sorted(each for each in found if each.startswith(self.section.prefix))
         if not of_set:
             return
         if name not in found:
@@ -62,22 +62,22 @@ class Best:
 
     @property
     def is_over(self) -> bool:
-        """Whether early stopping has waited long enough."""
+        """Whether early stopping has run out of patience."""
         return self.since >= self.section.longest_wait
 
     @property
     def words(self) -> str:
-        """The best, for a person."""
+        """Metric, value and block, for people."""
         value = "no finite value" if self.value is None else f"{self.value:.4g} after block {self.block}"
         return f"{self.section.metric} {value}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was seen, as JSON, with the metric that it is of."""
+        """The state, as JSON, with the metric that it belongs to."""
         seen = {name: getattr(self, name) for name in ("value", "block", "step", "since")}
         return {"metric": self.section.metric, "mode": self.section.mode, **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``; that of another metric counts for nothing here."""
+        """Continue from ``state_dict``; that of another metric is ignored."""
         if (state["metric"], state["mode"]) == (self.section.metric, self.section.mode):
             for name in ("value", "block", "step", "since"):
                 setattr(self, name, state[name])

@@ -1,6 +1,6 @@
-"""The journal: everything a run says about itself, to its folder, to the person who watches and to other writers.
+"""The journal: metrics, rollouts and messages of a run, for its folder, the live view and other writers.
 
-With several ranks all of them keep one, and the first alone writes.
+Every rank has one; only the first one's writes.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,15 +22,15 @@ from logitless.types import VerdictStatus
 
 
 class Journal:
-    """Metrics, rollouts, the seconds of each phase, the summary, the live view.
+    """Records metrics, rollouts, seconds by phase and the summary, and updates the live view.
 
     Args:
         folder: of the run.
-        view: what the user sees.
-        writers: other places that metrics go to.
-        device: whose peak memory is written.
-        ranks: of the run; the peak is that of the rank with the most.
-        clock: of the run; None for one that begins here.
+        view: live view.
+        writers: further destinations of metrics.
+        device: whose peak memory is recorded.
+        ranks: of the run; the peak is the largest of all ranks.
+        clock: of the run; None for a new one.
     """
 
     def __init__(
@@ -51,17 +51,17 @@ class Journal:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[float]]:
-        """Show what is being done and time it; its seconds, compilations left out, are in the list afterwards."""
+        """Show and time a phase; the list holds its seconds afterwards, without compilations."""
         self._view.phase(name)
         with self.clock.phase(name) as seconds:
             yield seconds
 
     def write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
-        """One line of metrics, and the same to the view and the writers.
+        """Write a line of metrics, to the folder, the view and the writers.
 
         Args:
             record: of a step.
-            by_rank: metrics that are a list, one number a rank; for the line alone.
+            by_rank: metrics with a number for each rank; for the folder alone.
         """
         record = {
             **record,
@@ -79,9 +79,9 @@ class Journal:
             self._view.update(record, self._sample)
 
     def _summarize(self, record: Numbers) -> None:
-        """Keep the first and the last accuracy and reward, and how many verdicts of each reward failed.
+        """Update the summary: first and last accuracy and reward, and numbers of failed verdicts.
 
-        The first line of a run is from before it trains.
+        The first line of a run is written before it trains.
         """
         when = "after" if self._lines else "before"
         kept = {"accuracy": f"accuracy_{when}", "reward_mean": f"held_out_reward_{when}"}
@@ -106,59 +106,63 @@ class Journal:
     def write_rollouts(
         self, number: int, block: JudgedBlock, advantages: Sequence[Sequence[float | None]] | None = None
     ) -> None:
-        """Every completion of a block with what was said of it; one that is trained on becomes the view's sample.
+        """Write all completions of a block with verdicts and rewards; the view shows the first that is trained on.
 
         Args:
             number: of the block, from 1.
-            block: everything that was drawn.
-            advantages: one a completion, by group; None where the block is not trained on.
+            block: all groups.
+            advantages: one a completion, by group; None if the block is not trained on.
         """
-        rewards = [reward for group in block.drawn for reward in group.rewards]
+        rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
         self._count("scored_completions", len(rewards) - rewards.count(None))
         if not self._ranks.is_first:
             return
         with self.clock.phase("writing"):
-            self.folder.write_rollouts(number, block.drawn, advantages)
+            self.folder.write_rollouts(number, block.sampled, advantages)
         if advantages is not None:
             first = block.trained[0]
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
 
     def first_failures(self, of_rewards: Mapping[str, str]) -> None:
-        """Keep the first failure of each reward that has failed, a line each."""
+        """Add the first failure of each reward to the summary.
+
+        Args:
+            of_rewards: a line for each reward that failed, by name.
+        """
         for name, line in of_rewards.items():
             self.summary.setdefault(f"first_failure/{name}", line)
 
     @property
     def nothing_scored(self) -> bool:
-        """Whether completions were sampled to train on, and not one of them was scored."""
+        """Whether completions were sampled, and none of them got a score."""
         return self.summary.get("scored_completions") == 0
 
     def best(self, text: str) -> None:
-        """The best evaluation so far, for the person who watches."""
+        """Show the best evaluation so far."""
         self._view.best(text)
 
     def message(self, *lines: str) -> None:
-        """Lines for the person who watches."""
+        """Show lines to the user."""
         for line in lines:
             self._view.message(line)
 
     def write_summary(self, run: Mapping[str, Any]) -> None:
-        """Leave ``summary.json``.
+        """Write ``summary.json``.
 
         Args:
-            run: what is known of the run besides the summary so far.
+            run: further entries.
         """
         peak = {"peak_memory_bytes": self._ranks.max(peak_memory(self._device))}
         if self._ranks.is_first:
             self.folder.write_summary({**run, **self.summary, "seconds": self.clock.seconds(), **peak})
 
     def state_dict(self) -> dict[str, Any]:
-        """Lines, seconds and summary so far, as JSON."""
+        """Number of lines, seconds and summary so far, as JSON."""
         return {"lines": self._lines, "seconds": self.clock.seconds(), "summary": self.summary}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``; later lines of metrics are removed."""
+        """Continue from ``state_dict``; later lines of metrics are removed."""
         self._lines, self.summary = state["lines"], dict(state["summary"])
         self.clock.add(state["seconds"])
         if self._ranks.is_first:

@@ -1,8 +1,7 @@
-"""What a person sees while a run goes on: a view that redraws itself, or plain lines where there is no terminal.
+"""The live view of a run on a terminal, or plain lines where there is none.
 
-The view reads the record of each step and nothing else; a run is the same with it, without it, or with its output
-piped into a file. On a terminal another thread draws it, at any moment of an update: what it reads is replaced, and
-never changed in place.
+It reads the metrics of each step and nothing else. On a terminal another thread draws it at any time, also during an
+update, so that its attributes are replaced and never changed in place.
 """
 
 import math
@@ -33,7 +32,7 @@ _MAX_SAMPLE_CHARACTERS = 400
 
 
 def sparkline(values: Sequence[float | int]) -> str:
-    """Values as a row of bars from the lowest to the highest; a value that is not finite is a gap.
+    """Values as a row of bars; a value that is not finite is a gap.
 
     Example:
         >>> sparkline([0.0, 0.5, 1.0])
@@ -50,7 +49,7 @@ def sparkline(values: Sequence[float | int]) -> str:
 
 
 def duration(seconds: float | int) -> str:
-    """A time to go, as short as it can be read.
+    """A duration in words.
 
     Example:
         >>> duration(42.2), duration(62), duration(3720)
@@ -65,18 +64,17 @@ def duration(seconds: float | int) -> str:
 
 
 class LiveView:
-    """Progress, time to go, curves and a sample completion; a context manager.
+    """Shows progress, remaining time, curves and a sample completion; a context manager.
 
-    The time to go is that of the blocks so far, the first one since start or resume left out: compilation and caches
-    make it slow.
+    The remaining time is estimated from the blocks since start or resume, without the first, which compiles kernels.
 
     Args:
         total_blocks: blocks of the whole run.
         first_block: blocks that were done before a resume.
-        silent: show nothing: another rank does.
+        silent: show nothing, because another rank does.
         title: for example the run's name.
-        console: where to draw; a terminal gets the live view, anything else one plain line an update.
-        clock: seconds that only grow.
+        console: a terminal gets the live view, anything else one plain line an update.
+        clock: a monotonic clock.
 
     Example:
         >>> import io
@@ -132,15 +130,15 @@ class LiveView:
             self._live = None
 
     def phase(self, name: str) -> None:
-        """Say what the run is doing now: ``rollout``, ``scoring``, ..."""
+        """Show the current phase: ``rollout``, ``scoring``, ..."""
         self._phase, self._phase_start = name, self._clock()
 
     def update(self, record: Record, sample: tuple[str, str, float | int] | None) -> None:
-        """Show the record of a step, and with it a (prompt, completion, reward) if there is a new one."""
+        """Show the metrics of a step, and (prompt, completion, reward) if there is a new sample."""
         self._record = record
         self._sample = sample or self._sample
         self._block = int(record["block"] or 0)
-        if "reward/mean" in record:  # the first line of a block; a later one keeps what it says
+        if "reward/mean" in record:  # the first line of a block; later lines do not have verdicts
             self._failing = _failing(record)
         self._block_ends = self._block_ends | {self._block: self._clock()}
         for name, _ in _SHOWN:
@@ -151,15 +149,15 @@ class LiveView:
             self._say(self._line())
 
     def best(self, text: str) -> None:
-        """Show the best evaluation so far, where the run follows one."""
+        """Show the best evaluation so far."""
         self._best = text
 
     def message(self, text: str) -> None:
-        """Say something that stays on the screen."""
+        """Print a line that stays on the screen."""
         self._say(text)
 
     def seconds_left(self) -> float | None:
-        """Time to the end of the last block at the pace so far; None before two blocks are done."""
+        """Estimated seconds to the end of the run; None before two blocks are done."""
         ends = self._block_ends
         done = sorted(block for block in ends if block < self._block)
         if len(done) < 2:
@@ -219,13 +217,13 @@ class LiveView:
 
 
 def _short(name: str, value: float | int) -> str:
-    """A value of ``_SHOWN``; a reward or an accuracy that is not a number is one of completions without a score."""
+    """A value of ``_SHOWN``; reward and accuracy are NaN if no completion was scored."""
     scored = name not in ("reward/mean", "evaluation/accuracy") or math.isfinite(value)
     return f"{value:.4g}" if scored else "not scored"
 
 
 def _failing(record: Record) -> list[str]:
-    """The rewards that failed in a block, each with the share of its completions that have no score for that."""
+    """The rewards that failed in a block, with the share of completions that they failed at."""
     return [
         f"{name.split('/')[1]} failed at {share:.0%}"
         for name, share in record.items()
@@ -234,6 +232,6 @@ def _failing(record: Record) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """The end of a long text, without control characters that would move the cursor."""
+    """The end of a long text, with control characters replaced, which would move the cursor."""
     shown = text if len(text) <= _MAX_SAMPLE_CHARACTERS else "…" + text[-_MAX_SAMPLE_CHARACTERS:]
     return "".join(letter if letter.isprintable() or letter == "\n" else "�" for letter in shown)

@@ -1,4 +1,4 @@
-"""How much memory a run has held, how much the host has left, and sizes in words."""
+"""Peak memory of a run, free memory of the host, and sizes in words."""
 
 import os
 import resource
@@ -10,7 +10,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most that was allocated on the GPU, or the largest resident size of this process on a CPU.
+    """Peak bytes allocated on a GPU; on a CPU the peak resident size of this process.
 
     Example:
         >>> peak_memory(torch.device("cpu")) > 0
@@ -23,10 +23,10 @@ def peak_memory(device: torch.device) -> int:
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
-    """Bytes of the host that new work may take: available, and within the limits of its containers (control groups).
+    """Bytes of host memory that are available, within the limits of control groups (containers).
 
     Args:
-        root: of the file system.
+        root: of the file system, for tests.
 
     Example:
         >>> free_host_memory() > 0
@@ -43,9 +43,9 @@ def free_host_memory(root: Path = Path("/")) -> int:
 
 
 def _left_by_control_groups(root: Path) -> Iterator[int]:
-    """What each group around this process has left of its limit; files kept in memory count as left.
+    """Bytes left in each control group around this process; cached files count as free.
 
-    Inside a container the group's own files may stand at the top, whatever path the process is told.
+    Inside a container the group's files may be at the top of the hierarchy, whatever path the process sees.
     """
     membership = root / "proc/self/cgroup"
     for line in membership.read_text().splitlines() if membership.is_file() else ():
@@ -68,7 +68,7 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
 
 
 def size_text(size: int | float) -> str:
-    """A number of bytes in the unit that shows something of it.
+    """A number of bytes in a readable unit.
 
     Example:
         >>> size_text(1536), size_text(300 * 2**20), size_text(2.5 * 2**30)

@@ -1,6 +1,6 @@
-"""The closed list of metrics: every number of ``metrics.jsonl`` has its name, unit and meaning here, or is refused.
+"""The closed list of metrics: name, unit and meaning of every number in ``metrics.jsonl``. Other names are refused.
 
-A part in braces (``reward/{function}/mean``) is free: it stands for anything without a slash.
+A part in braces (``reward/{function}/mean``) is a placeholder for anything without a slash.
 ``docs/metrics.md`` is written from this list.
 """
 
@@ -22,10 +22,10 @@ Record: TypeAlias = Mapping[str, float | int | None]
 """The numbers of a step by name; None for one that is not finite."""
 
 Line: TypeAlias = Mapping[str, float | int | Sequence[int] | None]
-"""The same with metrics that are a list, one number a rank."""
+"""A record that may also have metrics with a number for each rank."""
 
 Numbers: TypeAlias = dict[str, float | int]
-"""The same while they are gathered."""
+"""Metrics while they are collected."""
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,10 @@ class Metric:
         name: unique; ``{function}``, ``{constraint}``, ``{family}``, ``{filter}``, ``{set}`` and ``{source}`` stand for
             the name of one.
         unit: ``1`` for fractions and plain numbers.
-        aggregation: how one number is made of many.
-        over: of which: tokens are the trained ones of the optimizer step, completions and groups those of the block
-            before any group is left out; ``run`` counts from its first step, and ``last`` is the current value.
-        description: what it is, in one clause.
+        aggregation: how many numbers become one; ``last`` is the current value.
+        over: what is aggregated: trained tokens of the optimizer step; completions and groups of the block before any
+            group is left out; ``run``: everything since its first step.
+        description: its meaning, in one clause.
 
     Example:
         >>> Metric("length/mean", "token", "mean", "completion", "tokens of a completion").unit
@@ -58,7 +58,7 @@ class Metric:
         return self.unit not in ("s", "token/s", "byte")
 
     def matches(self, name: str) -> bool:
-        """Whether ``name`` is this metric's, with something in place of its free parts."""
+        """Whether ``name`` is this metric's name with its placeholders filled in."""
         return _matches(self.name, name)
 
 
@@ -209,7 +209,7 @@ SET/length_mean | token | mean | evaluation | sampled tokens
 SET/truncated_fraction | 1 | mean | evaluation | completions cut at max_new_tokens
 SET/prompts | prompt | sum | evaluation | held-out prompts
 """
-"""Of a set of held-out prompts: that of the data section, and further ones."""
+"""Metrics of a held-out set: that of the data section, or one of ``evaluation.sets``."""
 
 _SOURCES = """
 # Sources, where training has several
@@ -222,7 +222,7 @@ source/{source}/truncated_fraction | 1 | mean | completion | completions cut at 
 
 
 def _listed(*tables: str) -> Iterator[Metric]:
-    """The metrics of tables: names | unit | aggregation | over | description. An indented line continues the last."""
+    """Parse lines of names | unit | aggregation | over | description; an indented line continues the last."""
     for line in re.sub(r"\n {4}", " ", "\n".join(tables)).splitlines():
         if line and not line.startswith("#"):
             names, unit, aggregation, over, description = line.split(" | ")
@@ -246,17 +246,17 @@ RENAMED = {
     "saving/dead_tokens": "saving/zero_advantage_tokens",
     "verdict/{function}/spoiled": "verdict/{function}/ungradable",
 }
-"""Metrics that have another name now."""
+"""Renamed metrics, old to new."""
 
 _EXACT = {metric.name: metric for metric in METRICS if "{" not in metric.name}
 _PATTERNS = tuple(metric for metric in METRICS if "{" in metric.name)
 
 
 def metric_of(name: str) -> Metric:
-    """The metric that a name belongs to.
+    """The metric of a name.
 
     Raises:
-        InputError: it is on no line of the list; the nearest name is given.
+        InputError: it is not on the list; the remedy has the nearest name.
 
     Example:
         >>> metric_of("reward/exact/mean").name
@@ -288,7 +288,7 @@ def check_names(record: Iterable[str]) -> None:
 
 
 def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a record that a resumed run repeats exactly: without times, speeds and memory.
+    """The metrics of a record that a resumed run repeats exactly: all but times, speeds and memory.
 
     Example:
         >>> repeatable({"step": 1, "time/training_seconds": 0.2})

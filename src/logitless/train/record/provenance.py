@@ -1,7 +1,7 @@
-"""What a run was made with: versions, commit, device, and the digests of its data.
+"""Provenance of a run: versions, commit, device, and digests of its data.
 
-``provenance.json`` in the run folder has one entry a start, resumes included. Data are told apart by what is in them:
-rows that changed under a run that goes on are an error, whatever the files are called and however many rows they have.
+``provenance.json`` in the run folder has an entry for each start, resumes included. A resume with other data is an
+error; data are compared by digests of their contents.
 """
 
 import hashlib
@@ -45,11 +45,10 @@ def record_start(
     Args:
         folder: of the run, locked by this process.
         data: digests by name.
-        device: that the policy is on.
         step: optimizer steps done before this start.
-        changed: what is new in the recipe since the start before, by key. A held-out set whose data it names may have
+        changed: changed keys of the recipe since the last start. A held-out set whose data are among them may have
             other rows.
-        parent: where a fork begins; None for a run of its own, and for a fork that goes on.
+        parent: where a new fork begins; None for any other start.
 
     Raises:
         ConfigurationError: the run was started with other data.
@@ -82,7 +81,7 @@ def record_start(
 
 
 def parent_in(folder: RunFolder) -> dict[str, Any] | None:
-    """Where a fork began: ``run``, ``checkpoint``, ``block``, ``step`` and ``changed``; None for a run of its own.
+    """Where a fork began: ``run``, ``checkpoint``, ``block``, ``step`` and ``changed``; None for any other run.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -92,7 +91,7 @@ def parent_in(folder: RunFolder) -> dict[str, Any] | None:
 
 
 def digests_of(folder: RunFolder) -> dict[str, str]:
-    """Of the data that a run was last started with, by name; none where its folder does not say.
+    """Digests of the data that a run was last started with, by name; empty without ``provenance.json``.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -119,7 +118,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of what a run reads of its prompts: ids, texts, tokens and columns, in their order.
+    """SHA-256 of prompts: ids, texts, tokens and columns, in their order.
 
     Example:
         >>> one, other = Prompt("1", "2+2=", (4,)), Prompt("1", "2+3=", (4,))
@@ -140,10 +139,10 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_log(folder: Path) -> str:
-    """SHA-256 of a run's log: of the digests of its blocks, in order.
+    """SHA-256 of a run's log (``ahead.py``).
 
     Raises:
-        DataError: there is none.
+        DataError: there is no log.
     """
     files = sorted(folder.glob("block-*.json"))
     if not files:
@@ -156,7 +155,7 @@ def digest_of_log(folder: Path) -> str:
 
 
 def _shown(value: object) -> str:
-    """A column's value that JSON does not have; an object that only shows its address counts by its type."""
+    """A column's value that is no JSON, as text; an object whose text has its address is replaced by its type."""
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
 
@@ -183,7 +182,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """Of the repository that the run is started in; None outside of one."""
+    """The commit of the current folder's repository; None outside of one."""
     try:
         asked = ["git", "rev-parse", "--verify", "HEAD"]
         found = subprocess.run(asked, capture_output=True, text=True, timeout=10, check=True)

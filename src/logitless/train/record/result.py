@@ -1,4 +1,4 @@
-"""What came of a run: whether it is complete, what ended it, and its last metrics."""
+"""The result of a run: whether it is complete, what ended it, and its last metrics."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from logitless.train.record.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run that no error ended; the same on every rank.
+    """The end of a run that did not end with an error; the same on every rank.
 
     Args:
         folder: of the run.
-        ended_by: ``blocks``: it was trained to its last block; ``early_stopping``: no better evaluation came
-            (``evaluation.stop``); ``unscored``: all blocks are done, and no completion of them was scored, which is a
-            failure; ``signal`` or ``callback``: one of these stopped it before.
+        ended_by: ``blocks``: trained to the last block; ``early_stopping``: no better evaluation came
+            (``evaluation.stop``); ``unscored``: no completion was ever scored, which is a failure; ``signal`` or
+            ``callback``: stopped by one of these.
         signal: that stopped it; None for any other end.
-        callback: name of the class that stopped it; None for any other end.
+        callback: class name of the callback that stopped it; None for any other end.
 
     Example:
         >>> from pathlib import Path
@@ -34,13 +34,12 @@ class RunResult:
 
     @property
     def complete(self) -> bool:
-        """Whether it is trained to its end and ``model/`` is written; otherwise it can be resumed from a checkpoint."""
+        """Whether training is finished and ``model/`` is written; otherwise the run can be resumed."""
         return self.ended_by in ("blocks", "early_stopping")
 
     @property
     def exit_status(self) -> int:
-        """Of a process that did nothing else: 0; 1 where nothing was scored; or 128 plus the signal's number, as shells
-        have it for a process that a signal ended."""
+        """Exit status for a process: 0; 1 if nothing was scored; 128 plus the number of a signal, as shells do."""
         return int(self.ended_by == "unscored") if self.signal is None else 128 + self.signal
 
     @property
@@ -50,7 +49,7 @@ class RunResult:
 
     @property
     def words(self) -> str:
-        """What ended it, for a person."""
+        """What ended it, for people."""
         if self.signal is not None:
             return f"stopped by {self.signal.name} and saved"
         if self.callback is not None:
@@ -65,14 +64,14 @@ ENDS = {
     "signal": "stopped by a signal",
     "callback": "stopped by a callback",
 }
-"""By what ended a run, how it ended."""
+"""``ended_by`` in words."""
 
 
 def exported_in_words(exported: Mapping[str, Any]) -> str:
-    """Which weights a finished run has left.
+    """Which weights are in ``model/`` of a finished run.
 
     Args:
-        exported: of ``summary.json``.
+        exported: entry of ``summary.json``.
 
     Example:
         >>> exported_in_words({"which": "last", "block": 3, "step": 12})

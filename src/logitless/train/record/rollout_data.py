@@ -1,11 +1,10 @@
-"""The completions of a run as one Parquet data set: a few files that grow, readable at any moment, killed or not.
+"""All completions of a run as one Parquet data set in a few files, which can be read at any time.
 
     rollouts/part-000001.parquet    blocks 1 to 31
-    rollouts/part-000032.parquet    blocks 32 to 40, the last one; it is written anew with each block
+    rollouts/part-000032.parquet    blocks 32 to 40, the last one; rewritten with each block
 
-The last part is replaced as a whole, atomically, until it is full; then another begins, named after its first block. So
-each file is complete at every moment, no row is in two of them, and a reader takes ``rollouts/*.parquet`` as it is.
-docs/rollout_data.md has the columns.
+The last part is replaced atomically with each block until it is full; then another begins, named after its first block.
+So every file is always complete, and no row is in two of them. docs/rollout_data.md has the columns.
 """
 
 import io
@@ -23,7 +22,7 @@ from logitless.errors import DataError
 from logitless.types import Group
 
 FULL_ROWS, FULL_BYTES = 16_384, 8 * 2**20
-"""A part with as many rows or bytes is full. Both bound what is written again with each block."""
+"""A part with so many rows or bytes is full, which limits what is rewritten with each block."""
 
 COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "block": (pyarrow.int64(), "rollout batch, from 1"),
@@ -42,11 +41,11 @@ COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "num_turns": (pyarrow.int64(), "of the policy; 1 without a conversation"),
     "conversation": (pyarrow.string(), "JSON: messages; null for single turns"),
 }
-"""Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, one a reward function."""
+"""Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, for each reward function."""
 
 
 def rows_of(block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
-    """The rows of a block, whose completions have these advantages, by group."""
+    """The rows of a block; ``advantages`` are by group and completion."""
     return [
         {
             "block": block,
@@ -82,13 +81,13 @@ def rows_of(block: int, groups: Sequence[Group], advantages: Sequence[Sequence[f
 
 
 def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: Callable[[Path, bytes], None]) -> Path:
-    """Add the rows of a block; rows of this block and of later ones are replaced.
+    """Add the rows of a block; existing rows of this block and of later ones are removed.
 
     Args:
         folder: of the data set.
-        block: the number in every row.
-        rows: by column; one that a row lacks is null.
-        write: puts bytes at a path atomically.
+        block: number of the block.
+        rows: by column; missing columns are null.
+        write: writes a file atomically.
 
     Returns:
         The part that holds the block.
@@ -125,7 +124,7 @@ def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: C
 
 
 def parts(folder: Path) -> Iterator[pyarrow.Table]:
-    """The parts in order, one in memory at a time.
+    """The tables of all parts in order, one in memory at a time.
 
     Raises:
         DataError: a file that is not Parquet.
@@ -139,7 +138,7 @@ def parts(folder: Path) -> Iterator[pyarrow.Table]:
 
 
 def blocks(folder: Path) -> list[int]:
-    """Numbers of the blocks that are there, in order."""
+    """Numbers of all blocks in the data set, in order."""
     found: set[int] = set()
     for path in _paths(folder):
         found |= set(_read(path, ["block"])["block"].to_pylist())
@@ -147,7 +146,7 @@ def blocks(folder: Path) -> list[int]:
 
 
 def read(folder: Path, block: int) -> list[dict[str, Any]]:
-    """The rows of one block; none where it is not there."""
+    """The rows of a block; empty if it is missing."""
     for path in _paths(folder):
         first, last = _span(path)
         if first <= block <= last:
@@ -158,9 +157,9 @@ def read(folder: Path, block: int) -> list[dict[str, Any]]:
 
 
 def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What was said after the prompt, each turn as role and text; a single turn has no role.
+    """The turns after the prompt as (role, text); a single turn has no role.
 
-    Messages before the policy's first turn are among them where the prompt does not show them: a harness has its own.
+    Messages before the policy's first turn are included if they are not in the prompt, as those of a harness.
 
     Args:
         row: of the data set.
@@ -183,7 +182,7 @@ def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    """Of a message; its calls where it has nothing else."""
+    """The text of a message, or its tool calls if it has none."""
     if message.get("content"):
         return str(message["content"])
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -191,12 +190,12 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """Parts by their first block."""
+    """All parts, by their first block."""
     return sorted((path for path in folder.glob("*.parquet") if not path.name.startswith(".")), key=_span)
 
 
 def _span(path: Path) -> tuple[int, int]:
-    """First and last block of a part, of its metadata alone."""
+    """First and last block of a part, from its metadata."""
     try:
         metadata = pyarrow.parquet.read_metadata(path)
         column = metadata.schema.names.index("block")

@@ -1,4 +1,4 @@
-"""The folder of a run: configuration, metrics, rollouts, checkpoints, summary and report; files appear whole.
+"""The folder of a run: configuration, metrics, rollouts, checkpoints, summary and report.
 
     runs/<name>/
         config.yaml                     the resolved recipe
@@ -6,7 +6,7 @@
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
-        collected/block-000012.json     under rollout.staleness: what was drawn, see ahead.py
+        collected/block-000012.json     under rollout.staleness: the log of sampled blocks, see ahead.py
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
@@ -14,8 +14,8 @@
         summary.json                    at the end
         report.html                     `logitless report`
 
-A file is written beside its place, flushed to disk and renamed. ``metrics.jsonl`` alone grows in place: a crash can cut
-its last line, which is then left out when it is read and removed when the run goes on.
+Files are written atomically. Only ``metrics.jsonl`` grows in place: a crash can cut its last line, which is skipped
+when the file is read and removed when the run is resumed.
 """
 
 import json
@@ -36,11 +36,11 @@ from logitless.train.store.run_lock import LOCK
 from logitless.types import Group
 
 WARM_START = "warm_start"
-"""Name of the folder with the policy as reinforcement learning began."""
+"""Name of the folder with the result of the warm start."""
 
 
 class _Inside:
-    """A path inside a run folder, as an attribute of it."""
+    """A path inside a run folder, as an attribute of ``RunFolder``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -51,7 +51,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Where a run keeps what it writes; make one with ``create_run_folder`` or ``open_run_folder``.
+    """The files of a run; use ``create_run_folder`` or ``open_run_folder``.
 
     Example:
         >>> RunFolder(Path("runs/quickstart")).metrics.as_posix()
@@ -63,7 +63,7 @@ class RunFolder:
     config = _Inside("config.yaml")
     """The resolved recipe."""
     provenance = _Inside("provenance.json")
-    """What it was made with."""
+    """Versions, device, commit and data of each start."""
     metrics = _Inside("metrics.jsonl")
     """One JSON object a line, one line an optimizer step."""
     rollouts = _Inside("rollouts")
@@ -73,39 +73,36 @@ class RunFolder:
     tensorboard = _Inside("tensorboard")
     """Event files."""
     writers = _Inside("writers.json")
-    """By writer, what names the run at its service."""
+    """The run's id at each service that gets its metrics."""
     model = _Inside("model")
     """The finished policy in Hugging Face format."""
     value_head = _Inside("value_head.safetensors")
     """The finished value head."""
     warm_start = _Inside(WARM_START)
-    """The policy as reinforcement learning began, where a supervised stage came first."""
+    """The result of the warm start, if there was one."""
     summary = _Inside("summary.json")
-    """A few numbers of the finished run."""
+    """Summary of the finished run."""
     report = _Inside("report.html")
-    """The self-contained page."""
+    """The report."""
 
     def is_failed_start(self) -> bool:
-        """Whether nothing would be lost: no block was finished, and there is nothing foreign.
-
-        An empty folder is one too.
-        """
+        """Whether the folder may be reused: no block was finished, and it has no foreign files; or it is empty."""
         if not self.path.is_dir():
             return False
         found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
-        ours = found & {self.provenance.name, self.config.name}  # in the order in which a start writes them
+        ours = found & {self.provenance.name, self.config.name}  # the first files that a start writes
         if found and not (ours and found <= _WRITTEN_FIRST):
             return False
         return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
 
     def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """As an exit of a context: after an error before anything was rolled out, leave nothing."""
+        """Exit function of a context: remove the folder if an error came before the first rollout was written."""
         del rest
         if kind is not None and self.is_failed_start() and not any(self.rollouts.glob("*")):
             shutil.rmtree(self.path)
 
     def clear(self) -> None:
-        """Remove what a failed start left, but the lock."""
+        """Remove everything but the lock, and create empty folders for rollouts and checkpoints."""
         for path in self.path.iterdir():
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -139,15 +136,15 @@ class RunFolder:
             raise cannot_write(self.metrics, error) from error
 
     def truncate_metrics(self, num_lines: int) -> None:
-        """Keep the first lines and drop those written after the checkpoint that a run goes on from."""
+        """Keep the first lines, and remove those that were written after the checkpoint of a resumed run."""
         kept = self.read_metrics()[:num_lines]
         write_atomically(self.metrics, "".join(json.dumps(record) + "\n" for record in kept).encode())
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """All lines; a last line that a crash cut is left out.
+        """All lines, without a last line that a crash cut.
 
         Raises:
-            DataError: a malformed line that is not the last one.
+            DataError: a malformed line before the last one.
         """
         if not self.metrics.exists():
             return []
@@ -171,17 +168,17 @@ class RunFolder:
     def write_rollouts(
         self, block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]] | None = None
     ) -> Path:
-        """Add every completion of a block with what was said of it to the run's data set (docs/rollout_data.md).
+        """Add all completions of a block to the data set of rollouts (docs/rollout_data.md).
 
-        Rows of this block and of later ones, which a run that goes on samples again, are replaced.
+        Rows of this block and of later ones, which a resumed run samples again, are replaced.
 
         Args:
-            block: from 1.
-            groups: also those that training leaves out.
-            advantages: one a completion, by group; None for completions that have none.
+            block: number, from 1.
+            groups: all of them, also those that are not trained on.
+            advantages: one a completion, by group; None for completions without one.
 
         Raises:
-            InputError: another number of advantages than completions.
+            InputError: the numbers of advantages and completions differ.
             TrainingError: the disk is full or not writable.
         """
         if advantages is None:
@@ -200,7 +197,7 @@ class RunFolder:
             raise cannot_write(self.rollouts, error) from error
 
     def read_rollouts(self) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """The number and the rows of each block, in order, one part in memory at a time.
+        """Number and rows of each block, in order; one part is in memory at a time.
 
         Raises:
             DataError: a file that is not Parquet.
@@ -210,14 +207,14 @@ class RunFolder:
                 yield block, list(rows)
 
     def rollout_blocks(self) -> list[int]:
-        """Numbers of the blocks whose completions are there, in order."""
+        """Numbers of the blocks with rollouts, in order."""
         return rollout_data.blocks(self.rollouts)
 
     def read_block(self, block: int) -> list[dict[str, Any]]:
-        """The rows of one block, one a completion; those of a group stand together.
+        """The rows of a block, one for each completion, sorted by group.
 
         Raises:
-            ConfigurationError: the block is not there.
+            ConfigurationError: the block is missing.
             DataError: its file is not Parquet.
         """
         there = self.rollout_blocks()
@@ -235,20 +232,19 @@ _WRITTEN_FIRST = {
     *("writers.json", ".writers.json.partial"),
     *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
-"""What is in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
+"""What may be in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
 
 
 def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFolder:
-    """Make ``root/name``; a folder that a failed start left there is used again.
+    """Create ``root/name``; the folder of a failed start is reused.
 
     Args:
-        root: folder of run folders; made if missing.
-        name: of the run.
-        unique: where the name is taken, use ``name-2``, ``name-3``, ...
+        root: folder of run folders; created if missing.
+        unique: if the name is taken, use ``name-2``, ``name-3``, ...
 
     Raises:
-        ConfigurationError: the folder holds a run, or what is no run.
-        TrainingError: it cannot be made.
+        ConfigurationError: the folder holds a run, or other files.
+        TrainingError: it cannot be created.
 
     Example:
         >>> import tempfile
@@ -276,7 +272,7 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
 
 
 def taken(folder: RunFolder) -> ConfigurationError:
-    """That a new run cannot have a folder, which is there already."""
+    """The error for a folder that is taken."""
     return ConfigurationError(
         needed=f"a run folder that does not exist yet, or --resume to go on in {folder.path}",
         given="an existing one",
@@ -285,7 +281,7 @@ def taken(folder: RunFolder) -> ConfigurationError:
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """The folder of a run that was started before.
+    """Open the folder of an existing run.
 
     Raises:
         ConfigurationError: there is no run in it.
@@ -311,7 +307,7 @@ def open_run_folder(path: Path) -> RunFolder:
 
 
 def _plain(value: Any) -> Any:
-    """The same with null for numbers that JSON does not have."""
+    """The same with None for numbers that are not finite, which JSON does not have."""
     if isinstance(value, Mapping):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, float) and not math.isfinite(value):

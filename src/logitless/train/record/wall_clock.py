@@ -1,4 +1,4 @@
-"""Where the seconds of a run go: each belongs to one phase, from the start of the process to its last line."""
+"""Seconds of a run by phase, from the start of its process to its end; each second belongs to one phase."""
 
 import os
 import threading
@@ -13,15 +13,15 @@ COMPILATION = "compilation"
 
 
 class WallClock:
-    """Seconds by phase; they add up to the time since it was made, and what came before.
+    """Seconds by phase. They add up to the time since the clock was made, plus ``imports``.
 
-    A second belongs to the innermost phase that is open, to ``compilation`` where kernels were being compiled in it,
-    and to ``unnamed`` outside of every phase, unless ``outside`` names it. One thread opens phases; any thread may say
-    that it compiled.
+    A second belongs to the innermost open phase, or to ``compilation`` if kernels were being compiled; outside of every
+    phase it belongs to ``unnamed``, or to the phase that ``outside`` names. One thread opens phases; any thread may
+    report compilations.
 
     Args:
-        imports: seconds that the process had taken before.
-        clock: seconds that only grow.
+        imports: seconds from the start of the process until now.
+        clock: a monotonic clock.
 
     Example:
         >>> now = iter([0.0, 1.0, 3.0, 7.0, 8.0, 9.0])
@@ -42,12 +42,12 @@ class WallClock:
 
     @classmethod
     def of_process(cls) -> "WallClock":
-        """One that has run since this process began; what has passed until now are ``imports``."""
+        """A clock that began with this process; the seconds until now are ``imports``."""
         return cls(imports=_seconds_of_process())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[list[float]]:
-        """What happens inside is of this phase; its seconds are in the list afterwards."""
+        """Inside, seconds belong to this phase; the list holds their number afterwards."""
         self._charge()
         before, spent = self._seconds.setdefault(name, 0.0), [0.0]
         self._phases.append(name)
@@ -59,28 +59,28 @@ class WallClock:
             spent[0] = self._seconds[name] - before
 
     def outside(self, name: str) -> None:
-        """From here on, what is outside of every phase is of this one."""
+        """From now on, seconds outside of every phase belong to this one."""
         self._charge()
         self._outside = name
 
     def compiled(self, seconds: float) -> None:
-        """A compilation has ended that took so long; those that overlap count once."""
+        """Report a compilation that has just ended; overlapping ones count once."""
         with self._lock:
             now = self._clock()
             self._compiled.append((now - seconds, now))
 
     def seconds(self) -> dict[str, float]:
-        """By phase, those before a resume included; ``unnamed`` comes last."""
+        """Seconds by phase, those before a resume included; ``unnamed`` comes last."""
         self._charge()
         return {name: self._seconds[name] for name in sorted(self._seconds, key=UNNAMED.__eq__)}
 
     def add(self, seconds: Mapping[str, float]) -> None:
-        """Those of the process that a run is resumed from."""
+        """Add seconds, for example those before a resume."""
         for name, value in seconds.items():
             self._seconds[name] = self._seconds.get(name, 0.0) + value
 
     def _charge(self) -> None:
-        """Everything until now is of the phase that is open."""
+        """Assign the seconds since the last call to compilations and to the current phase."""
         with self._lock:
             now, compiled, self._compiled = self._clock(), sorted(self._compiled), []
         compiling, reached = 0.0, self._last
@@ -94,7 +94,7 @@ class WallClock:
 
 
 def _seconds_of_process() -> float:
-    """Since this process began; where the system does not say, the seconds that it has computed."""
+    """Seconds since this process began; its processor time where the system does not tell."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         began = int(after_name[19]) / os.sysconf("SC_CLK_TCK")  # the 22nd field: ticks after the machine's start
@@ -104,8 +104,8 @@ def _seconds_of_process() -> float:
 
 
 @contextmanager
-def compilations_told(clock: WallClock) -> Iterator[None]:
-    """Triton and torch.compile tell the clock what they compile; for a run on a GPU, which imports both."""
+def compilations_counted(clock: WallClock) -> Iterator[None]:
+    """Inside, the clock counts the seconds that Triton and torch.compile compile."""
     from torch._dynamo.callback import callback_handler
 
     begun: list[float] = []
@@ -114,13 +114,13 @@ def compilations_told(clock: WallClock) -> Iterator[None]:
         begun.append(time.perf_counter())
 
     def end(*_: Any) -> None:
-        if begun:  # none where it began before anybody listened
+        if begun:  # empty for a compilation that began before the callbacks were registered
             clock.compiled(time.perf_counter() - begun.pop())
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
     try:
-        with _told_by_triton(clock):
+        with _triton_counted(clock):
             yield
     finally:
         callback_handler.remove_start_callback(begin)
@@ -128,7 +128,7 @@ def compilations_told(clock: WallClock) -> Iterator[None]:
 
 
 @contextmanager
-def _told_by_triton(clock: WallClock) -> Iterator[None]:
+def _triton_counted(clock: WallClock) -> Iterator[None]:
     try:
         from triton import knobs
     except ImportError:

@@ -1,6 +1,6 @@
-"""Where metrics go besides the run folder: TensorBoard, Weights & Biases, trackio, MLflow.
+"""Writers of metrics to TensorBoard, Weights & Biases, trackio and MLflow.
 
-A writer only forwards: it gets the records that ``metrics.jsonl`` gets, after they are on disk.
+A writer gets the records of ``metrics.jsonl``, after they are on disk.
 """
 
 import importlib
@@ -29,13 +29,13 @@ _DISTRIBUTIONS = {"mlflow": "'logitless[mlflow]'"}
 
 @runtime_checkable
 class Writer(Protocol):
-    """Takes the record of each step until it is closed."""
+    """Sends the metrics of each step somewhere."""
 
     def write(self, record: Record) -> None:
-        """Forward one record; it has a ``step``."""
+        """Send a record; it has a ``step``."""
 
     def close(self) -> None:
-        """Deliver what is still on its way."""
+        """Send what is still buffered."""
 
 
 class TensorBoardWriter:
@@ -43,7 +43,7 @@ class TensorBoardWriter:
 
     Args:
         folder: of the event files.
-        first_step: steps done before a resume; TensorBoard then hides what an interrupted run wrote after it.
+        first_step: steps done before a resume; TensorBoard hides what an interrupted run wrote for later steps.
 
     Example:
         >>> import tempfile
@@ -58,7 +58,7 @@ class TensorBoardWriter:
         self._events = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
 
     def write(self, record: Record) -> None:
-        """Add one scalar a metric; null and non-finite numbers have no point."""
+        """Add a scalar for each metric that is finite."""
         for name, value in _numbers(record).items():
             self._events.add_scalar(name, value, int(record["step"] or 0))
 
@@ -72,13 +72,13 @@ class ServiceWriter:
 
     Args:
         section: of the recipe.
-        run_name: name of the run there, unless the section has one.
+        run_name: name of the run at the service, unless the section has one.
         config: the resolved recipe as plain values.
         folder: the run folder; Weights & Biases keeps its local files in it.
-        run_id: that the run had there before a resume; None for a new one.
+        run_id: of the run at the service, for a resume; None for a new one.
 
     Attributes:
-        run_id: what a resume goes on with: the id at Weights & Biases, trackio's name.
+        run_id: for a later resume: the id at Weights & Biases, the name at trackio.
 
     Raises:
         UnavailableError: the package is not installed.
@@ -101,7 +101,7 @@ class ServiceWriter:
                 options |= {"id": wanted, "resume": "allow"}
             run = self._module.init(name=name, config=dict(config), dir=str(folder), **options)
             self.run_id: str = run.id
-        else:  # a run that is resumed is found by its name
+        else:  # trackio finds a run by its name
             options["resume"] = "never" if run_id is None else "allow"
             run = self._module.init(name=run_id or name, config=dict(config), **options)
             self.run_id = run.name
@@ -120,12 +120,12 @@ class MlflowWriter:
 
     Args:
         section: of the recipe.
-        run_name: name of the run there, unless the section has one.
+        run_name: name of the run at MLflow, unless the section has one.
         config: the resolved recipe as plain values.
-        run_id: that the run had there before a resume; None for a new one.
+        run_id: of the run at MLflow, for a resume; None for a new one.
 
     Attributes:
-        run_id: what a resume goes on with.
+        run_id: for a later resume.
 
     Raises:
         UnavailableError: the package is not installed.
@@ -142,14 +142,14 @@ class MlflowWriter:
             module.set_experiment(section.experiment)
         run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
         self.run_id: str = run.info.run_id
-        if known is None:  # parameters cannot be changed there
+        if known is None:  # MLflow does not allow to change parameters
             parameters = list(_flat(config))
-            for at in range(0, len(parameters), 100):  # as many as MLflow takes at a time
+            for at in range(0, len(parameters), 100):  # MLflow's limit for one call
                 module.log_params(dict(parameters[at : at + 100]))
         module.log_dict(dict(config), "recipe.json")
 
     def write(self, record: Record) -> None:
-        """Log one record at its step; a name has `_` for each character that MLflow refuses."""
+        """Log one record at its step; characters that MLflow refuses in names become `_`."""
         numbers = {re.sub(r"[^\w\-. :/]", "_", name): value for name, value in _numbers(record).items()}
         self._module.log_metrics(numbers, step=int(record["step"] or 0))
 
@@ -161,11 +161,10 @@ class MlflowWriter:
 def open_writers(
     sections: Sequence[WriterSection], *, folder: RunFolder, config: Mapping[str, Any], first_step: int = 0
 ) -> tuple[Writer, ...]:
-    """The writers of a recipe, in its order; the ids of their runs are kept in the run folder for a resume.
+    """Open the writers of a recipe, in its order. Ids of runs at services are kept in the run folder for a resume.
 
     Args:
-        sections: of the recipe.
-        folder: of the run, which gives its name; event files go to its ``tensorboard``.
+        folder: of the run; gives its name, and the place of TensorBoard's event files.
         config: the resolved recipe as plain values.
         first_step: steps done before a resume.
 
@@ -212,7 +211,7 @@ def check_writers(sections: Sequence[WriterSection]) -> None:
 
 
 def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    """Each value of nested mappings with its path, as texts of a length that MLflow takes."""
+    """Path and value of each entry of nested mappings, as texts within MLflow's limit of length."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{above}{name}.")
@@ -232,5 +231,5 @@ def _imported(package: str) -> ModuleType:
 
 
 def _numbers(record: Record) -> dict[str, float | int]:
-    """The metrics that are finite, without the step itself."""
+    """The finite metrics, without ``step``."""
     return {n: v for n, v in record.items() if n != "step" and v is not None and math.isfinite(v)}

@@ -1,1 +1,1 @@
-"""Pages about runs: one run, several compared, plots."""
+"""HTML reports: of one run, of several compared, and their plots."""

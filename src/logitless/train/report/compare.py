@@ -1,4 +1,4 @@
-"""Several runs on one page: their curves in the same plots, their ends in a table, and where their recipes differ."""
+"""A page that compares runs: curves in common plots, results in a table, and differences between recipes."""
 
 import html
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ Time | second, exact | time/elapsed_seconds | Of all phases so far.
 
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
-    """Write one self-contained page about several runs.
+    """Write one self-contained page that compares runs.
 
     Args:
         run_folders: two or more, finished or not.
@@ -68,7 +68,7 @@ def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Names of the folders, with what is above them where two are the same."""
+    """Names of the folders; full paths for those with the same name."""
     names = [folder.resolve().name for folder in folders]
     return [str(folder) if names.count(name) > 1 else name for name, folder in zip(names, folders, strict=True)]
 
@@ -83,7 +83,7 @@ def _ends(runs: Mapping[str, Recorded]) -> str:
 
 
 def _differences(runs: Mapping[str, Recorded]) -> str:
-    """Keys of the recipes whose values are not the same in all runs."""
+    """A table of the keys whose values differ between the recipes."""
     configs = [_flat(run.config) for run in runs.values()]
     keys = dict.fromkeys(key for config in configs for key in config)
     rows = []

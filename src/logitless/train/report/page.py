@@ -1,10 +1,9 @@
-"""``report.html``: one self-contained page on a run, finished or not; it loads nothing and runs no script.
+"""``report.html``: a self-contained page about a run, finished or not, without scripts or external files.
 
-Each plot has its values as a table below it, and each of some sampled groups a page of its own inside the page, opened
-by its address (``#block-12-group-3``), with its completions side by side.
+Each plot has a table of its values. Some sampled groups have a section of their own, opened by its address
+(``#block-12-group-3``), with the completions side by side.
 
-Everything is read from the run folder. What a run did not record has no plot; a run without a summary is described by
-its metrics. Texts of prompts and completions are shown escaped, whatever they hold.
+Everything is read from the run folder; what a run did not record has no plot. Prompts and completions are escaped.
 """
 
 import base64
@@ -93,13 +92,13 @@ def _sections(folder: RunFolder) -> list[str]:
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a run has recorded of itself, its completions aside.
+    """The records of a run, without its completions.
 
     Args:
         name: of its folder.
         config: its recipe.
         records: lines of metrics.
-        summary: empty for a run that has not ended.
+        summary: empty if the run has not ended.
     """
 
     name: str
@@ -120,18 +119,18 @@ class Recorded:
 
     @property
     def seconds(self) -> Number | None:
-        """Of all phases; None where no step was recorded."""
+        """Seconds of all phases; None if no step was recorded."""
         phases = self.summary.get("seconds")
         return math.fsum(phases.values()) if isinstance(phases, dict) else self.ends("time/elapsed_seconds")[1]
 
     @property
     def peak_bytes(self) -> Number | None:
-        """The most memory held; None where no step was recorded."""
+        """Peak memory; None if no step was recorded."""
         return self.summary.get("peak_memory_bytes") or self.ends("memory/peak_bytes")[1]
 
     @property
     def verdicts(self) -> dict[str, Counter[str]]:
-        """By reward, how many verdicts have which status."""
+        """Numbers of verdicts by reward and status."""
         totals: dict[str, Counter[str]] = defaultdict(Counter)
         for record in self.records:
             for name, value in record.items():
@@ -142,17 +141,17 @@ class Recorded:
 
     @property
     def nothing_scored(self) -> bool:
-        """Whether there are rewards to show, and every one is absent."""
+        """Whether there are rewards, and none of them is a number."""
         return any("reward/mean" in record for record in self.records) and self.ends("reward/mean")[1] is None
 
     def ends(self, metric: str) -> tuple[Number | None, Number | None]:
-        """The first and the last value of a metric; None for each where it has none."""
+        """The first and the last value of a metric; (None, None) if it has no value."""
         known = [record[metric] for record in self.records if record.get(metric) is not None]
         return (known[0], known[-1]) if known else (None, None)
 
     @property
     def results(self) -> dict[str, tuple[str, str]]:
-        """What it came to: by label, the first value (empty for what has one alone) and the last (empty if unknown)."""
+        """Results by label: the first value (empty if there is only one) and the last (empty if unknown)."""
         time = "" if self.seconds is None else duration(self.seconds)
         peak = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.2f} GiB"
         return {
@@ -164,25 +163,25 @@ class Recorded:
         }
 
     def _scores(self, metric: str) -> tuple[str, str]:
-        """The ends of a metric that is null where nothing was scored."""
+        """First and last value of a metric that is null if nothing was scored."""
         first, last = self.ends(metric)
         if first is None or last is None:
             return "", "not scored" if any(metric in record for record in self.records) else ""
         return f"{first:.3g}", f"{last:.3g}"
 
     def line(self, metric: str, label: str) -> list[Line]:
-        """A metric over the steps; none where it has no value."""
+        """A metric over the steps, as one line; empty if it has no value."""
         points = [(record["step"], record[metric]) for record in self.records if metric in record]
         known = any(y is not None for _, y in points)
         return [Line(label, tuple(x for x, _ in points), tuple(y for _, y in points))] if known else []
 
     def lines(self, curves: "Curves") -> list[Line]:
-        """Those of its metrics that the run has."""
+        """The lines of a plot, for those of its metrics that the run has."""
         return [line for metric, label in curves.labels.items() for line in self.line(metric, label)]
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """YAML or JSON as a mapping; anything else as an empty one: the page is about the run, not its files."""
+    """YAML or JSON as a mapping; empty if it is malformed, for a report of a damaged run is still useful."""
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError:
@@ -191,7 +190,7 @@ def _mapping(text: str) -> dict[str, Any]:
 
 
 def _target(config: Mapping[str, Any]) -> Number | None:
-    """The KL target of a recipe, wherever its controller is."""
+    """The KL target of a recipe, anywhere below its key ``kl``."""
     inside = [config.get("kl")]
     while inside:
         part = inside.pop()
@@ -204,7 +203,7 @@ def _target(config: Mapping[str, Any]) -> Number | None:
 
 @dataclass
 class _Rollouts:
-    """Rewards and constraint verdicts by block, the first failure of each reward, and the rows that are shown."""
+    """What the report shows of completions: rewards and pass rates by block, first failures, and sample rows."""
 
     rewards: dict[str, dict[int, list[float]]] = field(default_factory=lambda: defaultdict(dict))
     passed: dict[str, dict[int, float]] = field(default_factory=lambda: defaultdict(dict))
@@ -214,7 +213,7 @@ class _Rollouts:
     last: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, block: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Take a block in."""
+        """Add a block."""
         self.blocks.append(block)
         for column in rows[0] if rows else ():
             if column.partition("/")[0] == "reward":
@@ -276,7 +275,7 @@ class Curves:
     Args:
         title, caption, y_label: of the plot.
         labels: what each metric is called in it.
-        kinds: ``whole``: y from 0 to 1; ``exact``: not smoothed, for it is not drawn at random; ``log``.
+        kinds: ``whole``: y from 0 to 1; ``exact``: not smoothed, because it has no sampling noise; ``log``.
     """
 
     title: str
@@ -287,8 +286,9 @@ class Curves:
 
     @classmethod
     def listed(cls, table: str) -> "list[Curves]":
-        """Those of a table: title | y label, kinds | metric label, metric label | caption. An indented line continues
-        the last.
+        """Parse a table with lines of title | y label, kinds | metric label, metric label | caption.
+
+        An indented line continues the last.
 
         Example:
             >>> Curves.listed("Rate | rate, exact | optimizer/learning_rate of AdamW | Of each step.")[0].labels
@@ -303,7 +303,7 @@ class Curves:
         return found
 
     def card(self, lines: Sequence[Line], **options: Any) -> str:
-        """A plot of lines with their values below it; empty without any.
+        """A plot of lines with a table of values; empty without lines.
 
         Args:
             lines: over the optimizer steps.
@@ -368,14 +368,14 @@ def _curves(run: Recorded) -> str:
 
 
 def _of_sources(names: Iterable[str]) -> Iterator[Curves]:
-    """The reward of each source, where there are several."""
+    """A plot of the reward of each source, if there are several."""
     labels = {name: name.split("/")[1] for name in names if metric_of(name).name == "source/{source}/reward_mean"}
     if labels:
         yield Curves("Reward by source", "Mean over the prompts of each in the block.", "reward", labels)
 
 
 def _of_held_out(names: Iterable[str]) -> Iterator[Curves]:
-    """Accuracy of each held-out set, and its pass@k where several samples were taken."""
+    """Plots of the accuracy of held-out sets, and of pass@k if there are several samples a prompt."""
     told = "Held-out completions that count as correct, under the evaluation's sampling settings."
     labels, chances, kinds = {}, {}, frozenset({"whole", "exact"})
     for name in names:
@@ -449,7 +449,7 @@ def _cost(run: Recorded) -> str:
 
 
 def _graders(run: Recorded, failures: Mapping[str, str]) -> str:
-    """What became of every verdict, where one of them is not a grade."""
+    """A table of verdicts by status; empty if all are ``graded``."""
     totals = run.verdicts
     if not any(count for of_function in totals.values() for status, count in of_function.items() if status != "graded"):
         return ""
@@ -482,12 +482,12 @@ def _samples(rollouts: _Rollouts) -> str:
 
 
 def _as_text(row: Mapping[str, Any]) -> str:
-    """A completion; of several turns each with its role before it."""
+    """A completion as text; several turns with their roles."""
     return "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(row))
 
 
 def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
-    """A list of groups of a few blocks, and the page of each."""
+    """A list of some groups of a few blocks, and a section for each."""
     if not blocks:
         return ""
     count = min(len(blocks), _GROUP_BLOCKS)
@@ -521,7 +521,7 @@ def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
-    """The prompt, and below it every completion, the best first."""
+    """A section with the prompt and all completions, the best first."""
     ranked = sorted(group, key=lambda row: math.inf if row["reward"] is None else -row["reward"])
     cards = []
     for row in ranked:
@@ -549,7 +549,7 @@ def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _conversation(row: Mapping[str, Any]) -> str:
-    """The turns of a completion, each below its role and the policy's marked."""
+    """The turns of a completion with their roles; those of the policy are marked."""
     said = []
     for role, text in turns(row):
         shown = f"<pre>{html.escape(_shortened(text, _GROUP_CHARACTERS))}</pre>"
@@ -559,7 +559,7 @@ def _conversation(row: Mapping[str, Any]) -> str:
 
 
 def _values(lines: Sequence[Line]) -> str:
-    """Some points of each line, the first and the last among them, as a folded table."""
+    """A folded table of the lines' values, at no more than ``_TABLE_ROWS`` steps."""
     by_line = [dict(zip(line.x, line.y, strict=True)) for line in lines]
     steps = sorted({step for values in by_line for step in values})
     if len(steps) > _TABLE_ROWS:
@@ -597,7 +597,7 @@ def _short(value: Number | None) -> str:
 
 
 def _shortened(text: str, limit: int) -> str:
-    """The beginning and, twice as long, the end of a text of more than ``limit`` characters: prompts ask at the end."""
+    """The beginning and, twice as long, the end of a text of more than ``limit`` characters."""
     if len(text) <= limit:
         return text or "(empty)"
     head = limit // 3

@@ -1,4 +1,4 @@
-"""Plots as SVG text: drawn without a display, the same bytes for the same numbers, no more points than can be seen."""
+"""Plots as SVG text: drawn without a display, reproducible byte for byte, with no more points than can be seen."""
 
 import io
 import math
@@ -14,11 +14,11 @@ Number = float | int
 
 COLOURS = ("#2563eb", "#ea580c", "#059669", "#9333ea", "#ca8a04", "#0891b2", "#db2777", "#64748b")
 _WIDTH = 4.7
-"""Inches. A plot is shown as wide as its card, and on a telephone letters still have eight pixels and more."""
+"""Inches. Plots are scaled to the width of their card; on a phone letters still have at least eight pixels."""
 
 _MAX_POINTS = 400
 _SMOOTHED_FROM = 40
-"""Points from which a noisy line is drawn faint, with a smoothed one over it."""
+"""Number of points from which a noisy line is drawn faint, with a smoothed one over it."""
 
 _STYLE = {
     "svg.fonttype": "none",
@@ -70,13 +70,13 @@ def line_plot(
     """Curves over a common axis.
 
     Args:
-        lines: at least one. Long ones are drawn as means over equal stretches.
+        lines: at least one. Long ones are averaged over equal stretches.
         x_label, y_label: of the axes.
         level: a label and the height of a horizontal line.
         moment: a label and the place on the x axis of a vertical line.
-        log: logarithmic y axis, where there is a positive value.
+        log: logarithmic y axis, if there is a positive value.
         unit_interval: y from 0 to 1.
-        smooth: draw a noisy line faint, and its running mean over it; for numbers that are drawn at random.
+        smooth: draw long lines faint, with their running mean over them; for noisy metrics.
 
     Returns:
         An ``<svg>`` document.
@@ -124,11 +124,11 @@ def heat_map(
     y_names: Sequence[str] | None = None,
     value_label: str,
 ) -> str:
-    """Colours over columns ``x`` and rows, the first row at the bottom for ``y_edges`` and at the top for ``y_names``.
+    """A heat map. The first row is at the bottom for ``y_edges`` and at the top for ``y_names``.
 
     Args:
-        rows: one sequence of ``len(x)`` values in [0, 1] a row; None is blank.
-        x: ascending; long ones are drawn as means over equal stretches.
+        rows: of ``len(x)`` values in [0, 1]; None is blank.
+        x: ascending; long ones are averaged over equal stretches.
         x_label, y_label: of the axes.
         y_edges: ``len(rows) + 1`` numbers between which the rows lie; or
         y_names: one name a row.
@@ -165,7 +165,7 @@ def heat_map(
 
 
 def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
-    """One horizontal bar a name, the longest first.
+    """A horizontal bar for each name, the longest first.
 
     Example:
         >>> bar_plot({"rollout": 3.0, "training": 1.0}, x_label="seconds").count("<svg")
@@ -184,14 +184,14 @@ def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
 
 
 def _short(value: float) -> str:
-    """Three digits, and all of those before the point."""
+    """Three significant digits, or all digits of a number of a thousand and more."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
 
 
 def smoothed(y: Sequence[float]) -> list[float]:
     """The exponential running mean of a line over about a fifteenth of its length; gaps stay gaps.
 
-    ``m_t = sum_k w^k y_{t-k} / sum_k w^k``, over the points that are there
+    ``m_t = sum_k w^k y_{t-k} / sum_k w^k``, over the points that are finite
 
     Example:
         >>> smoothed([2.0, 2.0, math.nan, 2.0])
@@ -208,7 +208,7 @@ def smoothed(y: Sequence[float]) -> list[float]:
 
 
 def thinned(line: Line) -> tuple[list[float], list[float]]:
-    """The line as means over at most ``_MAX_POINTS`` equal stretches of its points."""
+    """The line, averaged over at most ``_MAX_POINTS`` equal stretches."""
     y = [math.nan if value is None else float(value) for value in line.y]
     if len(y) <= _MAX_POINTS:
         return [float(value) for value in line.x], y
@@ -228,7 +228,7 @@ def _stretches(length: int) -> list[slice]:
 
 @contextmanager
 def _figure(height: float, style: Mapping[str, Any] | None = None) -> Iterator[Any]:
-    """An empty figure and its style; matplotlib is imported here, for a run starts without it."""
+    """An empty figure, with the style set inside; matplotlib is imported here, so that runs start without it."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -237,7 +237,7 @@ def _figure(height: float, style: Mapping[str, Any] | None = None) -> Iterator[A
 
 
 def _axes(figure: Any, x_label: str, y_label: str) -> Any:
-    """Of whole numbers along x."""
+    """Axes with labels, and whole numbers along x."""
     from matplotlib import ticker
 
     axes = figure.add_subplot()

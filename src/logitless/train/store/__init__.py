@@ -1,1 +1,1 @@
-"""What lies on disk whole or not at all: checkpoints, tensor files, locks."""
+"""Files that are written atomically: checkpoints and their tensors; and the lock of a run folder."""

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all: written beside their place, flushed to disk and renamed."""
+"""Write files and folders atomically: under another name, flushed to disk, then renamed."""
 
 import os
 import shutil
@@ -7,14 +7,14 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from logitless.errors import CheckpointError, TrainingError
+from logitless.errors import CheckpointError, LogitlessError, TrainingError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put ``content`` at ``path`` so that a crash at any moment leaves the old file or the new one.
+    """Write a file so that a crash at any moment leaves the old file or the new one.
 
     Raises:
-        TrainingError: the disk is full or not writable; the old file is untouched.
+        TrainingError: the disk is full or not writable; the old file is unchanged.
 
     Example:
         >>> import tempfile
@@ -35,11 +35,11 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Put a folder at ``path`` that is there as a whole or not at all; one that is there already is replaced.
+    """Write a folder that appears whole or not at all; an existing one is replaced.
 
     Args:
         path: of the folder.
-        write: fills the empty folder that it is given.
+        write: fills an empty folder.
 
     Raises:
         TrainingError: the disk is full or not writable.
@@ -67,9 +67,9 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         raise cannot_write(path, error) from error
 
 
-def cannot_write(path: Path, error: Exception) -> TrainingError:
-    """The error of a disk that is full or not writable."""
-    return TrainingError(
+def cannot_write(path: Path, error: Exception | str, kind: type[LogitlessError] = TrainingError) -> LogitlessError:
+    """The error for a disk that is full or not writable."""
+    return kind(
         needed=f"room and permission to write {path}",
         given=str(error),
         remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
@@ -77,7 +77,7 @@ def cannot_write(path: Path, error: Exception) -> TrainingError:
 
 
 def write_flushed(path: Path, content: bytes) -> None:
-    """Write a file and push it to the disk; a crash may leave a part of it."""
+    """Write a file and flush it to disk; a crash may leave a part of it."""
     with path.open("wb") as file:
         file.write(content)
         file.flush()
@@ -85,7 +85,7 @@ def write_flushed(path: Path, content: bytes) -> None:
 
 
 def flush(path: Path) -> None:
-    """Push a file or the list of a folder to the disk."""
+    """Flush a file, or a folder's list of files, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

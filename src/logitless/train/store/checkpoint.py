@@ -1,18 +1,18 @@
-"""Checkpoints that appear whole or not at all, and from which a run goes on bitwise.
+"""Checkpoints: written atomically, and resumed from bitwise.
 
-A checkpoint is written to a hidden folder beside its place, flushed to disk and renamed; a crash at any moment leaves
-the earlier checkpoints as they were. Tensors are safetensors, everything else JSON: nothing is ever unpickled.
+A checkpoint is written to a hidden folder, flushed to disk and renamed; a crash at any moment leaves the earlier
+checkpoints as they were. Tensors are safetensors, everything else is JSON: nothing is ever unpickled.
 
     checkpoints/block-000003-step-000012/
         index.json                  schema number; each tensor with dtype, shape, files and SHA-256
         tensors-00001.safetensors   trained weights, optimizer state, random generators, the tokens of a block in flight
         state.json                  progress, KL coefficient, data order, block in flight
 
-It is the state of the training, in the dtypes of the training. Frozen weights are not in it (they come from where the
-run took them), and it is no Hugging Face folder: that is an export, which a finished run leaves in ``model/``.
+Tensors have the dtypes of training. Frozen weights are not stored; they are loaded from their source again. For a
+Hugging Face folder export the checkpoint; a finished run leaves one in ``model/``.
 
-A tensor may be cut into pieces that stand in several files: with several ranks each writes its own shards
-(``shared_checkpoint.py``), and any number of ranks reads them. One process writes whole tensors.
+A tensor may be stored in pieces, in several files: of several ranks each writes its own shards
+(``shared_checkpoint.py``), and any number of ranks can read them. One process writes whole tensors.
 """
 
 import hashlib
@@ -34,14 +34,14 @@ from torch import Tensor, nn
 from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
 from logitless.errors import CheckpointError
 from logitless.train.optim.eight_bit import PARTS, packed_moment, parts_of
-from logitless.train.store.atomic import flush, write_flushed
+from logitless.train.store.atomic import cannot_write, flush, write_flushed
 from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
 SCHEMA_NUMBER = 2
-"""Of the folder. 1 was a Hugging Face folder with the rest of the state beside it, called after its step alone."""
+"""Schema of the folder. 1 was a Hugging Face folder, named after its step, with the rest of the state beside it."""
 
 LARGEST_FILE = 2**30
-"""Bytes of tensors in a file; one that is larger has a file of its own."""
+"""Most bytes of tensors in a file; a larger tensor has a file of its own."""
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
 _FOLDER_1 = re.compile(r"step-(\d+)")
@@ -50,12 +50,12 @@ _HIDDEN = (".saving-", ".removing-")
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What is read back.
+    """A checkpoint to read from.
 
     Args:
-        folder: where it stands.
-        tensors: by name; each is read, and held against its checksum, when it is asked for.
-        state: anything else.
+        folder: of the checkpoint.
+        tensors: by name; each is read, and its checksum checked, when it is asked for.
+        state: everything else.
     """
 
     folder: Path
@@ -64,10 +64,9 @@ class Checkpoint:
 
 
 class BackgroundSaver:
-    """Writes checkpoints in a thread while the run goes on with work that changes none of their tensors.
+    """Writes checkpoints in a thread, while the run samples and scores the next block.
 
-    Tensors are read where they are, not copied first. So ``wait`` comes before anything that changes one, which in a
-    run is the next optimizer step: a block is rolled out and scored while its predecessor's end is written.
+    Tensors are not copied first: call ``wait`` before anything that changes them, such as an optimizer step.
 
     Args:
         root: the run's checkpoint folder.
@@ -96,26 +95,34 @@ class BackgroundSaver:
         state: Mapping[str, Any],
         best: str | None = None,
     ) -> None:
-        """Begin to write; the state is taken now.
+        """Begin to write; ``state`` may change afterwards, tensors may not.
 
         Args:
-            block: blocks finished.
+            block: finished blocks.
             step: optimizer steps done.
-            tensors: on any device; one at a time is brought to the host.
-            state: anything JSON.
-            best: name of a checkpoint that stays, however many come after it.
+            tensors: on any device; one at a time is copied to the host.
+            state: as JSON.
+            best: name of a checkpoint that is kept, however many come after it.
 
         Raises:
             CheckpointError: the save before this one failed.
         """
         self.wait()
+        final = self.root / folder_name(block, step)
+        if final.exists():  # saved already, or by an earlier start of the same run
+            return
         content = json.dumps(state).encode()
         stream = reading_stream(tensors)
 
         def write() -> None:
             try:
+                partial = create_partial(final)
                 with torch.cuda.stream(stream):
-                    _write(self.root, block, step, tensors, content, self.keep, best)
+                    index = write_pieces(partial, tensors)
+                put_in_place(partial, final, index, content, self.keep, best)
+            except OSError as error:
+                shutil.rmtree(partial, ignore_errors=True)
+                self._error = cannot_write(final, error, CheckpointError)
             except Exception as error:
                 self._error = error
 
@@ -123,10 +130,10 @@ class BackgroundSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written.
+        """Wait until the checkpoint is written.
 
         Raises:
-            CheckpointError: the save failed; earlier checkpoints are untouched.
+            CheckpointError: the save failed; earlier checkpoints are unchanged.
         """
         if self._thread is not None:
             self._thread.join()
@@ -137,7 +144,7 @@ class BackgroundSaver:
 
 
 def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
-    """A stream whose copies wait for what was queued before them, and not for what is queued later; None on the CPU."""
+    """A stream whose copies wait for work that is queued now, and not for later work; None on a CPU."""
     device = next((tensor.device for tensor in tensors.values() if tensor.is_cuda), None)
     if device is None:
         return None
@@ -158,7 +165,7 @@ def checkpoints(root: Path) -> list[Path]:
 
 
 def is_first(folder: Path) -> bool:
-    """Whether a checkpoint was taken before the first block.
+    """Whether a checkpoint is from before the first block.
 
     Example:
         >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
@@ -169,7 +176,7 @@ def is_first(folder: Path) -> bool:
 
 
 def clear_remains(root: Path) -> None:
-    """Remove what an interrupted save or removal left; only for who holds the run's lock."""
+    """Remove what an interrupted save or removal left; the caller holds the run's lock."""
     for path in root.glob(".*"):
         if path.name.startswith(_HIDDEN):
             shutil.rmtree(path)
@@ -221,7 +228,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 
 class StoredTensors(Mapping[str, Tensor]):
-    """The tensors of a checkpoint; one is read, and held against its checksum, when it is asked for.
+    """The tensors of a checkpoint; each is read, and its checksum checked, when it is asked for.
 
     Args:
         folder: of the checkpoint.
@@ -230,7 +237,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
     Raises:
         OSError: a file is missing.
-        ValueError: a file is cut, or does not hold what the index says.
+        ValueError: a file is truncated, or does not fit the index.
     """
 
     def __init__(self, folder: Path, index: Mapping[str, Any]) -> None:
@@ -252,7 +259,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
         Raises:
             KeyError: there is no such tensor.
-            CheckpointError: its numbers are not those that were written.
+            CheckpointError: its checksum is wrong.
         """
         entry = self._index[name]
         whole: Tensor | None = None
@@ -273,16 +280,16 @@ class StoredTensors(Mapping[str, Tensor]):
         return whole
 
     def __iter__(self) -> Iterator[str]:
-        """Names."""
+        """The names."""
         return iter(self._index)
 
     def __len__(self) -> int:
-        """How many."""
+        """The number of tensors."""
         return len(self._index)
 
 
 def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """What is trained, by name: ``parameter/<name>``; frozen weights are left out.
+    """Trained parameters as ``parameter/<name>``; frozen ones are left out.
 
     Example:
         >>> sorted(parameter_tensors(dict(nn.Linear(2, 2).named_parameters())))
@@ -292,7 +299,7 @@ def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tenso
 
 
 def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Put ``parameter_tensors`` back, one at a time, into the parameters that there are.
+    """Load ``parameter_tensors`` into the parameters, one at a time.
 
     Raises:
         CheckpointError: the checkpoint is of another model.
@@ -319,7 +326,7 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[
 
 
 def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: ``optimizer/<parameter>/<key>``, packed ones in their parts."""
+    """The optimizer's state as ``optimizer/<parameter>/<key>``; 8-bit state as several tensors."""
     return {
         f"optimizer/{name}/{key}{part}": tensor
         for name, parameter in parameters.items()
@@ -331,7 +338,7 @@ def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.o
 def restore_optimizer(
     parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Put ``optimizer_tensors`` back, one at a time; AdamW's step counters stay where AdamW keeps them."""
+    """Load ``optimizer_tensors``, one at a time, to the devices where AdamW keeps them."""
     for name in tensors:
         kind, _, rest = name.partition("/")
         if kind == "optimizer":
@@ -353,7 +360,7 @@ def restore_optimizer(
 
 
 def random_tensors() -> dict[str, Tensor]:
-    """State of torch's generators and of NumPy's global one (library code may draw from them)."""
+    """State of torch's and NumPy's global generators, which code of others may use."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     keys = torch.tensor(numpy_state["state"]["key"].tolist())
@@ -364,7 +371,7 @@ def random_tensors() -> dict[str, Tensor]:
 
 
 def random_state() -> dict[str, Any]:
-    """State of Python's global generator and the scalars of NumPy's."""
+    """State of Python's global generator, and the scalars of NumPy's."""
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     scalars = {"pos": int(numpy_state["state"]["pos"]), "has_gauss": int(numpy_state["has_gauss"])}
@@ -373,7 +380,7 @@ def random_state() -> dict[str, Any]:
 
 
 def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Put ``random_tensors`` and ``random_state`` back."""
+    """Restore ``random_tensors`` and ``random_state``."""
     torch.set_rng_state(tensors["random/torch"])
     if "random/cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors["random/cuda"])
@@ -385,7 +392,7 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
 
 
 def _age(name: str) -> tuple[int, int] | None:
-    """(blocks, steps) of a checkpoint's folder, for its order; earlier schemas come first; None for other folders."""
+    """Sort key of a checkpoint's folder, (blocks, steps), with schema 1 first; None for other folders."""
     if found := _FOLDER.fullmatch(name):
         return int(found[1]), int(found[2])
     if found := _FOLDER_1.fullmatch(name):
@@ -393,29 +400,8 @@ def _age(name: str) -> tuple[int, int] | None:
     return None
 
 
-def _write(
-    root: Path,
-    block: int,
-    step: int,
-    tensors: Mapping[str, Tensor],
-    state: bytes,
-    keep: int,
-    best: str | None = None,
-) -> Path:
-    final = root / folder_name(block, step)
-    if final.exists():  # the same moment of a deterministic run
-        return final
-    partial = begun(final)
-    try:
-        put_in_place(partial, final, write_pieces(partial, tensors), state, keep, best)
-    except OSError as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise no_room(final, error) from error
-    return final
-
-
 def folder_name(block: int, step: int) -> str:
-    """Of a checkpoint.
+    """Name of a checkpoint's folder.
 
     Example:
         >>> folder_name(3, 12)
@@ -424,8 +410,8 @@ def folder_name(block: int, step: int) -> str:
     return f"block-{block:06d}-step-{step:06d}"
 
 
-def begun(final: Path) -> Path:
-    """The empty hidden folder in which a checkpoint is written before it appears as ``final``.
+def create_partial(final: Path) -> Path:
+    """Create the empty hidden folder in which a checkpoint is written before it is renamed to ``final``.
 
     Raises:
         CheckpointError: the disk is not writable.
@@ -435,12 +421,12 @@ def begun(final: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
-        raise no_room(final, error) from error
+        raise cannot_write(final, error, CheckpointError) from error
     return partial
 
 
 def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
-    """Write tensors, or of sharded ones the part that is here, to files of their own.
+    """Write tensors, of sharded ones the local shard, to new files.
 
     Args:
         folder: exists.
@@ -448,13 +434,13 @@ def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "
         prefix: of the files' names.
 
     Returns:
-        What the index says of each: dtype, shape of the whole, and the piece that was written.
+        The index's entry for each tensor: dtype, shape of the whole, and the piece that was written.
 
     Raises:
         OSError: the disk is full or not writable.
     """
     places = {name: start_and_shape(tensor) for name, tensor in tensors.items()}
-    parts = {  # a rank beyond the last row of a small tensor has nothing of it
+    parts = {  # of a tensor with few rows some ranks have an empty shard
         name: local_part(tensor)
         for name, tensor in tensors.items()
         if not (is_sharded(tensor) and 0 in places[name][1])
@@ -499,21 +485,12 @@ def put_in_place(
     for old in checkpoints(final.parent)[:-keep]:
         if old.name == best:
             continue
-        removed = old.rename(old.with_name(f".removing-{old.name}"))  # at once: half a checkpoint is never seen
+        removed = old.rename(old.with_name(f".removing-{old.name}"))  # first, so that no half checkpoint is ever seen
         shutil.rmtree(removed)
 
 
-def no_room(final: Path, error: Exception | str) -> CheckpointError:
-    """The error for a checkpoint that could not be written."""
-    return CheckpointError(
-        needed=f"room and permission to write {final}",
-        given=str(error),
-        remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
-    )
-
-
 def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
-    """The names that share a file, in order."""
+    """The names of the tensors in each file, in order."""
     files, size = list[list[str]](), 0
     for name, tensor in tensors.items():
         size += num_bytes(tensor)

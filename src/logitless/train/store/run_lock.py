@@ -1,6 +1,6 @@
-"""One process at a time in a run folder: the kernel's lock on ``lock.json``, which says who holds it.
+"""The lock of a run folder: an operating system lock on ``lock.json``, which names the process that holds it.
 
-The kernel gives the lock back when its process ends, however it ends. What a killed one leaves is taken over.
+The system releases the lock when its process ends, however it ends. The file of a killed process is taken over.
 """
 
 import json
@@ -20,10 +20,10 @@ LOCK = "lock.json"
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Inside, the folder is this process's; ``lock.json`` is gone afterwards.
+    """Hold the lock of a run folder inside; ``lock.json`` is removed afterwards.
 
     Raises:
-        ConfigurationError: another process has it.
+        ConfigurationError: another process holds it.
         TrainingError: the lock cannot be written.
 
     Example:
@@ -38,7 +38,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             stack.enter_context(FileLock(path, blocking=False))
             owner = _owner(path)
-            if owner.get("host", host) != host:  # not every shared file system tells of another machine's lock
+            if owner.get("host", host) != host:  # some shared file systems do not show other machines' locks
                 raise _taken(path, owner)
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
             path.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": since}))
@@ -65,7 +65,7 @@ def _taken(path: Path, owner: dict[str, str]) -> ConfigurationError:
 
 
 def _owner(path: Path) -> dict[str, str]:
-    """Who wrote it; nothing where that is nobody, or the write was cut by the writer's end."""
+    """The process that wrote the file; empty if there is none, or its write was interrupted."""
     with suppress(OSError, ValueError):
         owner = json.loads(path.read_text())
         if isinstance(owner, dict) and owner.keys() >= {"pid", "host", "since"}:

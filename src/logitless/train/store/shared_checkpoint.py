@@ -1,12 +1,11 @@
-"""Checkpoints of several ranks: each writes its own shards, and the first makes one folder of them.
+"""Checkpoints of several ranks: each writes its own shards, and the first one writes the index.
 
-The format is that of ``checkpoint.py``: safetensors and JSON, so that a run goes on with any number of ranks, and one
-process reads what several wrote. It is not that of torch.distributed.checkpoint, whose metadata is a pickle, which runs
-code when it is read.
+The format is that of ``checkpoint.py``, so that a run resumes on any number of ranks. It is not that of
+torch.distributed.checkpoint, whose metadata is a pickle and runs code when it is read.
 
     .saving-block-000003-step-000012/
         tensors-of-1-00001.safetensors   shards of rank 1
-        part-1.json                      what the index will say of them: rank 1 is done
+        part-1.json                      their entries of the index; rank 1 is done
 """
 
 import json
@@ -23,22 +22,15 @@ from torch import Tensor
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded, is_spare_copy
 from logitless.errors import CheckpointError
-from logitless.train.store.atomic import write_atomically
-from logitless.train.store.checkpoint import (
-    begun,
-    folder_name,
-    no_room,
-    put_in_place,
-    reading_stream,
-    write_pieces,
-)
+from logitless.train.store.atomic import cannot_write, write_atomically
+from logitless.train.store.checkpoint import create_partial, folder_name, put_in_place, reading_stream, write_pieces
 
 
 class SharedSaver:
-    """``BackgroundSaver`` for several ranks, which call each method together.
+    """``BackgroundSaver`` for several ranks; its methods are collectives.
 
-    The folder appears as soon as the last rank has written its part. ``wait`` is where ranks tell each other how it
-    went: a full disk on one of them ends all of them.
+    The folder appears when the last rank has written its part. In ``wait`` the ranks exchange errors: a full disk on
+    one of them ends all of them.
 
     Args:
         root: the run's checkpoint folder, which all ranks see.
@@ -61,7 +53,7 @@ class SharedSaver:
         state: Mapping[str, Any],
         best: str | None = None,
     ) -> None:
-        """Begin to write; the state, of which the first rank's counts, is taken now.
+        """Begin to write; of ``state`` the first rank's is stored.
 
         Args:
             block, step, tensors, state, best: of ``BackgroundSaver.save``.
@@ -71,15 +63,15 @@ class SharedSaver:
         """
         self.wait()
         final, begin, failed = self.root / folder_name(block, step), False, None
-        if self.ranks.is_first and not final.exists():  # else the same moment of a deterministic run
+        if self.ranks.is_first and not final.exists():  # else saved already, or by an earlier start of the same run
             try:
-                begun(final)
+                create_partial(final)
                 begin = True
             except CheckpointError as error:
                 failed = error.given
         begin, failed = self.ranks.broadcast_object((begin, failed))
         if failed is not None:
-            raise no_room(final, failed)
+            raise cannot_write(final, failed, CheckpointError)
         if not begin:
             return
         mine = {name: tensor for name, tensor in tensors.items() if self._writes(tensor)}
@@ -94,12 +86,12 @@ class SharedSaver:
                 part = partial / f"part-{self.ranks.rank}.json"
                 whole_part = part.with_name(f".whole-{part.name}")
                 write_atomically(whole_part, json.dumps(index).encode())
-                whole_part.replace(part)  # from here on the first may move the folder
+                whole_part.replace(part)  # from now on the first rank may rename the folder
                 self._wrote.set()
-                if self.ranks.is_first and (whole := self._everyones(partial)) is not None:
+                if self.ranks.is_first and (whole := self._index_of_all(partial)) is not None:
                     put_in_place(partial, final, whole, content, self.keep, best)
             except OSError as error:
-                self._error = no_room(final, error)
+                self._error = cannot_write(final, error, CheckpointError)
             except Exception as error:
                 self._error = error
             finally:
@@ -109,10 +101,10 @@ class SharedSaver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the checkpoint is in its place.
+        """Wait until the checkpoint is written by all ranks.
 
         Raises:
-            CheckpointError: the save failed on some rank; earlier checkpoints are untouched.
+            CheckpointError: on every rank, if the save failed on one; earlier checkpoints are unchanged.
         """
         if self._thread is None:
             return
@@ -135,16 +127,16 @@ class SharedSaver:
             )
 
     def _failed(self) -> str | None:
-        """What went wrong first, by rank, as all of them know."""
+        """The error of the first rank that has one, in words; None if none has. A collective."""
         said = self.ranks.all_gather_object(None if self._error is None else str(self._error))
         return next((f"on rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
 
     def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes (its part of) a tensor: each shard is written once, by the first what all have."""
+        """Whether this rank writes a tensor: each shard is written once, and what all ranks have by the first."""
         return not is_spare_copy(tensor) if is_sharded(tensor) else self.ranks.is_first
 
-    def _everyones(self, partial: Path) -> dict[str, Any] | None:
-        """The index of all parts once they are there; None where another rank failed."""
+    def _index_of_all(self, partial: Path) -> dict[str, Any] | None:
+        """Wait for the parts of all ranks, and merge them into the index; None if another rank failed."""
         paths = [partial / f"part-{rank}.json" for rank in range(self.ranks.world)]
         while not all(path.exists() for path in paths):
             if self._given_up.is_set():

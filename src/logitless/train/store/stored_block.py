@@ -1,6 +1,6 @@
-"""A block in training as a checkpoint holds it: its tensors by name, and the rest as JSON.
+"""A block in training as a checkpoint stores it: tensors by name, and the rest as JSON.
 
-Both directions follow the fields of the stages, so that a further field needs no line here.
+Both directions follow the fields of the dataclasses: a new field needs no change here.
 """
 
 from collections.abc import Mapping
@@ -16,18 +16,18 @@ _Stage = TypeVar("_Stage")
 
 
 def stored_block(block: ScoredBlock) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The tensors of a block, each under ``block/<field>/...``, and what is no tensor by the same names."""
+    """The tensors of a block as ``block/<field>/...``, and its other values by the same names."""
     values = _flat(block, _PREFIX)
     tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in values.items() if name not in tensors}
 
 
 def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> ScoredBlock:
-    """The block of ``stored_block``.
+    """The block that ``stored_block`` took apart.
 
     Args:
-        tensors: others among them are left alone.
-        state: lists stand for tuples, as JSON leaves them.
+        tensors: may have others too.
+        state: from JSON, which has lists in place of tuples.
     """
     of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
     return _built(ScoredBlock, _PREFIX, {**of_block, **{name: _tuples(value) for name, value in state.items()}})

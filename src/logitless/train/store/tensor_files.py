@@ -1,8 +1,7 @@
-"""Safetensors files, written and read one tensor at a time.
+"""Safetensors files, written and read one tensor at a time, with a checksum of each.
 
-The files are those of the safetensors library: eight bytes with the header's length, the header in JSON, the numbers.
-The library takes every tensor of a file at once and maps whole files into memory; here the host holds one tensor, and
-each has its checksum.
+The safetensors library needs all tensors of a file at once; here the host holds one. The format is the same: eight
+bytes with the header's length, the header in JSON, the numbers.
 """
 
 import hashlib
@@ -37,13 +36,13 @@ _LARGEST_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Place:
-    """Where the numbers of a tensor stand in a file.
+    """Where a tensor is in a file.
 
     Args:
         dtype: of the tensor.
         shape: of the tensor.
-        start: of its first byte, from the beginning of the file.
-        num_bytes: from there on.
+        start: offset of its first byte in the file.
+        num_bytes: its size.
 
     Example:
         >>> Place(torch.float32, (2, 3), start=128, num_bytes=24).num_bytes
@@ -57,7 +56,7 @@ class Place:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What the format calls a dtype.
+    """The format's name of a dtype.
 
     Example:
         >>> dtype_name(torch.bfloat16)
@@ -77,7 +76,7 @@ def num_bytes(tensor: Tensor) -> int:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Write a safetensors file and flush it to the disk; the host holds a copy of one tensor at most.
+    """Write a safetensors file and flush it to disk; the host holds a copy of one tensor at most.
 
     Args:
         path: of the file.
@@ -117,7 +116,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def read_places(path: Path) -> dict[str, Place]:
-    """The tensors that a file says it holds.
+    """The tensors in a file, by its header.
 
     Raises:
         OSError: no such file.
@@ -182,6 +181,6 @@ def read_tensor(path: Path, place: Place) -> tuple[Tensor, str]:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The numbers of a contiguous tensor on the CPU, not copied."""
+    """The bytes of a contiguous tensor on the CPU, not copied."""
     numbers: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     return memoryview(numbers)

@@ -1,8 +1,8 @@
 """AdamW over many tensors in one launch: float32 master weights and state, and the copies the model reads.
 
-Equal to clipping, ``torch.optim.AdamW`` on the master weights and rounding each to its copy, up to float32 rounding.
-Memory traffic a weight: 16 bytes read, 12 written, and the copy's 2; neither clipping nor the copy costs a pass of its
-own. The gradient's norm must be known before the first weight moves: 4 bytes read, by ``squares_kernel``.
+Equals clipping, ``torch.optim.AdamW`` on the master weights, and rounding to the copies, up to float32 rounding.
+Memory traffic for each weight: 16 bytes read, 12 written, and 2 for the copy. The gradient's norm must be known before:
+``squares_kernel`` reads 4 bytes more.
 Determinism: elementwise, and sums in one order, so bitwise repeatable.
 """
 
