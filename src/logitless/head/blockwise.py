@@ -54,12 +54,21 @@ def tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int)
         Tile(rows=9000, columns=512)
     """
     entries = memory_budget // (3 * dtype.itemsize)
-    columns = max(entries // max(num_rows, 1), MIN_COLUMNS)
+    columns = even(max(entries // max(num_rows, 1), MIN_COLUMNS), vocabulary)
+    return Tile(rows=min(max(entries // columns, MIN_ROWS), max(num_rows, 1)), columns=columns)
+
+
+def even(columns: int, vocabulary: int) -> int:
+    """At most so many columns, of which the last block has about as many.
+
+    Example:
+        >>> even(4096, 5000), even(4096, 300)
+        (2560, 300)
+    """
     if columns < vocabulary:
         blocks = -(-vocabulary // columns)
         columns = min(columns, -(-vocabulary // (128 * blocks)) * 128)
-    columns = min(columns, vocabulary)
-    return Tile(rows=min(max(entries // columns, MIN_ROWS), max(num_rows, 1)), columns=columns)
+    return min(columns, vocabulary)
 
 
 def default_budget(device: torch.device) -> int:
