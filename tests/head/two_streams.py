@@ -44,7 +44,7 @@ def two(case: Case, kind: str, beta: float | None = None, *, near: float | None 
         generator = torch.Generator().manual_seed(case.seed + 2)
         with torch.no_grad():
             noise = torch.randn(other.head.weight.shape, generator=generator, dtype=torch.float64)
-            other.head.weight += near * noise.to(other.head.weight.dtype)
+            other.head.weight.add_(near * noise)
     vocabulary = min(len(student.head.weight), len(other.head.weight))
     student = replace(student, target=student.target % vocabulary)
     if kind == "jensen_shannon" and beta is None:
@@ -98,13 +98,14 @@ def _by_definition(given: Two, student: Problem, teacher: Problem) -> dict[str, 
     log_p = plain_logits(student)[:, : given.vocabulary].log_softmax(1)
     log_q = plain_logits(teacher).detach()[:, : given.vocabulary].log_softmax(1)
     results = (defined(log_p, log_q, given.kind, given.beta), *_scores(log_p, student), *_scores(log_q, student))
-    order = (0, 1, 2, 3, 4)
-    return with_gradients(given, student, {RESULTS[i]: results[i] for i in order})
+    return with_gradients(given, student, dict(zip(RESULTS, results, strict=True)))
 
 
 def defined(log_p: Tensor, log_q: Tensor, kind: str, beta: float | None) -> Tensor:
     """The measures as papers write them."""
     p, q = log_p.exp(), log_q.exp()
+    if kind == "jensen_shannon":
+        kind = {0.0: "forward_kl", 1.0: "reverse_kl"}.get(beta, kind)
     if kind == "forward_kl":
         return (q * (log_q - log_p)).sum(1)
     if kind == "reverse_kl":

@@ -308,17 +308,16 @@ def _weighted(weight: Tensor, value: Tensor) -> Tensor:
 
 
 def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _PairSums:
-    num_rows, wide = len(student.rows.target), plan.call.wide
-    total: _PairSums | None = None
+    num_rows, total = len(student.rows.target), None
     for columns in slices(plan.vocabulary, size.columns):
-        block, block_teacher = student.block(columns), teacher.block(columns)
-        sums = student.rows.hidden.new_empty(9, num_rows, dtype=wide)
+        blocks = student.block(columns), teacher.block(columns)
+        sums = student.rows.hidden.new_empty(9, num_rows, dtype=plan.call.wide)
         for some in slices(num_rows, size.rows):
-            z = student.logits(some, columns.start, block)
-            y = teacher.logits(some, columns.start, block_teacher)
-            target = student.rows.target[some] - columns.start
-            masked = block.bias is not None, block_teacher.bias is not None
-            sums[:, some] = _tile_sums(z, y, target, masked, plan.measure)
+            z, y = (
+                side.logits(some, columns.start, block) for side, block in zip((student, teacher), blocks, strict=True)
+            )
+            masked = blocks[0].bias is not None, blocks[1].bias is not None
+            sums[:, some] = _tile_sums(z, y, student.rows.target[some] - columns.start, masked, plan.measure)
         part = _PairSums(Partial(*sums[:4]), Partial(*sums[4:8]), sums[8])
         total = part if total is None else _merged(total, part, plan.measure)
     assert total is not None
@@ -356,28 +355,36 @@ def _second_pass(
     student: _Side, teacher: _Side, p: Scored, q: Scored, plan: _Plan, size: Tile
 ) -> tuple[Tensor, Tensor]:
     """Value and ``_Row.expected`` over v != y, once both normalisers are known."""
-    num_rows, wide = len(student.rows.target), plan.call.wide
-    total = student.rows.hidden.new_zeros(2, num_rows, dtype=wide)
+    num_rows = len(student.rows.target)
+    total = student.rows.hidden.new_zeros(2, num_rows, dtype=plan.call.wide)
     for columns in slices(plan.vocabulary, size.columns):
-        block, block_teacher = student.block(columns), teacher.block(columns)
+        blocks = student.block(columns), teacher.block(columns)
         for some in slices(num_rows, size.rows):
-            z = student.logits(some, columns.start, block)
-            y = teacher.logits(some, columns.start, block_teacher)
-            target = student.rows.target[some] - columns.start
-            sides = ((z, block, p), (y, block_teacher, q))
-            for logits, of, result in sides:
-                _relative(logits, result.top[some], masked=of.bias is not None)
-                write_target(logits, target, torch.full_like(result.top[some], FLOOR))
-            at_p, at_q = (x[some, None] for x in (p.normaliser, q.normaliser))
-            if plan.measure.kind == "jensen_shannon":
-                ratio = (y - z).sub_(at_q.log() - at_p.log())
-                terms = _jensen_shannon(z.exp_().div_(at_p), y.exp_().div_(at_q), ratio, plan.measure.beta)
-            else:
-                of_p = z.exp_().div_(at_p)
-                change = torch.sub(of_p, y.exp_().div_(at_q), out=y)
-                terms = change.abs().div_(2), change.sign_().mul_(of_p).div_(2)
-            total[:, some] += torch.stack([term.sum(1) for term in terms])
+            z, y = (
+                _relative_to_all(side, block, some, columns.start, of)
+                for side, block, of in zip((student, teacher), blocks, (p, q), strict=True)
+            )
+            total[:, some] += _tile_terms(z, y, p.normaliser[some, None], q.normaliser[some, None], plan.measure)
     return total[0], total[1]
+
+
+def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:
+    """Logits of one tile less their rows' maximum over all columns, FLOOR at the target."""
+    top = of.top[rows]
+    z = _relative(side.logits(rows, first_column, block), top, masked=block.bias is not None)
+    write_target(z, side.rows.target[rows] - first_column, torch.full_like(top, FLOOR))
+    return z
+
+
+def _tile_terms(z: Tensor, y: Tensor, of_z: Tensor, of_y: Tensor, measure: Measure) -> Tensor:
+    """The second pass's two sums of one tile, [2, n], of logits less their maxima, which it overwrites."""
+    if measure.kind == "jensen_shannon":
+        ratio = (y - z).sub_(of_y.log() - of_z.log())
+        terms = _jensen_shannon(z.exp_().div_(of_z), y.exp_().div_(of_y), ratio, measure.beta)
+        return torch.stack([term.sum(1) for term in terms])
+    p = z.exp_().div_(of_z)
+    change = torch.sub(p, y.exp_().div_(of_y), out=y)
+    return torch.stack([change.abs().sum(1), change.sign_().mul_(p).sum(1)]).div_(2)
 
 
 def _relative(z: Tensor, top: Tensor, *, masked: bool) -> Tensor:
