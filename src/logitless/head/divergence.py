@@ -133,9 +133,10 @@ def score_centering(
         centering = sum_v sg(q_v - p_v) log p_v
         loss of a token with advantage A:  -A logp + A centering
 
-    Tokens are sampled from q, under which the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, not 0.
-    The term takes that mean away. What is left has mean 0 for an A that does not depend on the token, whatever the
-    staleness, and no ratio weighs it.
+    Tokens are sampled from q, under which the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, not 0 as
+    on-policy. The term takes that mean away, without a ratio. So the part of an advantage that does not depend on the
+    token (a baseline that is off, an easy prompt) adds exactly 0 on average, as on-policy and whatever the staleness.
+    What A owes to the token itself is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy ``-Cov_p``.
 
     Gradient: to the policy's hidden, weight, bias and LoRA factors, by its logits ``q - p``: that of -KL(q || p). It is
     exactly 0, in every bit, where both streams have the same hidden states, head and temperature. None to the sampler.
@@ -261,8 +262,8 @@ def _streams(
 
 
 def _detached(head: LMHead) -> LMHead:
-    tensors = {name: value.detach() for name, value in vars(head).items() if isinstance(value, Tensor)}
-    return replace(head, **tensors)
+    bias, lora_a, lora_b = (None if x is None else x.detach() for x in (head.bias, head.lora_a, head.lora_b))
+    return replace(head, weight=head.weight.detach(), bias=bias, lora_a=lora_a, lora_b=lora_b)
 
 
 def _measured(

@@ -239,20 +239,19 @@ def _side(
     size: Tile | None = None,
 ) -> _Side:
     """A stream cut to the common vocabulary; on the CPU padded to whole tiles of rows, where their size is given."""
-    weight, bias, lora_a, lora_b = head
-    head = HeadBlock(weight[:vocabulary], *at(slice(vocabulary), bias), lora_a, *at(slice(vocabulary), lora_b))
+    bias, lora_b = at(slice(vocabulary), head.bias, head.lora_b)
+    head = HeadBlock(head.weight[:vocabulary], bias, head.lora_a, lora_b)
     if size is None or hidden.device.type != "cpu" or not len(hidden):
         return _Side(head, rows_of(hidden, head, target, outside, call), call)
     missing = -len(hidden) % size.rows
     if missing:
         hidden, target = pad(hidden, (0, 0, 0, missing)), pad(target, (0, missing), value=-1)
         outside = None if outside is None else pad(outside, (0, missing), value=1.0)
-    # LoRA's product in tiles of its own: its bits depend on the number of rows as well.
-    parts = [
-        rows_of(*at(some, hidden), head, *at(some, target, outside), call) for some in slices(len(hidden), size.rows)
-    ]
-    rows = Rows(*(None if column[0] is None else torch.cat(column) for column in zip(*parts, strict=True)))
-    return _Side(head, rows, call)
+    if head.lora_a is None:
+        return _Side(head, rows_of(hidden, head, target, outside, call), call)
+    # LoRA's first product a tile of rows at a time: its bits depend on their number as well.
+    low = [rows_of(hidden[some], head, target, None, call).low for some in slices(len(hidden), size.rows)]
+    return _Side(head, Rows(hidden.to(call.narrow), torch.cat(low), target, outside), call)  # type: ignore[arg-type]
 
 
 def _cut(part: Any, num_rows: int) -> Any:
