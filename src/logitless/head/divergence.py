@@ -136,7 +136,8 @@ def score_centering(
     Tokens are sampled from q, under which the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, not 0 as
     on-policy. The term takes that mean away, without a ratio. So the part of an advantage that does not depend on the
     token (a baseline that is off, an easy prompt) adds exactly 0 on average, as on-policy and whatever the staleness.
-    What A owes to the token itself is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy ``-Cov_p``.
+    What A owes to the token itself is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy
+    ``-Cov_p(A, grad log p)``.
 
     Gradient: to the policy's hidden, weight, bias and LoRA factors, by its logits ``q - p``: that of -KL(q || p). It is
     exactly 0, in every bit, where both streams have the same hidden states, head and temperature. None to the sampler.
