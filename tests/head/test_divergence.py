@@ -285,6 +285,22 @@ def test_a_target_of_probability_nearly_one_in_both_streams_has_an_exact_value_a
     assert teacher.grad is None
 
 
+@pytest.mark.parametrize("target", [None, 0, 1])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_streams_that_share_no_token_have_the_largest_jensen_shannon_divergence_and_no_nan(backend, target):
+    # p = (1, 0, 0) and q = (0, 1, 0) to float32, with log-ratios of 500: -beta log beta - (1 - beta) log(1 - beta).
+    beta, ones = 0.3, torch.ones(1, 1)
+    weight, teacher = (torch.tensor(logits)[:, None].requires_grad_() for logits in ([500.0, 0, 0], [0.0, 500.0, 0]))
+    streams = (ones, weight, ones, teacher, None if target is None else torch.tensor([target]))
+    found = token_divergence(*streams, kind="jensen_shannon", beta=beta, backend=backend)
+    found.divergence.sum().backward()
+    assert found.divergence.item() == pytest.approx(-beta * math.log(beta) - (1 - beta) * math.log(1 - beta), rel=1e-6)
+    assert float(weight.grad.abs().max()) < 1e-6
+    assert token_divergence(*streams, kind="total_variation", backend=backend).divergence.item() == pytest.approx(1.0)
+    for kind in ("forward_kl", "reverse_kl"):
+        assert token_divergence(*streams, kind=kind, backend=backend).divergence.item() == pytest.approx(500.0)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_tokens_masked_in_both_streams_do_not_exist(backend, kind):
