@@ -343,6 +343,19 @@ def test_a_token_that_one_stream_alone_excludes_makes_one_kl_infinite_and_no_oth
             assert (value > 0).all()
 
 
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_excluded_tokens_whose_probability_in_the_other_stream_is_0_make_no_kl_infinite(dtype, budget):
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(3, 4, dtype=dtype), torch.randn(1201, 4, dtype=dtype)
+    beyond = torch.arange(1201) >= 600  # whole blocks of columns
+    excluded, impossible = (torch.zeros(1201).masked_fill(beyond, x).to(dtype) for x in (-math.inf, -1000.0))
+    streams = hidden, LMHead(weight, bias=excluded), hidden, LMHead(weight.flip(0), bias=impossible)
+    found = token_divergence(*streams, kind="forward_kl", backend="chunked", memory_budget=budget).divergence
+    exact = token_divergence(*streams, kind="forward_kl", backend="reference").divergence
+    torch.testing.assert_close(found, exact, atol=of_sum(dtype, 1201), rtol=of_sum(dtype, 1201))
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("stream", ["student", "teacher"])

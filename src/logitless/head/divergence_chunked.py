@@ -346,7 +346,7 @@ def _merged(one: _PairSums, two: _PairSums, measure: Measure) -> _PairSums:
         own, other = ends if measure.kind == "reverse_kl" else ends[::-1]
         others = part.student.others if measure.kind == "reverse_kl" else part.teacher.others
         scale = own.clamp(min=FLOOR).exp()
-        gap += _weighted(scale, part.gap) + _weighted(scale * others, own - other)
+        gap += _weighted(scale, part.gap) + scale * others * (own - other)
     return _PairSums(student, teacher, gap)
 
 
