@@ -20,7 +20,9 @@ from transformers import PreTrainedModel
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import AttentionLayout
 from logitless.models.modes import evaluating, whole_float32
-from logitless.models.packed import PACKED, PackedLayout
+from logitless.models.mixers import RECURRENT, recurrent_mixers
+from logitless.models.packed import PACKED
+from logitless.models.packed_layout import PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
 from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
 
@@ -101,6 +103,9 @@ def backbone(model: nn.Module) -> PreTrainedModel:
     """
     inner = causal_lm(model)
     if inner.base_model is inner:
+        decoder = getattr(inner, "model", None)  # Llama 4's prefix names the whole of its image model
+        if isinstance(decoder, PreTrainedModel):
+            return decoder
         raise UnavailableError(
             needed="a causal language model with a decoder below its LM head",
             given=type(inner).__name__,
@@ -195,6 +200,7 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
         f"attention {config._attn_implementation}": config._attn_implementation != PACKED,
         "row-invariant layers": hasattr(decoder, "row_invariant"),
         "longrope": any(getattr(module, "turns_each_sequence", False) for module in decoder.modules()),
+        "recurrent layers, which need every token of a sequence": bool(recurrent_mixers(decoder)),
     }
     if given := [what for what, holds in odd.items() if holds]:
         raise UnavailableError(
@@ -235,20 +241,22 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
         # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
         return {"attention_mask": mask, "packed_layout": layout}
+    for_mixers = {"packed_layout": layout} if recurrent_mixers(decoder) else {}
     if not _takes_mask(decoder):
-        return {}  # transformers makes a mask for each kind of layer from the positions
+        return for_mixers  # transformers makes a mask for each kind of layer from the positions
     allowed = (_shared_mask(layout) if isinstance(layout, AttentionLayout) else _packed_mask(layout))[None, None]
     if attention == "sdpa":
-        return {"attention_mask": allowed}
-    dtype = decoder.dtype
-    return {"attention_mask": torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)}
+        return {"attention_mask": allowed, **for_mixers}
+    mask = torch.zeros_like(allowed, dtype=decoder.dtype).masked_fill(~allowed, torch.finfo(decoder.dtype).min)
+    return {"attention_mask": mask, **for_mixers}
 
 
 def _takes_mask(decoder: PreTrainedModel) -> bool:
     """Whether one mask of ours serves all of a decoder's layers."""
     config = decoder.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
-    windowed = any(kind != "full_attention" for kind in kinds) or (
+    plain = {"full_attention", *RECURRENT} - {"hybrid_sliding"}
+    windowed = any(kind not in plain for kind in kinds) or (
         not kinds and getattr(config, "sliding_window", None)
     )
     return config._attn_implementation in ("sdpa", "eager") and not windowed

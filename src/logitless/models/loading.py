@@ -5,6 +5,7 @@ file, or are drawn at random from a config under a seed. On the meta device noth
 run.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -31,6 +32,7 @@ from logitless.models.end_of_turn import mend_end_token
 from logitless.models.four_bit import FourBit, quantize
 from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
 from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
+from logitless.models.mixers import RECURRENT, keep_sequences_apart
 from logitless.models.modes import runs_compiled
 from logitless.models.packed import PACKED
 from logitless.models.rotary import separate_long_sequences
@@ -38,7 +40,6 @@ from logitless.models.seeded import seeded
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # what transformers calls kinds of layers
 
 
 def load_model(
@@ -74,8 +75,8 @@ def load_model(
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
             whose router loss would be dropped.
-        UnavailableError: this architecture cannot run with this attention, has layers that carry a state from token
-            to token (Mamba, linear attention), its LM head is not an LMHead, or there is nothing to round with.
+        UnavailableError: this architecture cannot run with this attention, has layers whose state cannot be kept in its
+            sequence, its LM head is not an LMHead, or there is nothing to round with.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -84,9 +85,9 @@ def load_model(
         840
     """
     config = _load_config(source, trust_remote_code)
-    _check_recurrence(config)
     _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
+    _check_temperature(config, attention)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": PACKED if attention == "packed" else attention,
@@ -94,6 +95,8 @@ def load_model(
     }
     if attention == "packed":
         _check_attention_interface(config)
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # torch's grouped products take no float64
     meta = torch.device(device).type == "meta"
     if isinstance(source, Mapping) and not random_weights:
         raise ConfigurationError(
@@ -111,6 +114,7 @@ def load_model(
     if four_bit is None and not empty:
         model.to(device)
     separate_long_sequences(model)
+    _check_recurrence(model, keep_sequences_apart(model))
     verify_lm_head(model)
     verify_packing(model)
     if four_bit is not None:  # after the checks, for products in four bits differ by more than their tolerance
@@ -364,34 +368,48 @@ def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
         )
 
 
-def _check_recurrence(config: Any) -> None:
+def _check_recurrence(model: PreTrainedModel, num_kept_apart: int) -> None:
     """A state that runs along the row would pass from one packed sequence into the next."""
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(layers & _RECURRENT)
-    if recurrent or getattr(kind, "_is_stateful", False):
+    config = model.config.get_text_config()
+    kinds = list(getattr(config, "layer_types", None) or ())
+    recurrent = [kind for kind in kinds if kind in RECURRENT]
+    carries = len(recurrent) > num_kept_apart or (getattr(model, "_is_stateful", False) and not num_kept_apart)
+    if carries:
         raise UnavailableError(
-            needed="a model of attention layers, whose packed sequences can be kept apart",
-            given=f"{config.model_type}, with {', '.join(recurrent) or 'state-space'} layers that carry a state from"
-            " token to token",
-            remedy="Use a model without state-space, recurrent or linear-attention layers.",
+            needed="layers whose packed sequences can be kept apart: attention, or a convolution over time that begins"
+            " a recurrent layer",
+            given=f"{config.model_type}, with other {', '.join(sorted(set(recurrent))) or 'state-space'} layers that"
+            " carry a state from token to token",
+            remedy="Use another model: docs/models.md says which are tested.",
         )
 
 
 def _check_attention_softcap(config: Any, attention: Attention) -> None:
     """SDPA leaves a softcap out without a word."""
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None and attention in ("packed", "sdpa"):
+    if cap is not None and attention == "sdpa":
         raise UnavailableError(
             needed=f"attention with a softcap of {cap}",
             given=f"attention {attention!r}, which has none",
-            remedy='Set attention to "eager" or "flex_attention".',
+            remedy='Leave attention at "packed", or set it to "eager" or "flex_attention".',
+        )
+
+
+def _check_temperature(config: Any, attention: Attention) -> None:
+    """Llama 4 scales queries by their place in the row, which packed attention alone puts right."""
+    if getattr(config.get_text_config(), "attn_temperature_tuning", False) and attention != "packed":
+        raise UnavailableError(
+            needed="attention that knows each token's place in its sequence (attn_temperature_tuning)",
+            given=f"attention {attention!r}",
+            remedy='Leave attention at "packed".',
         )
 
 
 def _check_attention_interface(config: Any) -> None:
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if kind is not None and not kind._supports_attention_backend:
+    if kind is None or kind._supports_attention_backend:
+        return
+    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):  # its layers would not ask for ours
         raise UnavailableError(
             needed="an architecture with replaceable attention",
             given=f"{kind.__name__} with attention 'packed'",
