@@ -84,7 +84,8 @@ FAMILIES = (
     Family("granite", "Granite 3", {"attention_multiplier": 0.5, "logits_scaling": 3.0}),
     Family("hunyuan_v1_dense", "Hunyuan dense", {}),
     Family("qwen2_moe", "Qwen1.5-MoE", {**EXPERTS, **SHARED_EXPERT}, "experts"),
-    Family("qwen3_moe", "Qwen3-30B-A3B, 235B", {**EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True}, "experts"),
+    Family("qwen3_moe", "Qwen3-30B-A3B, 235B", {**EXPERTS, "decoder_sparse_step": 1, "norm_topk_prob": True},
+           "experts"),
     Family("olmoe", "OLMoE", {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 4}, "experts"),
     Family("mixtral", "Mixtral", LOCAL_EXPERTS, "experts"),
     Family("granitemoe", "Granite 3 MoE", LOCAL_EXPERTS, "experts"),
@@ -136,8 +137,8 @@ FAMILIES = (
     Family("mamba2", "Mamba-2", {"num_heads": 4, "state_size": 6, "n_groups": 2, "chunk_size": 4}, "Mamba-2 alone",
            refused="an architecture with replaceable attention"),
     Family("recurrent_gemma", "RecurrentGemma", {
-        "lru_width": 16, "attention_window_size": 8, "block_types": ["recurrent", "attention"]}, "its states are no cache",
-           refused="layers whose packed sequences can be kept apart"),
+        "lru_width": 16, "attention_window_size": 8, "block_types": ["recurrent", "attention"]},
+           "its states are no cache", refused="layers whose packed sequences can be kept apart"),
     Family("minimax", "MiniMax-Text-01", {"layer_types": ["linear_attention", "full_attention"], **LOCAL_EXPERTS},
            "lightning attention", refused="layers whose packed sequences can be kept apart"),
     Family("deepseek_v32", "DeepSeek-V3.2", {**ROUTED, **LATENT}, "sparse attention",
@@ -145,4 +146,73 @@ FAMILIES = (
 )  # fmt: skip
 
 TRAINED = tuple(family for family in FAMILIES if family.refused is None)
+FAMILY = {family.model_type: family for family in FAMILIES}
 REFUSED = tuple(family for family in FAMILIES if family.refused is not None)
+
+
+@dataclass(frozen=True, eq=False)
+class ImageModel:
+    """An image model whose language model is trained alone.
+
+    Args:
+        model_type: transformers' name of the whole.
+        models: that have it, for people.
+        text: fields of the language model's tiny config.
+        vision: fields of the image tower's.
+        becomes: the architecture that is loaded.
+        fields: of the whole.
+    """
+
+    model_type: str
+    models: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    becomes: str
+    fields: dict[str, Any]
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """What ``load_model`` takes."""
+        text = {**SMALL, **self.text}
+        return {"model_type": self.model_type, "text_config": text, "vision_config": self.vision, **self.fields}
+
+
+_QWEN_VISION = {
+    "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 16, "patch_size": 2,
+    "num_position_embeddings": 4, "deepstack_visual_indexes": [0], "spatial_merge_size": 1,
+}  # fmt: skip
+_SIGLIP = {
+    "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 4,
+    "patch_size": 2,
+}  # fmt: skip
+_MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}}
+_UNTIED: dict[str, Any] = {"tie_word_embeddings": False}
+IMAGE_MODELS = (
+    ImageModel("qwen2_vl", "Qwen2-VL", {**_MROPE, "hidden_size": 32}, {
+        "depth": 1, "embed_dim": 8, "hidden_size": 32, "num_heads": 2, "patch_size": 2, "mlp_ratio": 1},
+        "qwen2", _UNTIED),
+    ImageModel("qwen2_5_vl", "Qwen2.5-VL", {**_MROPE, "hidden_size": 32}, {
+        "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "out_hidden_size": 32, "patch_size": 2},
+        "qwen2", _UNTIED),
+    ImageModel("qwen3_vl", "Qwen3-VL", _MROPE, _QWEN_VISION, "qwen3", {"tie_word_embeddings": True}),
+    ImageModel("qwen3_vl_moe", "Qwen3-VL MoE", {**_MROPE, **EXPERTS, "decoder_sparse_step": 1}, _QWEN_VISION,
+               "qwen3_moe", _UNTIED),
+    ImageModel("qwen3_5", "Qwen3.5, 3.6 dense", DELTA_NET, _QWEN_VISION, "qwen3_5_text", _UNTIED),
+    ImageModel("qwen3_5_moe", "Qwen3.5, 3.6 MoE", {**DELTA_NET, **EXPERTS, **SHARED_EXPERT}, _QWEN_VISION,
+               "qwen3_5_moe_text", _UNTIED),
+    ImageModel("mistral3", "Mistral Small 3.1, 3.2", {"model_type": "mistral"}, {"model_type": "pixtral", **_SIGLIP},
+               "mistral", _UNTIED),
+    ImageModel("gemma3", "Gemma 3 4B, 12B, 27B", LOCAL, {"model_type": "siglip_vision_model", **_SIGLIP}, "gemma3_text",
+               {"mm_tokens_per_image": 1}),
+    ImageModel("gemma4", "Gemma 4", {**FAMILY["gemma4_text"].fields, "pad_token_id": 0}, {
+        **_SIGLIP, "num_key_value_heads": 2, "head_dim": 4, "pooling_kernel_size": 1}, "gemma4_text", {}),
+    ImageModel("llama4", "Llama 4", FAMILY["llama4_text"].fields, {
+        **_SIGLIP, "vision_output_dim": 8, "projector_input_dim": 8, "projector_output_dim": 8},
+        "llama4_text", _UNTIED),
+    ImageModel("lfm2_vl", "LFM2-VL", {"model_type": "lfm2", **FAMILY["lfm2"].fields}, {
+        "model_type": "siglip2_vision_model", "num_patches": 4, **_SIGLIP}, "lfm2", _UNTIED),
+    ImageModel("internvl", "InternVL3", {"model_type": "qwen3"}, {
+        "model_type": "internvl_vision", **_SIGLIP, "image_size": [4, 4], "patch_size": [2, 2]}, "qwen3", _UNTIED),
+    ImageModel("llava", "LLaVA", {"model_type": "llama"}, {"model_type": "clip_vision_model", **_SIGLIP}, "llama",
+               _UNTIED),
+)  # fmt: skip

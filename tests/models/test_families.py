@@ -190,10 +190,11 @@ def test_exact_layers_and_the_gpu_engine_cover_what_the_table_says(family):
     assert (uncovered(model) == ()) == family.exact
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
-def test_an_architecture_that_cannot_hold_it_is_refused_with_the_reason(family):
+def test_an_architecture_that_cannot_hold_it_is_refused_with_the_reason(family, device):
     with pytest.raises(UnavailableError, match=family.refused):
-        load_model(family.config, dtype=torch.float64, random_weights=True, drop_router_loss=True)
+        load_model(family.config, random_weights=True, drop_router_loss=True, device=device)
 
 
 def test_names_of_weights_are_those_of_transformers():

@@ -9,7 +9,8 @@ from torch import Tensor
 from logitless.models import packed as module
 from logitless.models.lm_head import backbone_hidden, verify_lm_head, verify_packing
 from logitless.models.loading import load_model
-from logitless.models.packed import PackedLayout, packed_attention
+from logitless.models.packed import packed_attention
+from logitless.models.packed_layout import PackedLayout
 from tests.models.test_packed import causal_by_hand, one_at_a_time
 from tests.models.tiny import CONFIGS, packed, tiny
 

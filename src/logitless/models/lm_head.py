@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import AttentionLayout
+from logitless.models.mixers import recurrent_mixers
 from logitless.models.modes import evaluating, whole_float32
-from logitless.models.mixers import RECURRENT, recurrent_mixers
-from logitless.models.packed import PACKED
+from logitless.models.packed import KINDS, PACKED
 from logitless.models.packed_layout import PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
 from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
@@ -29,6 +29,7 @@ from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 _SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
 
 
@@ -145,12 +146,7 @@ def backbone_hidden(
         torch.Size([5, 8])
     """
     decoder = backbone(model)
-    if not _accepts_position_ids(decoder):
-        raise UnavailableError(
-            needed="a decoder that takes position_ids",
-            given=type(decoder).__name__,
-            remedy="Use a model whose positions can restart inside a packed row.",
-        )
+    check_positions(decoder)
     check_rotary_lengths(decoder, inputs.longest if isinstance(inputs, SharedInputs) else max(inputs.lengths))
     mine, further = slice(0, len(inputs.input_ids)), dict[str, Any]()
     if group is not None:
@@ -255,8 +251,7 @@ def _takes_mask(decoder: PreTrainedModel) -> bool:
     """Whether one mask of ours serves all of a decoder's layers."""
     config = decoder.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
-    plain = {"full_attention", *RECURRENT} - {"hybrid_sliding"}
-    windowed = any(kind not in plain for kind in kinds) or (
+    windowed = any(kind not in KINDS - _WINDOWED for kind in kinds) or (
         not kinds and getattr(config, "sliding_window", None)
     )
     return config._attn_implementation in ("sdpa", "eager") and not windowed
@@ -313,8 +308,22 @@ def why_unshared(model: nn.Module) -> str | None:
     return None
 
 
-def _accepts_position_ids(decoder: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(type(decoder).forward).parameters
+def check_positions(decoder: PreTrainedModel) -> None:
+    """Refuse a decoder whose positions cannot begin anew in a packed row.
+
+    Raises:
+        UnavailableError: it takes none.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> check_positions(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
+    """
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise UnavailableError(
+            needed="a decoder that takes position_ids",
+            given=type(decoder).__name__,
+            remedy="Use a model whose positions can restart inside a packed row.",
+        )
 
 
 def lm_head(model: nn.Module) -> LMHead:

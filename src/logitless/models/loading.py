@@ -5,9 +5,10 @@ file, or are drawn at random from a config under a seed. On the meta device noth
 run.
 """
 
+import logging
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -31,12 +32,15 @@ from logitless.hub import use_cache_if_unreachable
 from logitless.models.end_of_turn import mend_end_token
 from logitless.models.four_bit import FourBit, quantize
 from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
-from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
+from logitless.models.lm_head import backbone, causal_lm, check_positions, verify_lm_head, verify_packing
 from logitless.models.mixers import RECURRENT, keep_sequences_apart
 from logitless.models.modes import runs_compiled
-from logitless.models.packed import PACKED
+from logitless.models.packed import KINDS, PACKED
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
+from logitless.models.text_half import KEY_MAPPING, conversions_of, text_half
+
+logger = logging.getLogger("logitless")
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
@@ -84,7 +88,8 @@ def load_model(
         >>> load_model(config, random_weights=True, seed=1).num_parameters()
         840
     """
-    config = _load_config(source, trust_remote_code)
+    whole = _load_config(source, trust_remote_code)
+    config = text_half(whole)
     _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
     _check_temperature(config, attention)
@@ -110,10 +115,11 @@ def load_model(
         with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
-        model = _read_weights(source, config, options)
+        model = _read_weights(source, config, options, whole)
     if four_bit is None and not empty:
         model.to(device)
     separate_long_sequences(model)
+    check_positions(backbone(model))
     _check_recurrence(model, keep_sequences_apart(model))
     verify_lm_head(model)
     verify_packing(model)
@@ -406,6 +412,13 @@ def _check_temperature(config: Any, attention: Attention) -> None:
 
 
 def _check_attention_interface(config: Any) -> None:
+    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - KINDS
+    if unknown:
+        raise UnavailableError(
+            needed="causal attention: full, in chunks, or with a window",
+            given=f"{', '.join(sorted(unknown))} in {config.model_type}, with attention 'packed'",
+            remedy='Set attention to "sdpa" or "eager", which are checked as the model is loaded.',
+        )
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None or kind._supports_attention_backend:
         return
@@ -417,7 +430,9 @@ def _check_attention_interface(config: Any) -> None:
         )
 
 
-def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
+def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
+    """The model of a config with the weights of files that are of ``whole``: of an image model, or of the same."""
+    of_image_model = whole is not config
     folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
     if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):
         pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
@@ -432,9 +447,11 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
         if gguf is not None:
             model, report = gguf_model(gguf, config, dict(options))
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(source), config=config, use_safetensors=True, output_loading_info=True, **options
-            )
+            names = {"key_mapping": KEY_MAPPING} if of_image_model else {}
+            with conversions_of(whole, config) if of_image_model else nullcontext():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    str(source), config=config, use_safetensors=True, output_loading_info=True, **names, **options
+                )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             needed="readable weights as safetensors or GGUF",
@@ -447,6 +464,13 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
             needed="weights for every parameter",
             given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
             remedy="Give a checkpoint of a causal language model of this architecture.",
+        )
+    if of_image_model:
+        del model._weight_conversions  # type: ignore[attr-defined]  # saved under its own names, not those of the files
+        logger.info(
+            "image model: its language model is loaded as %s, %d tensors of its image tower are left out",
+            config.model_type,
+            len(report["unexpected_keys"]),
         )
     return model
 

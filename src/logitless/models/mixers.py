@@ -85,12 +85,12 @@ def keep_sequences_apart(model: nn.Module) -> int:
 
 
 @torch.compiler.disable
-def _enter(layer: nn.Module, args: Any, kwargs: Any) -> None:
+def _enter(_layer: nn.Module, _args: Any, kwargs: Any) -> None:
     _current.layout = kwargs.get("packed_layout")
 
 
 @torch.compiler.disable
-def _leave(layer: nn.Module, args: Any, output: Any) -> None:
+def _leave(_layer: nn.Module, _args: Any, _output: Any) -> None:
     _current.layout = None
 
 

@@ -39,12 +39,17 @@ from transformers.masking_utils import sdpa_mask
 from logitless.distributed.collectives import exchanged
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
+from logitless.models.mixers import RECURRENT
 from logitless.models.packed_layout import PackedLayout, WholeSequences
 from logitless.models.scored_attention import scored_attention
 
 PACKED = "logitless_packed"
 _OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
 _UNSUPPORTED = {"position_bias": "a position bias (ALiBi)"}
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp", *RECURRENT}
+"""What transformers calls kinds of layers that a packed row may go through; ``moe`` and ``mlp`` (Nemotron-H) have no
+attention."""
+
 _BESIDE_A_MIXER = {
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",

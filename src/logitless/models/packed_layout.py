@@ -153,9 +153,7 @@ class PackedLayout:
             >>> layout.by_bucket(lambda batch: batch.cumsum(1), torch.ones(4))
             tensor([1., 1., 2., 3.])
         """
-        parts = [
-            bucket.end_to_end(operation(*(bucket.side_by_side(row) for row in rows))) for bucket in self.buckets
-        ]
+        parts = [bucket.end_to_end(operation(*(bucket.side_by_side(row) for row in rows))) for bucket in self.buckets]
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         return out if self.inverse is None else out.index_select(0, self.inverse)
 
