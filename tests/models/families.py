@@ -31,6 +31,8 @@ MAMBA2 = {
     "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
 }  # fmt: skip
+STEPS = {"time_step_min": 1e-12}
+"""No bound of Mamba's step sizes: transformers keeps to it in a pass over a sequence, and not in decoding."""
 SHARED_EXPERT = {"shared_expert_intermediate_size": 12}
 
 
@@ -115,7 +117,7 @@ FAMILIES = (
         "num_hidden_layers": 4, "layers_block_type": ["mamba", "attention", "mlp", "moe"], "mamba_num_heads": 4,
         "mamba_head_dim": 8, "ssm_state_size": 6, "n_groups": 2, "conv_kernel": 3, "chunk_size": 4,
         "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
-        "moe_shared_expert_intermediate_size": 12}, "Mamba-2, experts"),
+        "moe_shared_expert_intermediate_size": 12, **STEPS}, "Mamba-2, experts"),
     Family("lfm2", "LFM2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_multiple_of": 8},
            "short convolutions"),
     Family("lfm2_moe", "LFM2 MoE", {
@@ -133,7 +135,8 @@ FAMILIES = (
     Family("zamba2", "Zamba2", {
         "num_hidden_layers": 3, "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 6,
         "mamba_d_conv": 3, "n_mamba_heads": 4, "mamba_ngroups": 1, "chunk_size": 4, "num_mem_blocks": 1,
-        "attention_head_dim": 8, "attention_hidden_size": 32, "num_key_value_heads": 4}, "Mamba-2, shared attention"),
+        "attention_head_dim": 8, "attention_hidden_size": 32, "num_key_value_heads": 4, **STEPS},
+        "Mamba-2, shared attention"),
     Family("mamba2", "Mamba-2", {"num_heads": 4, "state_size": 6, "n_groups": 2, "chunk_size": 4}, "Mamba-2 alone",
            refused="an architecture with replaceable attention"),
     Family("recurrent_gemma", "RecurrentGemma", {
