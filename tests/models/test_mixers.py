@@ -140,6 +140,7 @@ def test_ranks_that_share_a_row_are_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_compiled_layers_run_recurrent_ones_as_they_are():
     torch._dynamo.reset()
     model, expected = hybrid("lfm2"), backbone_hidden(hybrid("lfm2"), rows())

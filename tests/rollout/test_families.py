@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from logitless.data.packing import pack
-from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
