@@ -47,7 +47,6 @@ class Family:
         parts: what sets it apart from a Llama.
         exact: whether row-invariant layers cover it, with which the GPU engine samples.
         refused: words of the error with which it is refused; None: it trains.
-        samples: whether the transformers engine samples from it.
     """
 
     model_type: str
@@ -56,7 +55,6 @@ class Family:
     parts: str = ""
     exact: bool = False
     refused: str | None = None
-    samples: bool = True
 
     @property
     def config(self) -> dict[str, Any]:

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from logitless.cli.main import main
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import start
 from logitless.train.saved_policy import load_policy
-from tests.models.families import DELTA_NET, FAMILY, IMAGE_MODELS
+from tests.models.families import DELTA_NET, FAMILY, IMAGE_MODELS, TRAINED
 from tests.train.interrupting import stopped_at
 from tests.train.tiny import assert_same_run, finished_run, steps_of, tiny_raw, tiny_recipe
 
@@ -56,3 +57,13 @@ def test_the_language_model_of_an_image_model_is_trained_and_exported(tmp_path):
     tiny_raw(tmp_path)
     source = {"model__source": str(tmp_path / "image_model"), "model__random_weights": False}
     check_export(finished_run(tmp_path, train__blocks=1, **source), tmp_path / "exported", "qwen3_5_text")
+
+
+@pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.model_type)
+def test_a_dry_run_plans_every_architecture(family, tmp_path, capsys):
+    config = family.config | ENDS | ({"vocab_size_per_layer_input": 11} if "gemma4" in family.model_type else {})
+    raw = tiny_raw(tmp_path)
+    raw["model"] |= {"source": config, "drop_router_loss": True}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
+    assert main(["train", str(tmp_path / "recipe.yaml"), "--dry-run"]) == 0
+    assert "memory" in capsys.readouterr().out

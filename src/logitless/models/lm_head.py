@@ -47,13 +47,15 @@ class AttentionHeads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """Those of a transformers text config.
+        """Those of a transformers text config; the most and widest where layers differ (Gemma 4).
 
         Example:
             >>> from transformers import LlamaConfig
             >>> AttentionHeads.of(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2))
             AttentionHeads(query=4, key=2, width=2)
         """
+        if getattr(config, "is_heterogeneous", False):
+            return cls(*map(max, zip(*(cls.of(layer) for layer in config.per_layer_config), strict=True)))
         query = config.num_attention_heads
         key = getattr(config, "num_key_value_heads", None) or query
         return cls(query, key, getattr(config, "head_dim", None) or config.hidden_size // query)
