@@ -2,12 +2,13 @@
 
 from pathlib import Path
 
-from docs.generate import configuration, metrics, objectives, rewards, rollout_data
+from docs.generate import configuration, metrics, models, objectives, rewards, rollout_data
 
 DOCS = Path(__file__).parents[1]
 PAGES = {
     "configuration.md": configuration.page,
     "metrics.md": metrics.page,
+    "models.md": models.page,
     "objectives.md": objectives.page,
     "rewards.md": rewards.page,
     "rollout_data.md": rollout_data.page,

@@ -7,9 +7,13 @@ import torch
 from torch import Tensor
 
 from logitless.models import packed as module
-from logitless.models.lm_head import backbone_hidden, verify_lm_head, verify_packing
+from logitless.models.attention import AttentionLayout
+from logitless.models.lm_head import backbone_hidden, verify_lm_head, verify_packing, why_unshared
 from logitless.models.loading import load_model
-from logitless.models.packed import PackedLayout, packed_attention
+from logitless.models.packed import packed_attention
+from logitless.models.packed_layout import PackedLayout
+from logitless.types import PromptGroup
+from tests.models.families import FAMILY
 from tests.models.test_packed import causal_by_hand, one_at_a_time
 from tests.models.tiny import CONFIGS, packed, tiny
 
@@ -77,6 +81,49 @@ def test_models_in_bfloat16_equal_their_sequences_run_alone_and_score_bitwise_as
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
     verify_lm_head(model)
     verify_packing(model)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["packed", "shared"])
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(2.0, False), (None, True), (2.0, True)])
+def test_softcaps_and_sinks_by_the_kernel_are_no_further_from_float64_than_written_out(
+    softcap, has_sinks, shares, monkeypatch
+):
+    torch.use_deterministic_algorithms(False)
+    shared = AttentionLayout([PromptGroup(100, (30, 7)), PromptGroup(3, (40,))], "cuda")
+    layout = shared if shares else PackedLayout((100, 37, 43), "cuda")
+    generator = torch.Generator("cuda").manual_seed(0)
+    given = [torch.randn(1, heads, 180, 32, generator=generator, device="cuda").bfloat16() for heads in (8, 2, 2)]
+    given += [torch.randn(8, generator=generator, device="cuda").bfloat16()] if has_sinks else []
+    upstream = torch.randn(1, 180, 8, 32, generator=generator, device="cuda").bfloat16()
+
+    def run(dtype: torch.dtype) -> list[Tensor]:
+        leaves = [x.to(dtype).requires_grad_() for x in given]
+        attend = module.shared_attention if shares else packed_attention
+        options = {"sliding_window": 50, "softcap": softcap, "sinks": leaves[3] if has_sinks else None}
+        out = attend(*leaves[:3], layout, **options)
+        return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
+
+    exact, kernel = run(torch.float64), run(torch.bfloat16)
+    monkeypatch.setattr(module, "_shared_kernel_runs", lambda *_: False)
+    written_out = run(torch.bfloat16)
+    assert not torch.equal(kernel[1], written_out[1]), "both ran the same path"
+    for mine, plain, right in zip(kernel, written_out, exact, strict=True):
+        assert (mine - right).abs().max() <= 2 * (plain - right).abs().max() + 1e-3
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_oss", "gemma2", "llama4_text", "deepseek_v3", "qwen3_5_text", "nemotron_h", "lfm2"]
+)
+def test_architectures_pass_their_checks_in_bfloat16_and_train(name):
+    torch.use_deterministic_algorithms(False)
+    config = FAMILY[name].config | {"head_dim": FAMILY[name].config["head_dim"] * 4}
+    config = FAMILY[name].config if name == "deepseek_v3" else config
+    model = load_model(
+        config, dtype=torch.bfloat16, device="cuda", random_weights=True, drop_router_loss=True
+    )  # which verifies
+    assert why_unshared(model) is None
+    backbone_hidden(model.train(), packed([5, 1, 9, 30, 2], 40).to("cuda")).float().square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
 
 
 def test_a_float32_model_passes_its_checks_where_tf32_is_allowed():

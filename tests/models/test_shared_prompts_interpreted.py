@@ -12,6 +12,7 @@ from logitless.models import packed
 from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone_hidden, why_unshared
 from logitless.models.loading import load_model
+from logitless.models.packed_layout import PackedLayout
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.train.learn.policy import Policy
 from logitless.train.optim.master_weights import lower_to
@@ -50,19 +51,25 @@ def test_row_invariant_layers_give_shared_prompts_the_bits_of_repeated_ones():
     torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=1e-5 * float(gradients[1].abs().max()))
 
 
-@pytest.mark.parametrize("window", [None, 9])
-def test_the_kernel_for_shared_prompts_gives_what_repeated_prompts_give(monkeypatch, window):
-    layout = AttentionLayout([PromptGroup(20, (5, 7)), PromptGroup(3, (4,))])
+@pytest.mark.parametrize(
+    ("window", "softcap", "has_sinks"), [(None, None, False), (9, None, False), (None, 1.5, False), (9, None, True)]
+)
+@pytest.mark.parametrize("shares", [False, True], ids=["packed", "shared"])
+def test_the_kernel_gives_what_plain_torch_gives(monkeypatch, window, softcap, has_sinks, shares):
+    shared = AttentionLayout([PromptGroup(20, (5, 7)), PromptGroup(3, (4,))])
+    layout = shared if shares else PackedLayout((20, 12, 7))
     generator = torch.Generator().manual_seed(0)
-    query, key, value = (
-        torch.randn(1, heads, layout.num_tokens, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)
-    )
-    weight = torch.randn(1, layout.num_tokens, 4, 16, generator=generator)
+    leaves = [torch.randn(1, heads, 39, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
+    sinks = torch.randn(4, generator=generator).requires_grad_() if has_sinks else None
+    weight = torch.randn(1, 39, 4, 16, generator=generator)
+    attend = packed.shared_attention if shares else packed.packed_attention
     found = []
     for kernel in (False, True):
         monkeypatch.setattr(packed, "_shared_kernel_runs", lambda *_, kernel=kernel: kernel)
-        out = packed.shared_attention(query, key, value, layout, scaling=0.3, sliding_window=window)
-        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), (query, key, value))])
+        options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "sinks": sinks}
+        out = attend(*leaves, layout, **options)
+        of = [*leaves, sinks] if has_sinks else leaves
+        found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), of)])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 

@@ -19,14 +19,17 @@ from transformers import PreTrainedModel
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import AttentionLayout
+from logitless.models.mixers import recurrent_mixers
 from logitless.models.modes import evaluating, whole_float32
-from logitless.models.packed import PACKED, PackedLayout
+from logitless.models.packed import KINDS, PACKED
+from logitless.models.packed_layout import PackedLayout
 from logitless.models.rotary import LongRotary, check_rotary_lengths, scaling_begins
 from logitless.types import LMHead, PackedInputs, PromptGroup, SharedInputs
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
 _SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
 
 
@@ -44,13 +47,15 @@ class AttentionHeads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """Those of a transformers text config.
+        """Those of a transformers text config; the most and widest where layers differ (Gemma 4).
 
         Example:
             >>> from transformers import LlamaConfig
             >>> AttentionHeads.of(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2))
             AttentionHeads(query=4, key=2, width=2)
         """
+        if getattr(config, "is_heterogeneous", False):
+            return cls(*map(max, zip(*(cls.of(layer) for layer in config.per_layer_config), strict=True)))
         query = config.num_attention_heads
         key = getattr(config, "num_key_value_heads", None) or query
         return cls(query, key, getattr(config, "head_dim", None) or config.hidden_size // query)
@@ -101,6 +106,9 @@ def backbone(model: nn.Module) -> PreTrainedModel:
     """
     inner = causal_lm(model)
     if inner.base_model is inner:
+        decoder = getattr(inner, "model", None)  # Llama 4's prefix names the whole of its image model
+        if isinstance(decoder, PreTrainedModel):
+            return decoder
         raise UnavailableError(
             needed="a causal language model with a decoder below its LM head",
             given=type(inner).__name__,
@@ -140,12 +148,7 @@ def backbone_hidden(
         torch.Size([5, 8])
     """
     decoder = backbone(model)
-    if not _accepts_position_ids(decoder):
-        raise UnavailableError(
-            needed="a decoder that takes position_ids",
-            given=type(decoder).__name__,
-            remedy="Use a model whose positions can restart inside a packed row.",
-        )
+    check_positions(decoder)
     check_rotary_lengths(decoder, inputs.longest if isinstance(inputs, SharedInputs) else max(inputs.lengths))
     mine, further = slice(0, len(inputs.input_ids)), dict[str, Any]()
     if group is not None:
@@ -195,6 +198,7 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
         f"attention {config._attn_implementation}": config._attn_implementation != PACKED,
         "row-invariant layers": hasattr(decoder, "row_invariant"),
         "longrope": any(getattr(module, "turns_each_sequence", False) for module in decoder.modules()),
+        "recurrent layers, which need every token of a sequence": bool(recurrent_mixers(decoder)),
     }
     if given := [what for what, holds in odd.items() if holds]:
         raise UnavailableError(
@@ -235,20 +239,21 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
         # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
         return {"attention_mask": mask, "packed_layout": layout}
+    for_mixers = {"packed_layout": layout} if recurrent_mixers(decoder) else {}
     if not _takes_mask(decoder):
-        return {}  # transformers makes a mask for each kind of layer from the positions
+        return for_mixers  # transformers makes a mask for each kind of layer from the positions
     allowed = (_shared_mask(layout) if isinstance(layout, AttentionLayout) else _packed_mask(layout))[None, None]
     if attention == "sdpa":
-        return {"attention_mask": allowed}
-    dtype = decoder.dtype
-    return {"attention_mask": torch.zeros_like(allowed, dtype=dtype).masked_fill(~allowed, torch.finfo(dtype).min)}
+        return {"attention_mask": allowed, **for_mixers}
+    mask = torch.zeros_like(allowed, dtype=decoder.dtype).masked_fill(~allowed, torch.finfo(decoder.dtype).min)
+    return {"attention_mask": mask, **for_mixers}
 
 
 def _takes_mask(decoder: PreTrainedModel) -> bool:
     """Whether one mask of ours serves all of a decoder's layers."""
     config = decoder.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
-    windowed = any(kind != "full_attention" for kind in kinds) or (
+    windowed = any(kind not in KINDS - _WINDOWED for kind in kinds) or (
         not kinds and getattr(config, "sliding_window", None)
     )
     return config._attn_implementation in ("sdpa", "eager") and not windowed
@@ -305,8 +310,22 @@ def why_unshared(model: nn.Module) -> str | None:
     return None
 
 
-def _accepts_position_ids(decoder: PreTrainedModel) -> bool:
-    return "position_ids" in inspect.signature(type(decoder).forward).parameters
+def check_positions(decoder: PreTrainedModel) -> None:
+    """Refuse a decoder whose positions cannot begin anew in a packed row.
+
+    Raises:
+        UnavailableError: it takes none.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2Model
+        >>> check_positions(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
+    """
+    if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
+        raise UnavailableError(
+            needed="a decoder that takes position_ids",
+            given=type(decoder).__name__,
+            remedy="Use a model whose positions can restart inside a packed row.",
+        )
 
 
 def lm_head(model: nn.Module) -> LMHead:

@@ -5,8 +5,10 @@ file, or are drawn at random from a config under a seed. On the meta device noth
 run.
 """
 
+import logging
+import sys
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,15 +32,18 @@ from logitless.hub import use_cache_if_unreachable
 from logitless.models.end_of_turn import mend_end_token
 from logitless.models.four_bit import FourBit, quantize
 from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
-from logitless.models.lm_head import backbone, causal_lm, verify_lm_head, verify_packing
+from logitless.models.lm_head import backbone, causal_lm, check_positions, verify_lm_head, verify_packing
+from logitless.models.mixers import RECURRENT, keep_sequences_apart
 from logitless.models.modes import runs_compiled
-from logitless.models.packed import PACKED
+from logitless.models.packed import KINDS, PACKED
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
+from logitless.models.text_half import KEY_MAPPING, conversions_of, text_half
+
+logger = logging.getLogger("logitless")
 
 Attention = Literal["packed", "sdpa", "eager", "flex_attention"]
 ModelSource = str | Path | Mapping[str, Any]
-_RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # what transformers calls kinds of layers
 
 
 def load_model(
@@ -74,8 +79,8 @@ def load_model(
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
             whose router loss would be dropped.
-        UnavailableError: this architecture cannot run with this attention, has layers that carry a state from token
-            to token (Mamba, linear attention), its LM head is not an LMHead, or there is nothing to round with.
+        UnavailableError: this architecture cannot run with this attention, has layers whose state cannot be kept in its
+            sequence, its LM head is not an LMHead, or there is nothing to round with.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -83,10 +88,11 @@ def load_model(
         >>> load_model(config, random_weights=True, seed=1).num_parameters()
         840
     """
-    config = _load_config(source, trust_remote_code)
-    _check_recurrence(config)
+    whole = _load_config(source, trust_remote_code)
+    config = text_half(whole)
     _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
+    _check_temperature(config, attention)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": PACKED if attention == "packed" else attention,
@@ -94,6 +100,8 @@ def load_model(
     }
     if attention == "packed":
         _check_attention_interface(config)
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # torch's grouped products take no float64
     meta = torch.device(device).type == "meta"
     if isinstance(source, Mapping) and not random_weights:
         raise ConfigurationError(
@@ -107,10 +115,12 @@ def load_model(
         with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
-        model = _read_weights(source, config, options)
+        model = _read_weights(source, config, options, whole)
     if four_bit is None and not empty:
         model.to(device)
     separate_long_sequences(model)
+    check_positions(backbone(model))
+    _check_recurrence(model, keep_sequences_apart(model))
     verify_lm_head(model)
     verify_packing(model)
     if four_bit is not None:  # after the checks, for products in four bits differ by more than their tolerance
@@ -364,34 +374,55 @@ def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
         )
 
 
-def _check_recurrence(config: Any) -> None:
+def _check_recurrence(model: PreTrainedModel, num_kept_apart: int) -> None:
     """A state that runs along the row would pass from one packed sequence into the next."""
-    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    layers = set(getattr(config.get_text_config(), "layer_types", None) or ())
-    recurrent = sorted(layers & _RECURRENT)
-    if recurrent or getattr(kind, "_is_stateful", False):
+    config = model.config.get_text_config()
+    kinds = list(getattr(config, "layer_types", None) or ())
+    recurrent = [kind for kind in kinds if kind in RECURRENT]
+    carries = len(recurrent) > num_kept_apart or (getattr(model, "_is_stateful", False) and not num_kept_apart)
+    if carries:
         raise UnavailableError(
-            needed="a model of attention layers, whose packed sequences can be kept apart",
-            given=f"{config.model_type}, with {', '.join(recurrent) or 'state-space'} layers that carry a state from"
-            " token to token",
-            remedy="Use a model without state-space, recurrent or linear-attention layers.",
+            needed="layers whose packed sequences can be kept apart: attention, or a convolution over time that begins"
+            " a recurrent layer",
+            given=f"{config.model_type}, with other {', '.join(sorted(set(recurrent))) or 'state-space'} layers that"
+            " carry a state from token to token",
+            remedy="Use another model: docs/models.md says which are tested.",
         )
 
 
 def _check_attention_softcap(config: Any, attention: Attention) -> None:
     """SDPA leaves a softcap out without a word."""
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
-    if cap is not None and attention in ("packed", "sdpa"):
+    if cap is not None and attention == "sdpa":
         raise UnavailableError(
             needed=f"attention with a softcap of {cap}",
             given=f"attention {attention!r}, which has none",
-            remedy='Set attention to "eager" or "flex_attention".',
+            remedy='Leave attention at "packed", or set it to "eager" or "flex_attention".',
+        )
+
+
+def _check_temperature(config: Any, attention: Attention) -> None:
+    """Llama 4 scales queries by their place in the row, which packed attention alone puts right."""
+    if getattr(config.get_text_config(), "attn_temperature_tuning", False) and attention != "packed":
+        raise UnavailableError(
+            needed="attention that knows each token's place in its sequence (attn_temperature_tuning)",
+            given=f"attention {attention!r}",
+            remedy='Leave attention at "packed".',
         )
 
 
 def _check_attention_interface(config: Any) -> None:
+    unknown = set(getattr(config.get_text_config(), "layer_types", None) or ()) - KINDS
+    if unknown:
+        raise UnavailableError(
+            needed="causal attention: full, in chunks, or with a window",
+            given=f"{', '.join(sorted(unknown))} in {config.model_type}, with attention 'packed'",
+            remedy='Set attention to "sdpa" or "eager", which are checked as the model is loaded.',
+        )
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if kind is not None and not kind._supports_attention_backend:
+    if kind is None or kind._supports_attention_backend:
+        return
+    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):  # its layers would not ask for ours
         raise UnavailableError(
             needed="an architecture with replaceable attention",
             given=f"{kind.__name__} with attention 'packed'",
@@ -399,7 +430,9 @@ def _check_attention_interface(config: Any) -> None:
         )
 
 
-def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
+def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
+    """The model of a config with the weights of files that are of ``whole``: of an image model, or of the same."""
+    of_image_model = whole is not config
     folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
     if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):
         pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
@@ -414,9 +447,11 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
         if gguf is not None:
             model, report = gguf_model(gguf, config, dict(options))
         else:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(source), config=config, use_safetensors=True, output_loading_info=True, **options
-            )
+            names = {"key_mapping": KEY_MAPPING} if of_image_model else {}
+            with conversions_of(whole, config) if of_image_model else nullcontext():
+                model, report = AutoModelForCausalLM.from_pretrained(
+                    str(source), config=config, use_safetensors=True, output_loading_info=True, **names, **options
+                )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigurationError(
             needed="readable weights as safetensors or GGUF",
@@ -429,6 +464,13 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any]) 
             needed="weights for every parameter",
             given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
             remedy="Give a checkpoint of a causal language model of this architecture.",
+        )
+    if of_image_model:
+        del model._weight_conversions  # type: ignore[attr-defined]  # saved under its own names, not those of the files
+        logger.info(
+            "image model: its language model is loaded as %s, %d tensors of its image tower are left out",
+            config.model_type,
+            len(report["unexpected_keys"]),
         )
     return model
 

@@ -24,7 +24,8 @@ class LoraOptions:
     Args:
         rank: R.
         alpha: the product of the factors is multiplied by alpha / rank.
-        targets: names of linear modules, or every linear module but the LM head.
+        targets: names of linear modules, or every linear module but the LM head, and in Falcon-H1 and Nemotron-H
+            ``out_proj`` of Mamba layers, which PEFT does not adapt.
         use_rslora: multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
         dropout: probability with which an input of the factors is 0, in passes that take a gradient alone: what
             scores and samples is the whole policy, so that the first step's ratio is not 1.
@@ -96,6 +97,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         r=options.rank,
         lora_alpha=options.alpha,
         target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+        exclude_modules=_not_adapted(model) if options.targets == "all-linear" else None,
         use_rslora=options.use_rslora,
         lora_dropout=options.dropout,
         modules_to_save=list(options.modules_to_save) or None,
@@ -116,6 +118,14 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
             parameter.data = parameter.data.float()
     _set_dropout(adapted)
     return adapted  # type: ignore[no-any-return]
+
+
+_FUSED_OUTPUT = {"falcon_h1", "nemotron_h"}
+"""Whose Mamba layers hand the weight of ``out_proj`` to a kernel that knows no adapter; PEFT refuses one there."""
+
+
+def _not_adapted(model: nn.Module) -> list[str] | None:
+    return ["out_proj"] if causal_lm(model).config.model_type in _FUSED_OUTPUT else None
 
 
 class GradientDropout(nn.Dropout):

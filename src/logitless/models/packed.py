@@ -9,20 +9,21 @@ it is transformers' SDPA attention, with grouped queries folded so that keys and
 share a row (``sequence_group``) exchange their tokens for some of the heads before it and back after it; no other layer
 knows.
 
+A softcap (Gemma 2) and sinks (gpt-oss) go to ``prefix_attention`` in bfloat16 and float16 on CUDA: its log-sum-exp
+says what a sink takes off its output. Elsewhere ``scored_attention`` writes the scores out. Attention in chunks
+(Llama 4) is plain attention within pieces of the sequences.
+
 Where completions share their prompt's tokens (an ``AttentionLayout``), bfloat16 and float16 on CUDA go to
 ``prefix_attention``, which reads a prompt once; everything else repeats the prompt's rows for this one operation, and
 does what it would do without sharing.
 
-Gives up: attention softcaps, sinks, position biases (ALiBi) and chunked attention. For those use ``attention="eager"``,
-``"sdpa"`` or ``"flex_attention"``, which build transformers' block-diagonal mask from restarting positions.
+Gives up: position biases (ALiBi). For those use ``attention="eager"``, ``"sdpa"`` or ``"flex_attention"``, which build
+transformers' block-diagonal mask from restarting positions.
 """
 
 import importlib.util
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property
-from itertools import accumulate
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -38,135 +39,23 @@ from transformers.masking_utils import sdpa_mask
 from logitless.distributed.collectives import exchanged
 from logitless.errors import InputError, UnavailableError
 from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
-from logitless.models.repeated_rows import RepeatedRows
+from logitless.models.mixers import RECURRENT
+from logitless.models.packed_layout import PackedLayout, WholeSequences
+from logitless.models.scored_attention import scored_attention
 
 PACKED = "logitless_packed"
 _OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
-_UNSUPPORTED = {
-    "softcap": "attention logits with a softcap",
-    "s_aux": "attention sinks",
-    "position_bias": "a position bias (ALiBi)",
+_UNSUPPORTED = {"position_bias": "a position bias (ALiBi)"}
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp", *RECURRENT}
+"""What transformers calls kinds of layers that a packed row may go through; ``moe`` and ``mlp`` (Nemotron-H) have no
+attention."""
+
+_BESIDE_A_MIXER = {
+    "hybrid": "full_attention",
+    "hybrid_sliding": "sliding_attention",
+    "linear_attention": "full_attention",
 }
-_MAX_PADDING = 1.25  # padded tokens a bucket may hold per real token
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """Sequences of similar length, laid side by side.
-
-    Args:
-        num_sequences: sequences in the bucket.
-        max_length: length they are padded to.
-        tokens: [n] index into T of the bucket's tokens; None when they are all of T, in order.
-        slots: [n] index into ``num_sequences * max_length`` of each; None when there is no padding.
-    """
-
-    num_sequences: int
-    max_length: int
-    tokens: Int[Tensor, "n"] | None
-    slots: Int[Tensor, "n"] | None
-
-
-@dataclass(frozen=True)
-class PackedLayout:
-    """Where each sequence lies in a packed row: travels to every attention layer as a keyword argument.
-
-    What only one of the two ways to attend needs is made when it is first asked for, once a forward pass.
-
-    Args:
-        lengths: B positive numbers, on the host.
-        device: of the model.
-
-    Raises:
-        InputError: a length below 1, or none at all.
-
-    Example:
-        >>> layout = PackedLayout((3, 3, 100))
-        >>> [(bucket.num_sequences, bucket.max_length) for bucket in layout.buckets]
-        [(2, 3), (1, 100)]
-    """
-
-    lengths: tuple[int, ...]
-    device: torch.device | str = "cpu"
-
-    def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise InputError(
-                needed="at least one sequence and no empty one",
-                given=f"lengths {self.lengths[:8]}",
-                remedy="Drop sequences without tokens before packing.",
-            )
-
-    @cached_property
-    def num_tokens(self) -> int:
-        """T."""
-        return sum(self.lengths)
-
-    @cached_property
-    def max_length(self) -> int:
-        """Of the longest sequence."""
-        return max(self.lengths)
-
-    @cached_property
-    def is_even(self) -> bool:
-        """Whether all sequences are of one length."""
-        return self.num_tokens == len(self.lengths) * self.max_length
-
-    @cached_property
-    def offsets(self) -> Int[Tensor, "O"]:
-        """[B + 1] int32: where each sequence starts and the last one ends."""
-        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
-
-    @cached_property
-    def attention(self) -> AttentionLayout:
-        """The same sequences for ``prefix_attention``."""
-        return AttentionLayout.of_sequences(self.lengths, self.device)
-
-    @cached_property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The sequences sorted by length and cut so that no bucket holds more than 1.25 tokens per real token."""
-        sizes = torch.tensor(self.lengths)
-        starts = sizes.cumsum(0) - sizes
-        groups = _groups_of_similar_length(self.lengths)
-        in_order = len(groups) == 1
-        buckets = []
-        for group in groups:
-            kept = sizes[group]
-            longest = int(kept.max())
-            within = torch.arange(int(kept.sum())) - torch.repeat_interleave(kept.cumsum(0) - kept, kept)
-            tokens = torch.repeat_interleave(starts[group], kept) + within
-            slots = torch.repeat_interleave(torch.arange(len(group)) * longest, kept) + within
-            buckets.append(
-                Bucket(
-                    num_sequences=len(group),
-                    max_length=longest,
-                    tokens=None if in_order else tokens.to(self.device),
-                    slots=None if len(tokens) == len(group) * longest else slots.to(self.device),
-                )
-            )
-        return tuple(buckets)
-
-    @cached_property
-    def inverse(self) -> Int[Tensor, "T"] | None:
-        """[T] index into the buckets' tokens, one bucket after the other; None when that is the identity."""
-        tokens = [bucket.tokens for bucket in self.buckets if bucket.tokens is not None]
-        return torch.argsort(torch.cat(tokens)) if tokens else None
-
-
-def _groups_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences in buckets; a single bucket keeps their order."""
-    if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
-        return [list(range(len(lengths)))]
-    groups: list[list[int]] = []
-    real = 0
-    for s in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
-        if groups and (len(groups[-1]) + 1) * lengths[s] <= _MAX_PADDING * (real + lengths[s]):
-            groups[-1].append(s)
-            real += lengths[s]
-        else:
-            groups.append([s])
-            real = lengths[s]
-    return groups
+"""What attention is that stands beside a recurrent layer (Falcon-H1), or is shared by several (Zamba 2)."""
 
 
 def packed_attention(
@@ -178,11 +67,14 @@ def packed_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "1 T H F"]:
     """Causal attention within each sequence of a packed row.
 
     ``out[t] = sum_s softmax_s(scaling * q[t] @ k[s]) v[s]`` over s of t's own sequence with
-    ``t - sliding_window < s <= t``.
+    ``t - sliding_window < s <= t``. Softcap and sinks are those of ``scored_attention``.
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H.
@@ -190,6 +82,9 @@ def packed_attention(
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
         sliding_window: tokens a token sees, itself included; None for all.
+        chunk: a token sees those of its own chunk of so many tokens, counted from its sequence's first.
+        softcap: largest absolute score.
+        sinks: a score for each query head that takes a share of the weights and has no value.
 
     Raises:
         InputError: the layout is of another number of tokens.
@@ -200,18 +95,19 @@ def packed_attention(
         torch.Size([1, 5, 1, 8])
     """
     _check_row(query, key, layout.num_tokens)
-    dtype = torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
+    if chunk is not None:
+        layout = layout.cut(chunk)
+    if (softcap is not None or sinks is not None) and _shared_kernel_runs(query, key, value, dropout):
+        return _by_kernel(query, key, value, layout.attention, scaling, sliding_window, softcap, sinks)
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
     as_batch = layout.is_even and window is None
-    if not as_batch and _variable_length_kernel_runs(query, value, dtype, dropout):
+    plain = softcap is None and sinks is None
+    dtype = _dtype(query)
+    if plain and not as_batch and _variable_length_kernel_runs(query, value, dtype, dropout):
         query, key, value = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
         return _variable_length(query, key, value, layout, scaling, window)[None]
-    query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))
-    parts = [_bucket_attention(query, key, value, bucket, scaling, dropout, window) for bucket in layout.buckets]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts)
-    if layout.inverse is not None:
-        out = out.index_select(0, layout.inverse)
-    return out[None]
+    attend = partial(_of_batch, scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
+    return layout.by_bucket(attend, *(x[0].transpose(0, 1) for x in (query, key, value)))[None]
 
 
 def shared_attention(
@@ -223,6 +119,9 @@ def shared_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "1 T H F"]:
     """Causal attention within each sequence of a row in which completions share their prompt.
 
@@ -238,28 +137,44 @@ def shared_attention(
         torch.Size([1, 5, 1, 8])
     """
     _check_row(query, key, layout.num_tokens)
-    dtype = torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
-    if _shared_kernel_runs(query, key, value, dtype, dropout):
-        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        return prefix_attention(q, k, v, layout, scale=scaling, window=sliding_window)[0][None]
-    whole, repeated, kept = layout.kept("repeated", lambda: _repeated(layout))
-    query, key, value = (repeated.take(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
-    out = packed_attention(query, key, value, whole, scaling=scaling, dropout=dropout, sliding_window=sliding_window)
-    return out.index_select(1, kept)
+    in_chunks = chunk is not None and chunk < layout.longest
+    if not in_chunks and _shared_kernel_runs(query, key, value, dropout):
+        return _by_kernel(query, key, value, layout, scaling, sliding_window, softcap, sinks)
+    whole = WholeSequences.of(layout)
+    query, key, value = (whole.repeated.take(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
+    options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "chunk": chunk}
+    out = packed_attention(query, key, value, whole.layout, **options, softcap=softcap, sinks=sinks)
+    return out.index_select(1, whole.kept)
 
 
-def _repeated(layout: AttentionLayout) -> tuple[PackedLayout, RepeatedRows, Int[Tensor, "T"]]:
-    """The row with every prompt repeated, the rows that it takes, and where each row is found again."""
-    whole, rows = layout.unshared()
-    repeated = RepeatedRows.of(rows.cpu())  # every row is taken: first[t] is a place of row t
-    lengths = tuple(prompt for prompt, _ in whole.groups)
-    return PackedLayout(lengths, layout.device), repeated.to(layout.device), repeated.first.to(layout.device)
+def _by_kernel(
+    query: Float[Tensor, "1 H T E"],
+    key: Float[Tensor, "1 K T E"],
+    value: Float[Tensor, "1 K T E"],
+    layout: AttentionLayout,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    sinks: Float[Tensor, "H"] | None,
+) -> Float[Tensor, "1 T H E"]:
+    dtype = _dtype(query)
+    q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    out, log_sum_exp = prefix_attention(q, k, v, layout, scale=scaling, window=window, softcap=softcap)
+    if sinks is not None:
+        share = torch.sigmoid(log_sum_exp - sinks.float())  # of the weights, what the sink leaves
+        out = (out * share[..., None]).to(dtype)
+    return out[None]
 
 
-def _shared_kernel_runs(query: Tensor, key: Tensor, value: Tensor, dtype: torch.dtype, dropout: float) -> bool:
+def _dtype(query: Tensor) -> torch.dtype:
+    """Of the products."""
+    return torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
+
+
+def _shared_kernel_runs(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> bool:
     return (
         query.is_cuda
-        and dtype in (torch.bfloat16, torch.float16)
+        and _dtype(query) in (torch.bfloat16, torch.float16)
         and dropout == 0
         and query.shape[-1] == value.shape[-1] <= MAX_WIDTH
         and query.shape[1] // key.shape[1] <= MAX_GROUP
@@ -281,39 +196,35 @@ def _check_row(query: Tensor, key: Tensor, num_tokens: int) -> None:
         )
 
 
-def _bucket_attention(
-    query: Float[Tensor, "T H E"],
-    key: Float[Tensor, "T K E"],
-    value: Float[Tensor, "T K F"],
-    bucket: Bucket,
+def _of_batch(
+    query: Float[Tensor, "S L H E"],
+    key: Float[Tensor, "S L K E"],
+    value: Float[Tensor, "S L K F"],
+    *,
     scaling: float | None,
     dropout: float,
     window: int | None,
-) -> Float[Tensor, "n H F"]:
-    """Attention of one bucket's tokens, in the bucket's order."""
-
-    def side_by_side(x: Tensor) -> Tensor:
-        if bucket.tokens is not None:
-            x = x.index_select(0, bucket.tokens)
-        if bucket.slots is not None:
-            x = x.new_zeros(bucket.num_sequences * bucket.max_length, *x.shape[1:]).index_copy(0, bucket.slots, x)
-        return x.reshape(bucket.num_sequences, bucket.max_length, *x.shape[1:]).transpose(1, 2)
-
-    mask = None
-    if window is not None and window < bucket.max_length:
-        mask = _window_mask(bucket.max_length, window, query.device)
+    softcap: float | None,
+    sinks: Float[Tensor, "H"] | None,
+) -> Float[Tensor, "S L H F"]:
+    """Causal attention of sequences side by side."""
+    query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    length = query.shape[2]
+    mask = None if window is None or window >= length else _window_mask(length, window, query.device)
+    if softcap is not None or sinks is not None:
+        options: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+        return scored_attention(query, key, value, mask, **options).transpose(1, 2)
     out = F.scaled_dot_product_attention(
-        side_by_side(query),
-        side_by_side(key),
-        side_by_side(value),
+        query,
+        key,
+        value,
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=mask is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    out = out.transpose(1, 2).flatten(0, 1)
-    return out if bucket.slots is None else out.index_select(0, bucket.slots)
+    return out.transpose(1, 2)
 
 
 def _window_mask(length: int, window: int, device: torch.device) -> Bool[Tensor, "L L"]:
@@ -398,36 +309,71 @@ def _attention_layer(
             raise UnavailableError(
                 needed="plain causal attention", given=f"{meaning} in {type(module).__name__}", remedy=_OTHER_ATTENTION
             )
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("s_aux")
     if packed_layout is not None:
-        _check_layer(module, sliding_window, kwargs.get("is_causal"))
-        options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window}
+        options: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap}
+        options |= _seen(module, sliding_window, kwargs.get("is_causal"))
+        ranks, rank = (1, 0) if sequence_group is None else (dist.get_world_size(sequence_group), sequence_group.rank())
+        query = _tuned_by_position(module, query, packed_layout, rank)
         if sequence_group is not None:
-            repeats = max(1, dist.get_world_size(sequence_group) // key.shape[1])  # a key head that several ranks need
+            repeats = max(1, ranks // key.shape[1])  # a key head that several ranks need
             key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
             query, key, value = (exchanged(x, sequence_group, split=1, join=2) for x in (query, key, value))
-        if isinstance(packed_layout, AttentionLayout):
-            out = shared_attention(query, key, value, packed_layout, **options)
-        else:
-            out = packed_attention(query, key, value, packed_layout, **options)
+            sinks = None if sinks is None else sinks.chunk(ranks)[rank]
+        attend: Any = shared_attention if isinstance(packed_layout, AttentionLayout) else packed_attention
+        out = attend(query, key, value, packed_layout, sinks=sinks, **options)
         return out if sequence_group is None else exchanged(out, sequence_group, split=1, join=2), None
+    if softcap is not None or sinks is not None:
+        own: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": sinks}
+        return scored_attention(query, key, value, attention_mask, **own).transpose(1, 2).contiguous(), None
     if query.shape[2] == 1 and query.shape[1] != key.shape[1]:
         return _decode_grouped(query, key, value, attention_mask, scaling, dropout), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 
-def _check_layer(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> None:
-    """Refuse what a layout cannot express."""
+def _seen(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> dict[str, int | None]:
+    """What a layer's tokens see of their sequence, as arguments of ``packed_attention``.
+
+    Raises:
+        UnavailableError: they see something that a layout does not express.
+    """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-    index = getattr(module, "layer_idx", None)
-    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
+    kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds is not None and index is not None else "full_attention"
-    known = kind == "full_attention" or (kind == "sliding_attention" and sliding_window is not None)
-    if not causal or not known:
+    kind = _BESIDE_A_MIXER.get(kind, kind)
+    chunk = getattr(config, "attention_chunk_size", None) if kind == "chunked_attention" else None
+    known = {
+        "full_attention": True,
+        "sliding_attention": sliding_window is not None,
+        "chunked_attention": chunk is not None,
+    }
+    if not causal or not known.get(kind, False):
         raise UnavailableError(
-            needed="causal attention, full or with a window known to the layer",
+            needed="causal attention: full, in chunks, or with a window known to the layer",
             given=f"{kind if causal else 'bidirectional attention'} in {type(module).__name__}",
             remedy=_OTHER_ATTENTION,
         )
+    return {"sliding_window": sliding_window, "chunk": chunk}
+
+
+def _tuned_by_position(
+    module: Any, query: Float[Tensor, "1 H T E"], layout: PackedLayout | AttentionLayout, rank: int
+) -> Float[Tensor, "1 H T E"]:
+    """Queries of Llama 4's layers without rotary embedding, scaled by their place in their sequence.
+
+    The layer has scaled them by their place in the row, with which it goes up beyond ``floor_scale`` tokens.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scale(position: Int[Tensor, "T"]) -> Float[Tensor, "T"]:
+        return torch.log1p(torch.floor((position.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+    of_sequences = (layout if isinstance(layout, AttentionLayout) else layout.attention).positions
+    in_row = torch.arange(query.shape[2], device=query.device)
+    in_sequence = of_sequences[rank * len(in_row) : (rank + 1) * len(in_row)]
+    return query * (scale(in_sequence) / scale(in_row)).to(query.dtype)[:, None]
 
 
 def _decode_grouped(

@@ -5,16 +5,20 @@ samples. Finished sequences leave the batch. The random numbers of a completion 
 index) alone, so that it does not depend on the rest of the batch, except through the model's rounding. There is no
 continuous batching: no new sequence joins until the whole batch is finished.
 
+The state of a recurrent layer (gated delta net, Mamba, short convolution) is repeated, joined and compacted as keys and
+values are. Prompts of different lengths are then prefilled apart, so that no padding enters a state.
+
 In this file R is the number of sequences in the decode batch.
 """
 
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -24,12 +28,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerBase
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
 from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head.contract import on_device
 from logitless.models.lm_head import causal_lm
+from logitless.models.mixers import RECURRENT, recurrent_mixers
 from logitless.models.modes import evaluating, uncompiled
+from logitless.models.packed import KINDS
 from logitless.rollout.completions import (
     check_prompts,
     made_completions,
@@ -58,7 +64,7 @@ class TransformersEngine:
         autocast: dtype of the products, or None for that of the weights. Log-probabilities are float32 either way.
 
     Raises:
-        UnavailableError: the model has recurrent layers, whose cache cannot be repeated and compacted.
+        UnavailableError: the model has layers whose state is in no cache that can be repeated and compacted.
         InputError: ``max_rows`` or ``prefill_tokens`` below 1.
 
     Example:
@@ -113,13 +119,16 @@ class TransformersEngine:
         inner: Any = causal_lm(model)
         config = inner.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
-        recurrent = kinds - {"full_attention", "sliding_attention", "chunked_attention"}
-        if recurrent or getattr(inner, "_is_stateful", False):
+        mixers = recurrent_mixers(inner)
+        unknown = kinds - KINDS if mixers else kinds - (KINDS - RECURRENT)
+        if unknown or (getattr(inner, "_is_stateful", False) and not mixers):
             raise UnavailableError(
-                needed="attention layers only",
-                given=f"{', '.join(sorted(recurrent)) or 'state-space layers'} in {config.model_type}",
+                needed="layers whose state is in a cache that can be repeated and compacted",
+                given=f"{', '.join(sorted(unknown)) or 'state-space layers'} in {config.model_type}",
                 remedy="Sample with another engine.",
             )
+        self._has_states = bool(mixers)
+        self._counts_padding = bool(getattr(config, "attn_temperature_tuning", False))
         self._model, self._config, self._version = inner, config, version
         self._arguments = frozenset(inspect.signature(type(inner).forward).parameters)
         self._switch = _rotary_switch(config)
@@ -156,11 +165,17 @@ class TransformersEngine:
             stack.enter_context(sdpa_kernel(_DECODING_KERNELS))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(next(self._model.parameters()).device.type, self.autocast))
-            for start in range(0, len(rows), self.max_rows):
-                part = rows[start : start + self.max_rows]
+            for part in self._batches(rows, [len(prompt.token_ids) for prompt in prompts]):
                 for (p, _), completion in zip(part, self._decode(prompts, part, options, seed), strict=True):
                     completions[p].append(completion)
         return completions
+
+    def _batches(self, rows: list[tuple[int, int]], lengths: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+        """Rows that are decoded together: ``max_rows`` of them, of one length where padding would count (Llama 4)."""
+        groups = [list(of) for _, of in groupby(rows, lambda row: lengths[row[0]])] if self._counts_padding else [rows]
+        for group in groups:
+            for start in range(0, len(group), self.max_rows):
+                yield group[start : start + self.max_rows]
 
     def _check(self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions) -> None:
         check_prompts(prompts, num_samples, options, getattr(self._config, "max_position_embeddings", None))
@@ -255,7 +270,8 @@ class TransformersEngine:
         device = next(self._model.parameters()).device
         num_samples = Counter(p for p, _ in rows)
         longest = max(len(prompts[p].token_ids) for p in num_samples)
-        parts = _parts_within([len(prompts[p].token_ids) for p in num_samples], self.prefill_tokens)
+        lengths = [len(prompts[p].token_ids) for p in num_samples]
+        parts = _parts_within(lengths, self.prefill_tokens, alike=self._has_states)
         chosen = list(num_samples)
         read = [
             self._read([prompts[p].token_ids for p in chosen[part]], [num_samples[p] for p in chosen[part]], options)
@@ -273,7 +289,7 @@ class TransformersEngine:
         device = next(self._model.parameters()).device
         ids, attended = _left_padded(sequences, self.tokenizer.eos_token_id, device)
         num_tokens = attended.sum(1)
-        cache = Cache(layer_class_to_replicate=partial(_GrowingLayer, self.autocast))
+        cache = self._empty_cache()
         padded = len({len(ids) for ids in sequences}) > 1
         mask = F.pad(attended, (0, options.max_new_tokens), value=1) if padded else None
         positions = (attended.cumsum(1) - 1).clamp(min=0)
@@ -298,6 +314,19 @@ class TransformersEngine:
         )
         batch.select(index)
         return batch, logits[index]
+
+    def _empty_cache(self) -> Cache:
+        """For keys and values of every layer, and for the states of those that have one."""
+        if not self._has_states:
+            return Cache(layer_class_to_replicate=partial(_GrowingLayer, self.autocast))
+        layers: list[Any] = []
+        for layer in DynamicCache(config=self._config).layers:
+            attends, has_state = isinstance(layer, DynamicLayer), isinstance(layer, LinearAttentionLayer)
+            if has_state:
+                layers.append(_GrowingStateLayer(self.autocast) if attends else _StateLayer())
+            else:
+                layers.append(_GrowingLayer(self.autocast))
+        return Cache(layers=layers)
 
     def _advance(self, batch: "_Batch", token: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
         """Append one token to every row; the logits of the next."""
@@ -477,6 +506,57 @@ class _GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
 
+class _StateLayer(LinearAttentionLayer):
+    """The state of a recurrent layer and the last columns of its convolution, for rows that are repeated and removed.
+
+    They have no columns for tokens: a prompt that is shorter than others is read apart from them, without padding.
+    """
+
+    def _states(self) -> list[dict[int, Tensor | None]]:
+        return [self.conv_states, self.recurrent_states]
+
+    def take(self) -> tuple[Tensor, ...]:
+        """The states, in a fixed order."""
+        return tuple(state for states in self._states() for state in states.values() if state is not None)
+
+    def replace(self, parts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], width: int) -> None:
+        """Hold the rows of all parts."""
+        del rows, width
+        joined = iter(map(torch.cat, zip(*parts, strict=True)))
+        for states in self._states():
+            states.update({name: next(joined) for name, state in states.items() if state is not None})
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        for states in self._states():
+            states.update({name: s.index_select(0, indices) for name, s in states.items() if s is not None})
+
+
+class _GrowingStateLayer(_StateLayer, _GrowingLayer):
+    """A layer with attention and a state (Falcon-H1)."""
+
+    is_compileable = False
+
+    def __init__(self, autocast: torch.dtype | None = None) -> None:
+        _GrowingLayer.__init__(self, autocast)
+        _StateLayer.__init__(self)
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (_GrowingLayer if args else _StateLayer).lazy_initialization(self, *args, **kwargs)
+
+    def take(self) -> tuple[Tensor, ...]:
+        """Keys and values, which leave the layer, then the states."""
+        return (*_GrowingLayer.take(self), *_StateLayer.take(self))
+
+    def replace(self, parts: Sequence[tuple[Tensor, ...]], rows: Sequence[int], width: int) -> None:
+        """Hold these rows."""
+        _GrowingLayer.replace(self, [part[:2] for part in parts], rows, width)
+        _StateLayer.replace(self, [part[2:] for part in parts], rows, width)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        _GrowingLayer.batch_select_indices(self, indices)
+        _StateLayer.batch_select_indices(self, indices)
+
+
 def _next_token(
     logits: Float[Tensor, "R V"],
     uniform: Float[Tensor, "R"],
@@ -499,11 +579,17 @@ def _rotary_switch(config: Any) -> int | None:
     return parameters.get("original_max_position_embeddings") if parameters.get("rope_type") == "longrope" else None
 
 
-def _parts_within(lengths: Sequence[int], budget: int) -> list[slice]:
-    """Split ascending lengths into runs of at most ``budget`` tokens each, padding included."""
+def _parts_within(lengths: Sequence[int], budget: int, *, alike: bool = False) -> list[slice]:
+    """Split ascending lengths into runs of at most ``budget`` tokens each, padding included.
+
+    Args:
+        lengths: of prompts.
+        budget: in tokens.
+        alike: whether all lengths of a run must be equal, so that nothing is padded.
+    """
     parts, start = [], 0
     for i, length in enumerate(lengths):
-        if i > start and (i + 1 - start) * length > budget:
+        if i > start and ((i + 1 - start) * length > budget or (alike and length > lengths[start])):
             parts.append(slice(start, i))
             start = i
     return [*parts, slice(start, len(lengths))]

@@ -26,7 +26,7 @@ from logitless.models.attention import AttentionLayout, PrefixAttention
 from logitless.models.kernels.rotary import HeadNorms, Heads
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.one_node import apply, one_node
-from logitless.models.packed import PackedLayout
+from logitless.models.packed_layout import PackedLayout
 from logitless.models.row_invariant.coverage import (
     ACTIVATIONS,
     GATE_UP,

@@ -1,0 +1,222 @@
+"""Where sequences lie in a packed row, and how they are laid side by side as batches of similar length.
+
+What runs along a sequence (attention in plain torch, a recurrent layer) takes a batch [sequences, longest, ...]. Rows
+are cut into buckets of similar length, so that little of a batch is padding; padding is on the right, where a causal
+layer's real tokens never see it.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.errors import InputError
+from logitless.models.attention import AttentionLayout
+from logitless.models.repeated_rows import RepeatedRows
+
+_MAX_PADDING = 1.25  # padded tokens a bucket may hold per real token
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Sequences of similar length, laid side by side.
+
+    Args:
+        num_sequences: sequences in the bucket.
+        max_length: length they are padded to.
+        tokens: [n] index into T of the bucket's tokens; None when they are all of T, in order.
+        slots: [n] index into ``num_sequences * max_length`` of each; None when there is no padding.
+    """
+
+    num_sequences: int
+    max_length: int
+    tokens: Int[Tensor, "n"] | None
+    slots: Int[Tensor, "n"] | None
+
+    def side_by_side(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "S L *rest"]:
+        """The bucket's sequences as a batch of shape [num_sequences, max_length, ...], zeros behind each."""
+        if self.tokens is not None:
+            x = x.index_select(0, self.tokens)
+        if self.slots is not None:
+            x = x.new_zeros(self.num_sequences * self.max_length, *x.shape[1:]).index_copy(0, self.slots, x)
+        return x.reshape(self.num_sequences, self.max_length, *x.shape[1:])
+
+    def end_to_end(self, batch: Float[Tensor, "S L *rest"]) -> Float[Tensor, "n *rest"]:
+        """The tokens of such a batch in the bucket's order, without padding."""
+        batch = batch.flatten(0, 1)
+        return batch if self.slots is None else batch.index_select(0, self.slots)
+
+
+@dataclass(frozen=True)
+class PackedLayout:
+    """Where each sequence lies in a packed row: travels to every attention layer as a keyword argument.
+
+    What only one of the two ways to attend needs is made when it is first asked for, once a forward pass.
+
+    Args:
+        lengths: B positive numbers, on the host.
+        device: of the model.
+
+    Raises:
+        InputError: a length below 1, or none at all.
+
+    Example:
+        >>> layout = PackedLayout((3, 3, 100))
+        >>> [(bucket.num_sequences, bucket.max_length) for bucket in layout.buckets]
+        [(2, 3), (1, 100)]
+    """
+
+    lengths: tuple[int, ...]
+    device: torch.device | str = "cpu"
+    _cut: dict[int, "PackedLayout"] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise InputError(
+                needed="at least one sequence and no empty one",
+                given=f"lengths {self.lengths[:8]}",
+                remedy="Drop sequences without tokens before packing.",
+            )
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """T."""
+        return sum(self.lengths)
+
+    @cached_property
+    def max_length(self) -> int:
+        """Of the longest sequence."""
+        return max(self.lengths)
+
+    @cached_property
+    def is_even(self) -> bool:
+        """Whether all sequences are of one length."""
+        return self.num_tokens == len(self.lengths) * self.max_length
+
+    @cached_property
+    def offsets(self) -> Int[Tensor, "O"]:
+        """[B + 1] int32: where each sequence starts and the last one ends."""
+        return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+
+    @cached_property
+    def attention(self) -> AttentionLayout:
+        """The same sequences for ``prefix_attention``."""
+        return AttentionLayout.of_sequences(self.lengths, self.device)
+
+    @cached_property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The sequences sorted by length and cut so that no bucket holds more than 1.25 tokens per real token."""
+        sizes = torch.tensor(self.lengths)
+        starts = sizes.cumsum(0) - sizes
+        groups = _groups_of_similar_length(self.lengths)
+        in_order = len(groups) == 1
+        buckets = []
+        for group in groups:
+            kept = sizes[group]
+            longest = int(kept.max())
+            within = torch.arange(int(kept.sum())) - torch.repeat_interleave(kept.cumsum(0) - kept, kept)
+            tokens = torch.repeat_interleave(starts[group], kept) + within
+            slots = torch.repeat_interleave(torch.arange(len(group)) * longest, kept) + within
+            buckets.append(
+                Bucket(
+                    num_sequences=len(group),
+                    max_length=longest,
+                    tokens=None if in_order else tokens.to(self.device),
+                    slots=None if len(tokens) == len(group) * longest else slots.to(self.device),
+                )
+            )
+        return tuple(buckets)
+
+    @cached_property
+    def inverse(self) -> Int[Tensor, "T"] | None:
+        """[T] index into the buckets' tokens, one bucket after the other; None when that is the identity."""
+        tokens = [bucket.tokens for bucket in self.buckets if bucket.tokens is not None]
+        return torch.argsort(torch.cat(tokens)) if tokens else None
+
+    def by_bucket(
+        self, operation: Callable[..., Float[Tensor, "S L ..."]], *rows: Float[Tensor, "T ..."]
+    ) -> Float[Tensor, "T ..."]:
+        """The result of an operation on batches of whole sequences, for a packed row.
+
+        Args:
+            operation: from one batch [sequences, longest, ...] for each of ``rows`` to a batch [sequences, longest,
+                ...]. A token's result must not depend on what stands behind it in its sequence.
+            rows: packed rows.
+
+        Example:
+            >>> layout = PackedLayout((1, 3))
+            >>> layout.by_bucket(lambda batch: batch.cumsum(1), torch.ones(4))
+            tensor([1., 1., 2., 3.])
+        """
+        parts = [bucket.end_to_end(operation(*(bucket.side_by_side(row) for row in rows))) for bucket in self.buckets]
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return out if self.inverse is None else out.index_select(0, self.inverse)
+
+    def cut(self, length: int) -> "PackedLayout":
+        """The same row with each sequence cut into pieces of ``length`` tokens, the last one shorter.
+
+        Attention in chunks is attention within these pieces.
+
+        Example:
+            >>> PackedLayout((3, 7)).cut(3).lengths
+            (3, 3, 3, 1)
+        """
+        if length >= self.max_length:
+            return self
+        if length not in self._cut:
+            pieces = [min(length, whole - start) for whole in self.lengths for start in range(0, whole, length)]
+            self._cut[length] = PackedLayout(tuple(pieces), self.device)
+        return self._cut[length]
+
+
+class WholeSequences(NamedTuple):
+    """The sequences of a row that share prompts, each in full."""
+
+    layout: PackedLayout
+    """Of the row with every prompt repeated."""
+    repeated: RepeatedRows
+    """Which rows of the stored row that one takes."""
+    kept: Int[Tensor, "T"]
+    """[T] where each stored row is found in it; one that is repeated is taken from its first place."""
+
+    @classmethod
+    def of(cls, layout: AttentionLayout) -> "WholeSequences":
+        """Those of a layout, made once for all layers and passes.
+
+        Example:
+            >>> from logitless.types import PromptGroup
+            >>> whole = WholeSequences.of(AttentionLayout([PromptGroup(2, (1, 1))]))
+            >>> whole.layout.lengths, whole.repeated.index.tolist(), whole.kept.tolist()
+            ((3, 3), [0, 1, 2, 0, 1, 3], [0, 1, 2, 5])
+        """
+
+        def make() -> WholeSequences:
+            whole, rows = layout.unshared()
+            repeated = RepeatedRows.of(rows.cpu())  # every row is taken: first[t] is a place of row t
+            lengths = tuple(prompt for prompt, _ in whole.groups)
+            device = layout.device
+            return cls(PackedLayout(lengths, device), repeated.to(device), repeated.first.to(device))
+
+        found: WholeSequences = layout.kept("whole", make)
+        return found
+
+
+def _groups_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
+    """Sequences in buckets; a single bucket keeps their order."""
+    if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
+        return [list(range(len(lengths)))]
+    groups: list[list[int]] = []
+    real = 0
+    for s in sorted(range(len(lengths)), key=lambda s: (lengths[s], s)):
+        if groups and (len(groups[-1]) + 1) * lengths[s] <= _MAX_PADDING * (real + lengths[s]):
+            groups[-1].append(s)
+            real += lengths[s]
+        else:
+            groups.append([s])
+            real = lengths[s]
+    return groups
