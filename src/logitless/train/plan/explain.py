@@ -15,6 +15,7 @@ from torch import nn
 
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head, why_unshared
+from logitless.models.router import router_loss_coefficient
 from logitless.objective.algorithm import Algorithm
 from logitless.seeds import derived_seed
 from logitless.train.assembly.stages import Inputs, load, read
@@ -150,6 +151,7 @@ def _table(
         found.append((f"  {name}", way(plan(), backward=True), why))
 
     silent = "" if algorithm.silent_without_advantage else "not under this algorithm"
+    silent = "model.router.loss" if router_loss_coefficient(model, recipe.model.router.loss) else silent
     if train.skip_zero_advantage and not silent:
         alive = list(live)
     saving("without zero-advantage sequences", "skip_zero_advantage", train.skip_zero_advantage, silent)
