@@ -155,6 +155,8 @@ def test_a_frozen_router_is_not_trained_and_lets_gradients_through(name):
 def test_a_router_cannot_be_frozen_that_is_adapted_or_absent():
     with pytest.raises(ConfigurationError, match=r"frozen: true.*; given llama, which has no routers"):
         freeze_routers(tiny("llama"))
-    model = add_lora(mixture("qwen3_moe"), LoraOptions(rank=2, targets=("q_proj",), modules_to_save=("mlp.gate",)))
-    with pytest.raises(ConfigurationError, match=r"'gate' in model.lora.targets or model.lora.modules_to_save"):
-        freeze_routers(model)
+    for options in ({"targets": ("gate",)}, {"targets": ("q_proj",), "modules_to_save": ("mlp.gate",)}):
+        model = add_lora(mixture("qwen3_moe"), LoraOptions(rank=2, **options))
+        with pytest.raises(ConfigurationError, match=r"'gate' in model.lora.targets or model.lora.modules_to_save"):
+            freeze_routers(model)
+        assert len(_sums(model, packed([5]))[2]) == 2  # each is read once all the same

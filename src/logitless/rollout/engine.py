@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from logitless.models.export import adapter_tensors, merged_tensors
+from logitless.models.export import adapter_tensors, checkpoint_tensors
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -28,7 +28,7 @@ class Weights:
 
     Args:
         module: the model itself, PEFT-wrapped or not.
-        tensors: every weight under its Hugging Face name, adapters merged, tied weights once.
+        tensors: every weight as checkpoint files name it, adapters merged, tied weights once.
         adapter: the adapter's weights alone, under the names of PEFT's files; None where there is no adapter.
         score: of a few tokens, by all ranks that hold the weights together; None where ``module`` can say it.
 
@@ -54,7 +54,7 @@ class Weights:
             dtype: that tensors are rounded to; None: each in its own.
             score: of a sharded module, a collective too.
         """
-        tensors = partial(merged_tensors, module, dtype=dtype)
+        tensors = partial(checkpoint_tensors, module, dtype=dtype)
         adapter = partial(adapter_tensors, module) if hasattr(module, "peft_config") else None
         return cls(module, tensors, adapter, score)
 

@@ -16,7 +16,12 @@ class LoraSection(Section):
 
     rank: PositiveInt = Field(16, description="R, rank of the factors")
     alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
-    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names to adapt")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="module names to adapt; of a mixture of experts also expert weights, such as gate_up_proj and "
+        "down_proj, of which each expert gets factors of its own, and routers, such as gate; all-linear: linear "
+        "modules but the LM head, and experts, no router",
+    )
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead")
     dropout: float = Field(
         0.0,
