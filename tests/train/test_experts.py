@@ -1,9 +1,14 @@
 """Mixtures of experts in whole runs: the load-balancing loss, frozen routers, and numbers over ranks."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from logitless.train.recipe.loading import load_recipe
+from logitless.train.run import start
 from tests.train.test_data_parallel import _assert_alike, _on
 from tests.train.tiny import finished_run, tiny_model, tiny_recipe
 
@@ -87,3 +92,27 @@ def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     one = _on(1, tmp_path / "1", options | {key: value for key, value in changes.items() if "model" in key})
     several = _on(2, tmp_path / "2", options | changes)
     _assert_alike(one, several, 2 if "parallel__sequence" not in changes else None)
+
+
+def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
+    """At seeds 0 and 1 held-out accuracy, sampled at temperature 1, rises from 0.54 and 0.53 to 0.85 and 0.86."""
+    recipe = Path(__file__).parents[2] / "recipes/quickstart.yaml"
+    dense = load_recipe(recipe).model.source
+    experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
+    source = {**dense, "model_type": "qwen3_moe", "num_hidden_layers": 2, **experts}
+    words = json.dumps({"min_length": 3, "max_length": 3})
+    overrides = [
+        *(f"{data}.options={words}" for data in ("data.train", "data.held_out", "warm_start.data")),
+        *(f"{data}.size={size}" for data, size in (("data.train", 4000), ("data.held_out", 200))),
+        *("warm_start.data.size=4000", "warm_start.steps=45", "train.blocks=60"),
+        *("train.optimizer.learning_rate=0.002", "evaluation.every_blocks=60", "checkpoint.every_blocks=60"),
+        *(f"model.source={json.dumps(source)}", "model.router.loss=0.01", f"output={tmp_path}", "writers=[]"),
+    ]
+    run, complete = start(load_recipe(recipe, overrides))
+    assert complete
+    records = list(run.read_metrics())
+    begun, *_, ended = (each["evaluation/accuracy"] for each in records if "evaluation/accuracy" in each)
+    assert begun < 0.65  # of 200 prompts: 0.035 is one standard deviation
+    assert ended > 0.75
+    assert 2 <= records[-1]["loss/router"] < 2.2  # 2 where all experts are loaded alike
+    assert records[-1]["router/load_min"] > 0.3
