@@ -7,10 +7,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from logitless.errors import ConfigurationError
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import start
 from tests.train.test_data_parallel import _assert_alike, _on
-from tests.train.tiny import finished_run, tiny_model, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, tiny_model, tiny_recipe
 
 MIXTURE = {
     "model__source__model_type": "qwen3_moe",
@@ -45,6 +46,17 @@ def test_the_load_balancing_loss_is_part_of_what_is_differentiated(tmp_path, mic
     )
     assert balanced["loss/total"] - plain["loss/total"] == pytest.approx(0.5 * balanced["loss/router"], rel=1e-4)
     assert balanced["optimizer/grad_norm"] != plain["optimizer/grad_norm"]
+
+
+def test_a_config_that_switches_the_loss_on_trains_and_samples_with_it(tmp_path):
+    source = {"model__source__output_router_logits": True, "model__source__router_aux_loss_coef": 0.5}
+    by_config, by_recipe = (
+        finished_run(tmp_path / str(number), **ONE_EPOCH, **MIXTURE, **changes)
+        for number, changes in enumerate((source, {"model__router__loss": 0.5}))
+    )
+    assert_same_run(by_config, by_recipe)
+    with pytest.raises(ConfigurationError, match=r"no model.lora.dropout beside a load-balancing loss"):
+        tiny_model(tiny_recipe(tmp_path, **MIXTURE, **source, model__lora={"dropout": 0.1, "targets": ["q_proj"]}))
 
 
 def test_a_load_balancing_loss_evens_the_load(tmp_path):
@@ -84,6 +96,13 @@ def test_a_frozen_router_has_the_dtype_of_what_is_trained(tmp_path):
     model = tiny_model(tiny_recipe(tmp_path, **changes))
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
     finished_run(tmp_path, **changes)
+
+
+def test_ranks_that_add_in_order_have_the_bits_of_one(tmp_path):
+    options = {**ONE_EPOCH, **MIXTURE, "model__router__loss": 0.5, "parallel__deterministic": True}
+    one, two = (_on(number, tmp_path / str(number), options) for number in (1, 2))
+    assert_equal(*(load_file(run.model / "model.safetensors") for run in (one, two)))
+    _assert_alike(one, two, 2)
 
 
 @pytest.mark.parametrize("changes", [{}, {"model__lora": {"rank": 2}}, {"parallel__sequence": 2}], ids=str)
