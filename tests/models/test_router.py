@@ -8,7 +8,7 @@ import torch
 from logitless.data.packing import pack, share_prompts
 from logitless.errors import ConfigurationError
 from logitless.models.lm_head import backbone_hidden
-from logitless.models.loading import compile_layers
+from logitless.models.loading import compile_layers, disable_dropout
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.router import (
     Choice,
@@ -133,6 +133,13 @@ def test_no_loss_is_made_for_routers_that_transformers_has_none_for():
 def test_the_configs_loss_is_taken_where_the_config_switches_it_on(switched_on, coefficient):
     model = mixture("mixtral", router_aux_loss_coef=0.02, output_router_logits=switched_on)
     assert router_loss_coefficient(model, "config") == coefficient
+
+
+def test_the_noise_of_routers_is_switched_off_with_dropout():
+    model, inputs = mixture("mixtral", router_jitter_noise=0.5).train(), packed([9])
+    assert not torch.equal(backbone_hidden(model, inputs), backbone_hidden(model, inputs))
+    assert disable_dropout(model) == 3  # two layers and the config
+    assert torch.equal(backbone_hidden(model, inputs), backbone_hidden(model, inputs))
 
 
 @pytest.mark.parametrize("name", MIXTURES)

@@ -204,7 +204,8 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 def disable_dropout(model: nn.Module) -> int:
     """Set every dropout probability of a model to 0, in its modules and its config; returns how many were not.
 
-    With dropout the first step's ratio to ``logp_old`` would not be 1.
+    So is the noise of routers' inputs (Mixtral's ``router_jitter_noise``). With either, the first step's ratio to
+    ``logp_old`` would not be 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -219,7 +220,8 @@ def disable_dropout(model: nn.Module) -> int:
             owners.append(config)
     changed = 0
     for owner in owners:
-        names = ["p"] if isinstance(owner, nn.modules.dropout._DropoutNd) else [n for n in vars(owner) if "drop" in n]
+        noisy = [name for name in vars(owner) if "drop" in name or "jitter_noise" in name]
+        names = ["p"] if isinstance(owner, nn.modules.dropout._DropoutNd) else noisy
         for name in names:
             value = getattr(owner, name)
             if isinstance(value, float) and value > 0:
