@@ -18,9 +18,8 @@ class LoraSection(Section):
     alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
     targets: tuple[str, ...] | Literal["all-linear"] = Field(
         "all-linear",
-        description="module names to adapt; of a mixture of experts also expert weights, such as gate_up_proj and "
-        "down_proj, of which each expert gets factors of its own, and routers, such as gate; all-linear: linear "
-        "modules but the LM head, and experts, no router",
+        description="module names to adapt; of a mixture also expert weights (gate_up_proj, down_proj), each expert "
+        "with factors of its own, and routers (gate); all-linear: all but the LM head and routers",
     )
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead")
     dropout: float = Field(
@@ -38,13 +37,12 @@ class LoraSection(Section):
 
 
 class RouterSection(Section):
-    """How the routers of a mixture of experts are trained; of a dense model nothing is set here."""
+    """How the routers of a mixture of experts are trained."""
 
     loss: NonNegativeFloat | Literal["config"] | None = Field(
         "config",
-        description="coefficient of the load-balancing loss, over all tokens of the optimizer step; config: "
-        "`router_aux_loss_coef` where the model's config has `output_router_logits: true`, else 0; 0: none. Other than "
-        "0 it costs a further forward pass of all micro-batches but one, and zero-advantage completions are read too",
+        description="coefficient of the load-balancing loss (docs/objectives.md); config: `router_aux_loss_coef` where "
+        "the model's config has `output_router_logits: true`, else 0. Above 0 zero-advantage completions are read too",
     )
     frozen: bool = Field(False, description="train no router")
 
