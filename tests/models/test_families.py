@@ -59,7 +59,7 @@ def shaken(model: nn.Module) -> nn.Module:
 
 @functools.cache
 def loaded(family: Family) -> nn.Module:
-    model = load_model(family.config, dtype=torch.float64, random_weights=True, seed=1, drop_router_loss=True)
+    model = load_model(family.config, dtype=torch.float64, random_weights=True, seed=1)
     return shaken(model)
 
 
@@ -186,7 +186,7 @@ def adapted(family: Family, make) -> nn.Module:
 @families
 def test_exact_layers_and_the_gpu_engine_cover_what_the_table_says(family):
     with torch.device("meta"):
-        model = load_model(family.config, device="meta", random_weights=True, drop_router_loss=True)
+        model = load_model(family.config, device="meta", random_weights=True)
     assert (uncovered(model) == ()) == family.exact
 
 
@@ -194,7 +194,7 @@ def test_exact_layers_and_the_gpu_engine_cover_what_the_table_says(family):
 @pytest.mark.parametrize("family", REFUSED, ids=lambda family: family.model_type)
 def test_an_architecture_that_cannot_hold_it_is_refused_with_the_reason(family, device):
     with pytest.raises(UnavailableError, match=family.refused):
-        load_model(family.config, random_weights=True, drop_router_loss=True, device=device)
+        load_model(family.config, random_weights=True, device=device)
 
 
 def test_names_of_weights_are_those_of_transformers():

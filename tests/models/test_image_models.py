@@ -44,7 +44,7 @@ def whole(kind: ImageModel) -> tuple[nn.Module, Path]:
 
 
 def loaded(folder: Path) -> nn.Module:
-    return load_model(folder, dtype=torch.float64, drop_router_loss=True).eval()
+    return load_model(folder, dtype=torch.float64).eval()
 
 
 @models
@@ -95,7 +95,7 @@ def test_what_is_left_out_is_said(caplog):
 
 def test_a_language_model_without_a_class_of_its_own_is_one_that_row_invariant_layers_cover():
     for kind in IMAGE_MODELS:
-        model = load_model(kind.config, device="meta", random_weights=True, drop_router_loss=True)
+        model = load_model(kind.config, device="meta", random_weights=True)
         assert (uncovered(model) == ()) == FAMILY[kind.becomes].exact
 
 

@@ -105,14 +105,6 @@ def test_a_config_that_transformers_does_not_know_is_an_error():
         load_model({**LLAMA, "model_type": "lama"}, random_weights=True)
 
 
-def test_a_mixture_of_experts_is_refused_unless_its_router_loss_may_be_dropped():
-    config = {"model_type": "mixtral", **LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2}
-    with pytest.raises(ConfigurationError, match="router loss"):
-        load_model(config, random_weights=True)
-    load_model({**config, "router_aux_loss_coef": 0.0}, random_weights=True)
-    load_model(config, random_weights=True, drop_router_loss=True)
-
-
 def test_a_tokenizer_without_eos_is_an_error_and_without_pad_is_not(tmp_path):
     inner = character_tokenizer("abc").backend_tokenizer
     PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<pad>").save_pretrained(tmp_path / "endless")

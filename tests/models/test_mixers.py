@@ -25,7 +25,7 @@ HYBRIDS = ("qwen3_5_text", "nemotron_h", "lfm2", "falcon_h1")
 
 def hybrid(name: str, **options) -> nn.Module:
     config = FAMILY[name].config
-    return load_model(config, random_weights=True, seed=1, drop_router_loss=True, **options).eval()
+    return load_model(config, random_weights=True, seed=1, **options).eval()
 
 
 def rows() -> PackedInputs:

@@ -165,7 +165,7 @@ def test_rounding_that_follows_the_other_sequences_is_no_leak_in_experts_and_one
     """Which experts other tokens choose sets the rows of a product, and on some processors its last bits."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2} if name == "mixtral" else {}
     config = {**CONFIGS["llama"], "model_type": name, **experts}
-    model = load_model(config, random_weights=True, drop_router_loss=True)
+    model = load_model(config, random_weights=True)
     calls = []
 
     def rounded_otherwise(module, args, output):

@@ -118,9 +118,7 @@ def test_architectures_pass_their_checks_in_bfloat16_and_train(name):
     torch.use_deterministic_algorithms(False)
     config = FAMILY[name].config | {"head_dim": FAMILY[name].config["head_dim"] * 4}
     config = FAMILY[name].config if name == "deepseek_v3" else config
-    model = load_model(
-        config, dtype=torch.bfloat16, device="cuda", random_weights=True, drop_router_loss=True
-    )  # which verifies
+    model = load_model(config, dtype=torch.bfloat16, device="cuda", random_weights=True)  # which verifies
     assert why_unshared(model) is None
     backbone_hidden(model.train(), packed([5, 1, 9, 30, 2], 40).to("cuda")).float().square().sum().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)

@@ -63,7 +63,7 @@ def test_the_language_model_of_an_image_model_is_trained_and_exported(tmp_path):
 def test_a_dry_run_plans_every_architecture(family, tmp_path, capsys):
     config = family.config | ENDS | ({"vocab_size_per_layer_input": 11} if "gemma4" in family.model_type else {})
     raw = tiny_raw(tmp_path)
-    raw["model"] |= {"source": config, "drop_router_loss": True}
+    raw["model"] |= {"source": config}
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(raw))
     assert main(["train", str(tmp_path / "recipe.yaml"), "--dry-run"]) == 0
     assert "memory" in capsys.readouterr().out

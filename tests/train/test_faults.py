@@ -30,7 +30,7 @@ def _faulty(name):
     return {"name": "function", "path": f"tests.train.faulty_rewards:{name}"}
 
 
-# 1 missing files, 7 a model and a tokenizer that do not fit, 9 a router loss that would be dropped
+# 1 missing files, 7 a model and a tokenizer that do not fit, 9 a router loss that the model does not have
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,18 @@ def _faulty(name):
         ({"rewards": [{"name": "exact", "column": "absent"}]}, ConfigurationError, "'absent'"),
         ({"model__source": "./absent/model", "model__random_weights": False}, ConfigurationError, "absent/model"),
         ({"model__source__vocab_size": 10}, ConfigurationError, r"10 embedding rows.*ids up to 10"),
-        (MIXTURE, ConfigurationError, r"router loss.*drop_router_loss"),
+        (
+            {"model__drop_router_loss": True},
+            ConfigurationError,
+            r"'model.drop_router_loss' is called 'model.router' now",
+        ),
+        ({"model__router__loss": 0.01}, ConfigurationError, r"a mixture of experts for model.router.loss: 0.01"),
+        ({"model__router__frozen": True}, ConfigurationError, r"a mixture of experts for model.router.frozen"),
+        (
+            {**MIXTURE, "model__router__loss": 0.01, "model__lora": {"dropout": 0.1, "targets": ["q_proj"]}},
+            ConfigurationError,
+            "no model.lora.dropout beside a load-balancing loss",
+        ),
         (
             {"algorithm": {"preset": "ppo"}, "value_head": {"source": "none.safetensors"}},
             LogitlessError,
@@ -67,10 +78,6 @@ def test_what_is_missing_or_does_not_fit_is_named_by_a_dry_run_and_a_start_which
             begin(tiny_recipe(tmp_path, **{**SHORT, **changes}))
         assert caught.value.remedy
     assert not (tmp_path / "runs").exists() or not any((tmp_path / "runs").iterdir())
-
-
-def test_a_router_loss_can_be_given_up_by_name(tmp_path):
-    finished_run(tmp_path, **SHORT, **MIXTURE, model__drop_router_loss=True)
 
 
 # 4: completions without a token

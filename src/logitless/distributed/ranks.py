@@ -112,6 +112,11 @@ class Ranks:
         with _all_present():
             return sum_over_group(self.data)(part)
 
+    def sum_over_all(self, part: Shaped[Tensor, "..."]) -> Shaped[Tensor, "..."]:
+        """Sum over every rank, those with parts of the same sequences included."""
+        with _all_present():
+            return sum_over_group(self._everyone)(part)
+
     def gather(self, rows: Shaped[Tensor, "n *rest"]) -> Shaped[Tensor, "m *rest"]:
         """The rows of all ranks with different sequences; see ``gather_over_group``."""
         with _all_present():

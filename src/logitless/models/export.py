@@ -1,21 +1,27 @@
-"""A model's weights under the names that Hugging Face files have, one tensor after the other: what engines load."""
+"""A model's weights by name, one tensor after the other: as the model or as its files name them. Engines load these."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, revert_weight_conversion
 
 from logitless.distributed.sharding import whole
 from logitless.errors import InputError
+from logitless.models.lm_head import causal_lm
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its Hugging Face name, adapters merged; the model stays as it is.
+    """Every weight by its name in the transformers model, adapters merged; the model stays as it is.
 
     A sharded weight is made whole by all ranks together, which read in step.
     ``W + scale * B @ A`` in the dtype of W where a layer has an adapter; one merged weight is held at a time. A tied
-    weight comes once, under its first name. What is not adapted is the model's own tensor, not a copy.
+    weight comes once, under its first name. What is not adapted is the model's own tensor, not a copy. Buffers that
+    files hold, such as the correction bias of a router, come last, in their own dtype.
 
     Args:
         model: a transformers model, PEFT-wrapped or not.
@@ -36,6 +42,7 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
     """
     if not hasattr(model, "peft_config"):
         yield from ((name, _rounded(parameter.detach(), dtype)) for name, parameter in model.named_parameters())
+        yield from _buffers(model)
         return
     inner: Any = model
     base: nn.Module = inner.get_base_model()
@@ -44,12 +51,70 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
         if "modules_to_save" in path:  # <module>.modules_to_save.<adapter>.<weight>
             at = path.index("modules_to_save")
             yield ".".join(path[:at] + path[at + 2 :]), _rounded(parameter.detach(), dtype)
-        elif "base_layer" in path:  # <module>.base_layer.<weight>
-            at = path.index("base_layer")
-            plain = ".".join(path[:at] + path[at + 1 :])
-            yield plain, _merged(base.get_submodule(".".join(path[:at])), path[-1], parameter.detach(), plain, dtype)
-        elif "original_module" not in path and not any(part.startswith("lora_") for part in path):
+        elif "original_module" in path or any(part.startswith("lora_") for part in path):
+            continue
+        elif "base_layer" in path:  # <module>.base_layer.<weight>, and of experts one base_layer for each weight
+            plain = ".".join(part for part in path if part != "base_layer")
+            layer = base.get_submodule(".".join(path[: path.index("base_layer")]))
+            yield plain, _merged(layer, path[-1], parameter.detach(), plain, dtype)
+        else:
             yield name, _rounded(parameter.detach(), dtype)
+    yield from _buffers(base)
+
+
+def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
+    """``merged_tensors`` as the files of a checkpoint name them, which is how servers load them.
+
+    transformers fuses some weights when it loads a checkpoint, such as those of a layer's experts; here they are taken
+    apart as its ``save_pretrained`` does it, one at a time.
+
+    Args:
+        model, dtype: of ``merged_tensors``.
+
+    Raises:
+        InputError: see there.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, vocab_size=11)
+        >>> names = [name for name, _ in checkpoint_tensors(MixtralForCausalLM(config))]
+        >>> [name for name in names if "experts.1" in name]  # doctest: +NORMALIZE_WHITESPACE
+        ['model.layers.0.block_sparse_moe.experts.1.w1.weight', 'model.layers.0.block_sparse_moe.experts.1.w3.weight',
+         'model.layers.0.block_sparse_moe.experts.1.w2.weight']
+    """
+    inner = causal_lm(model)
+    joined = _joined_patterns(inner)
+    waiting: dict[str, Tensor] = {}  # weights that a file holds as one
+    for name, tensor in merged_tensors(model, dtype=dtype):
+        if any(pattern.search(name) for pattern in joined):
+            waiting[name] = tensor
+        else:
+            yield from revert_weight_conversion(inner, {name: tensor}).items()
+    if waiting:
+        yield from revert_weight_conversion(inner, waiting).items()
+
+
+def _joined_patterns(model: PreTrainedModel) -> list[re.Pattern[str]]:
+    """Patterns of weights that are several in the model and one in a file."""
+    found = getattr(model, "_weight_conversions", None)
+    conversions = get_model_conversion_mapping(model, add_legacy=False) if found is None else found
+    joining = [c for c in conversions if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
+    return [re.compile(pattern) for c in joining for pattern in c.target_patterns]
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of files by their plain names, those of a module that is trained whole beside adapters once."""
+    for name, module in model.named_modules():
+        path = [part for part in name.split(".") if part and part != "base_layer"]
+        if "original_module" in path:
+            continue
+        if "modules_to_save" in path:
+            at = path.index("modules_to_save")
+            path = path[:at] + path[at + 2 :]
+        for own, buffer in module.named_buffers(recurse=False):
+            if own not in module._non_persistent_buffers_set:
+                yield ".".join([*path, own]), whole(buffer)
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -79,7 +144,18 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
+    """A weight with what the adapters around its module add to it.
+
+    Args:
+        layer: the outermost of these adapters.
+        which: the weight's name in the module.
+        weight: without them.
+        name: of the weight in the model.
+        dtype: of ``merged_tensors``.
+    """
     lora: Any = layer
+    while getattr(lora, "parameter_name", "weight") != which and hasattr(lora.base_layer, "base_layer"):
+        lora = lora.base_layer
     active = list(lora.active_adapters)
     if len(active) != 1 or any(lora.use_dora.get(adapter, False) for adapter in active):
         raise InputError(
@@ -87,10 +163,22 @@ def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torc
             given=f"{active} at {name!r}",
             remedy="Train one LoRA adapter, without DoRA.",
         )
-    if which != "weight":
+    if getattr(lora, "parameter_name", "weight") != which:
         return _rounded(weight, dtype)
     with torch.no_grad():
-        weight, change = whole(weight), whole(lora.get_delta_weight(active[0]))
+        weight, change = whole(weight), _change(lora, active[0])
         if dtype is None:
             return weight + change.to(weight.dtype)
         return (weight.float() + change.float()).to(dtype)
+
+
+def _change(lora: Any, adapter: str) -> Tensor:
+    """``scale * B @ A`` in the dtype of the factors, in the shape of the weight that it is added to."""
+    if not hasattr(lora, "parameter_name"):
+        return whole(lora.get_delta_weight(adapter))
+    experts = lora.num_experts
+    a = whole(lora.lora_A[adapter].weight).reshape(experts, lora.r[adapter], -1)  # [E, R, in]
+    b = whole(lora.lora_B[adapter].weight).reshape(-1, lora.r[adapter], experts)  # [out, R, E]
+    transposed = lora.get_param().ndim == 3 and not lora._did_swap_in_out_features  # [E, in, out]
+    product = torch.einsum("ore,eri->eio" if transposed else "ore,eri->eoi", b, a)
+    return lora.scaling[adapter] * (product if lora.get_param().ndim == 3 else product[0])

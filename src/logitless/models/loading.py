@@ -55,7 +55,6 @@ def load_model(
     trust_remote_code: bool = False,
     random_weights: bool = False,
     seed: int = 0,
-    drop_router_loss: bool = False,
     four_bit: FourBit | None = None,
     empty: bool = False,
 ) -> PreTrainedModel:
@@ -70,15 +69,13 @@ def load_model(
         trust_remote_code: run code that the model repository ships.
         random_weights: draw the weights instead of reading them.
         seed: of the random weights; the global generators are left alone.
-        drop_router_loss: train a mixture of experts without its load-balancing loss.
         four_bit: round the decoder's linear layers to four bits a weight, one after the other on their way to the
             device; for a base that is not trained.
         empty: leave the weights on ``meta``, unread, and have all else on the CPU as it would be beside them; for a
             process that gets them from another one.
 
     Raises:
-        ConfigurationError: the source does not exist, has no safetensors, lacks weights, or is a mixture of experts
-            whose router loss would be dropped.
+        ConfigurationError: the source does not exist, has no safetensors, or lacks weights.
         UnavailableError: this architecture cannot run with this attention, has layers whose state cannot be kept in its
             sequence, its LM head is not an LMHead, or there is nothing to round with.
 
@@ -90,7 +87,6 @@ def load_model(
     """
     whole = _load_config(source, trust_remote_code)
     config = text_half(whole)
-    _check_router_loss(config, drop_router_loss)
     _check_attention_softcap(config, attention)
     _check_temperature(config, attention)
     options: dict[str, Any] = {
@@ -218,7 +214,8 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 def disable_dropout(model: nn.Module) -> int:
     """Set every dropout probability of a model to 0, in its modules and its config; returns how many were not.
 
-    With dropout the first step's ratio to ``logp_old`` would not be 1.
+    So is the noise of routers' inputs (Mixtral's ``router_jitter_noise``). With either, the first step's ratio to
+    ``logp_old`` would not be 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -233,7 +230,8 @@ def disable_dropout(model: nn.Module) -> int:
             owners.append(config)
     changed = 0
     for owner in owners:
-        names = ["p"] if isinstance(owner, nn.modules.dropout._DropoutNd) else [n for n in vars(owner) if "drop" in n]
+        noisy = [name for name in vars(owner) if "drop" in name or "jitter_noise" in name]
+        names = ["p"] if isinstance(owner, nn.modules.dropout._DropoutNd) else noisy
         for name in names:
             value = getattr(owner, name)
             if isinstance(value, float) and value > 0:
@@ -360,17 +358,6 @@ def _check_path(source: str | Path) -> None:
             needed="an existing model folder",
             given=f"{str(source)!r}, which does not exist",
             remedy="Correct the path, or give a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
-        )
-
-
-def _check_router_loss(config: Any, drop_router_loss: bool) -> None:
-    coefficient = getattr(config.get_text_config(), "router_aux_loss_coef", None)
-    if coefficient and not drop_router_loss:
-        raise ConfigurationError(
-            needed="a model whose whole loss is computed",
-            given=f"a mixture of experts ({config.model_type}) whose router loss (coefficient {coefficient}) would be"
-            " dropped",
-            remedy='Set "router_aux_loss_coef" to 0 in the model\'s config, or allow it with drop_router_loss.',
         )
 
 

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
 from logitless.models.lm_head import causal_lm, is_peft
+from logitless.models.lora_targets import expert_weights, lora_targets
 from logitless.models.seeded import seeded
 
 
@@ -25,7 +26,8 @@ class LoraOptions:
         rank: R.
         alpha: the product of the factors is multiplied by alpha / rank.
         targets: names of linear modules, or every linear module but the LM head, and in Falcon-H1 and Nemotron-H
-            ``out_proj`` of Mamba layers, which PEFT does not adapt.
+            ``out_proj`` of Mamba layers, which PEFT does not adapt. Of a mixture also of expert weights, of which each
+            expert gets factors of its own, and of routers (``lora_targets``).
         use_rslora: multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
         dropout: probability with which an input of the factors is 0, in passes that take a gradient alone: what
             scores and samples is the whole policy, so that the first step's ratio is not 1.
@@ -93,10 +95,22 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         model = merge_adapters(model)
     _check_tied_head(model, options)
     _check_modules_to_save(model, options)
+    modules: str | list[str] = options.targets if isinstance(options.targets, str) else list(options.targets)
+    parameters: list[str] | None = None
+    if expert_weights(model):
+        found = lora_targets(model, options.targets)
+        modules, parameters = list(found.modules), list(found.parameters) or None
+        if parameters and options.dropout:
+            raise ConfigurationError(
+                needed="no dropout in adapters of experts, which change their weights and have no input of their own",
+                given=f"dropout {options.dropout} and {', '.join(parameters)} among the targets",
+                remedy="Set model.lora.dropout: 0, or name targets outside of the experts.",
+            )
     config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
-        target_modules=options.targets if isinstance(options.targets, str) else list(options.targets),
+        target_modules=modules,
+        target_parameters=parameters,
         exclude_modules=_not_adapted(model) if options.targets == "all-linear" else None,
         use_rslora=options.use_rslora,
         lora_dropout=options.dropout,

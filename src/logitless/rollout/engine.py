@@ -8,7 +8,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from logitless.models.export import adapter_tensors, merged_tensors
+from logitless.models.export import adapter_tensors, checkpoint_tensors
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -28,8 +28,8 @@ class Weights:
 
     Args:
         module: the model itself, PEFT-wrapped or not.
-        tensors: every weight under its Hugging Face name, adapters merged, tied weights once.
-        adapter: the adapter's weights alone, under PEFT's names; None without an adapter.
+        tensors: every weight as checkpoint files name it, adapters merged, tied weights once.
+        adapter: the adapter's weights alone, under the names of PEFT's files; None without an adapter.
         score: log-probs of a few tokens, computed by all ranks together; None if ``module`` is whole.
 
     Example:
@@ -54,7 +54,7 @@ class Weights:
             dtype: tensors are rounded to it; None keeps each tensor's own.
             score: for a sharded module; all ranks must call it.
         """
-        tensors = partial(merged_tensors, module, dtype=dtype)
+        tensors = partial(checkpoint_tensors, module, dtype=dtype)
         adapter = partial(adapter_tensors, module) if hasattr(module, "peft_config") else None
         return cls(module, tensors, adapter, score)
 

@@ -8,10 +8,12 @@ from queue import SimpleQueue
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from logitless.errors import EngineError, InputError
 from logitless.http_client import HttpClient, Patience
-from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.loading import load_model
+from logitless.models.lora import LoraOptions, add_lora, merge_adapters
 from logitless.rollout.engine import PushingEngine, Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
@@ -21,6 +23,7 @@ from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.rollout.vllm.weight_sync import AdapterSync, FolderSync
 from logitless.seeds import derived_seed
 from logitless.types import Prompt
+from tests.models.mixtures import MIXTURES
 from tests.rollout.fake_vllm import Served, answered, changed, choice, failing, gone, serving, slow
 from tests.rollout.policy import TOKENIZER, tiny_policy
 
@@ -204,6 +207,43 @@ def test_a_base_model_that_somebody_else_gave_weights_to_between_two_pushes_stop
     served.name = "theirs"  # the same weights, so that no probe would see it
     with pytest.raises(EngineError, match="somebody else pushed, called 'theirs'"):
         engine.load(Weights.of(policy), 1)
+
+
+class _OfCheckpoints(Served):
+    """A server that takes weights by the names of checkpoint files alone, as vLLM does, and every one of them."""
+
+    def _load(self, folder):
+        read, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+        assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+        with self.lock:
+            self.policy = read.eval()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+def test_a_mixture_is_pushed_by_the_names_of_checkpoint_files_with_its_correction_bias(dtype):
+    config = MIXTURES["glm4_moe"] | {"vocab_size": 11, "num_hidden_layers": 2}
+
+    def policy(seed=9):
+        model = load_model(config, random_weights=True, seed=seed).eval()
+        model.model.layers[1].mlp.gate.e_score_correction_bias.copy_(torch.tensor([0.4, -0.3, 0.1, -0.2]))
+        return model
+
+    trained = add_lora(policy(1), LoraOptions(rank=2))
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.5)
+    with serving(_OfCheckpoints(policy, TOKENIZER)) as url:
+        engine = _engine(url, sync=FolderSync("policy", QUICK, dtype=dtype))
+        engine.load(Weights.of(trained), 1)
+        assert _tokens(_sample(engine)) == _expected(merge_adapters(trained))
+
+
+def test_an_adapter_of_experts_is_not_pushed_alone(url):
+    config = MIXTURES["qwen3_moe"] | {"vocab_size": 11}
+    trained = add_lora(load_model(config, random_weights=True), LoraOptions(rank=2))
+    with pytest.raises(EngineError, match=r"experts.*Set rollout.engine.weights: {name: folder}"):
+        _engine(url, sync=AdapterSync(QUICK)).load(Weights.of(trained), 0)
 
 
 def test_a_policy_without_an_adapter_cannot_push_one(url):

@@ -56,6 +56,16 @@ def test_changed_weights_are_counted_and_sent_alone_where_that_is_shorter(tmp_pa
     assert folders.write([("w", weight)], 3).num_bytes == 0
 
 
+def test_a_routers_correction_bias_is_not_rounded(tmp_path):
+    bias = torch.tensor([0.123456789, -7.7654321])
+    tensors = [("mlp.gate.weight", bias[None]), ("mlp.gate.e_score_correction_bias", bias)]
+    for version in (0, 1):
+        folders = WeightFolders(tmp_path / str(version), dtype=torch.bfloat16, differences_in_a_row=version)
+        found = dict(read_weights(folders.write(tensors, 0).folder))
+        assert torch.equal(found["mlp.gate.e_score_correction_bias"], bias)
+        assert torch.equal(found["mlp.gate.weight"], bias[None].bfloat16())
+
+
 def test_a_step_that_rounding_hides_sends_next_to_nothing_in_bfloat16(tmp_path):
     torch.manual_seed(0)
     weight = torch.randn(100_000)

@@ -59,12 +59,17 @@ def private_folder(owner: object) -> tuple[Path, Callable[[], object]]:
     return folder, weakref.finalize(owner, shutil.rmtree, folder, ignore_errors=True)
 
 
+_KEPT_WHOLE = "correction_bias"
+"""Of a router, which servers hold in float32: rounded, it would send tokens to other experts."""
+
+
 class WeightFolders:
     """Writes one folder a version, and removes those that are not needed any more.
 
     Args:
         root: parent of the folders.
-        dtype: that weights are rounded to before they are compared and written; None keeps each tensor's own.
+        dtype: that weights are rounded to before they are compared and written, except a router's correction bias; None
+            keeps each tensor's own.
         differences_in_a_row: the most differences before weights are written whole again; 0 always writes them whole,
             without a second copy in memory.
         shard_bytes: the most bytes of a file.
@@ -111,7 +116,7 @@ class WeightFolders:
         shutil.rmtree(folder, ignore_errors=True)
         self._needed = [each for each in self._needed if each != folder]
         folder.mkdir(parents=True)
-        rounded = ((name, _rounded(tensor, self.dtype)) for name, tensor in tensors)
+        rounded = ((name, _rounded(name, tensor, self.dtype)) for name, tensor in tensors)
         if self._most == 0:
             num_bytes, num_weights = self._write_whole(folder, rounded)
             written = Written(folder, "whole", num_bytes, num_weights, None)
@@ -230,9 +235,10 @@ def _write_marker(folder: Path, marker: dict[str, Any]) -> None:
     os.replace(part, folder / MARKER)  # noqa: PTH105
 
 
-def _rounded(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _rounded(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     moved = tensor.detach().cpu().contiguous()
-    return moved if dtype is None or not moved.is_floating_point() else moved.to(dtype)
+    keeps = name.endswith(_KEPT_WHOLE) or not moved.is_floating_point()
+    return moved if dtype is None or keeps else moved.to(dtype)
 
 
 def _changed(before: Tensor, now: Tensor) -> Tensor:

@@ -268,8 +268,8 @@ class AdapterSync(_InAFolder):
         """Write the adapter once, have each server load it and unload the one before.
 
         Raises:
-            EngineError: weights without an adapter, a server that fails to load it, one whose base model got another
-                client's weights since the first push, or a full disk.
+            EngineError: weights without an adapter, or with one of experts; a server that fails to load it, one whose
+                base model got another client's weights since the first push, or a full disk.
         """
         start = time.perf_counter()
         if weights.adapter is None:
@@ -279,6 +279,13 @@ class AdapterSync(_InAFolder):
                 remedy="Set model.lora, or rollout.engine.weights: {name: folder}.",
             )
         tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights.adapter()}
+        if fused := [name for name in tensors if ".experts." in name]:
+            raise EngineError(
+                needed="an adapter of linear modules alone, for servers know experts by other names than PEFT",
+                given=f"{fused[0]} and {len(fused) - 1} more",
+                remedy="Set rollout.engine.weights: {name: folder}, which merges it, or leave experts out of "
+                "model.lora.targets.",
+            )
         self._before, self._names.current = self._names.current, self._names.of(version)
         self._folder = self._root / f"{version:09d}"
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -14,6 +14,7 @@ from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.models.router import freeze_routers, router_loss_coefficient
 from logitless.rollout.chat import check_chat_template_kwargs
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.optim.master_weights import lower_to
@@ -71,7 +72,6 @@ def policy_model(
         trust_remote_code=section.trust_remote_code,
         random_weights=section.random_weights and not stored,
         seed=seed,
-        drop_router_loss=section.drop_router_loss,
         four_bit=section.quantize,
         empty=empty,
     )
@@ -85,6 +85,7 @@ def policy_model(
         if weights is not None:
             model = load_adapters(model, weights)
         model = add_lora(model, lora_options(section), seed=seed)
+    _check_router_loss(section, model)
     _finish(section, model)
     if section.compile:
         compile_layers(model)
@@ -123,8 +124,26 @@ def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
     return arrangement.is_sharded and not runs_before and not for_gpus
 
 
+def _check_router_loss(section: ModelSection, model: nn.Module) -> None:
+    """Refuse a load-balancing loss that the model does not have, or that its passes would not agree on.
+
+    Raises:
+        ConfigurationError: see ``router_loss_coefficient``; or adapters with dropout.
+    """
+    coefficient = router_loss_coefficient(model, section.router.loss)
+    if coefficient and section.lora is not None and section.lora.dropout:
+        raise ConfigurationError(
+            needed="no model.lora.dropout beside a load-balancing loss, whose experts are counted and trained on in "
+            "several passes of one function",
+            given=f"model.lora.dropout: {section.lora.dropout} and coefficient {coefficient:g} (model.router.loss)",
+            remedy="Leave dropout out, or set model.router.loss: 0.",
+        )
+
+
 def _finish(section: ModelSection, model: nn.Module) -> None:
-    """Round trained weights to their dtype (master weights keep float32), and exchange the layers."""
+    """Freeze routers, round trained weights to their dtype (master weights keep float32), and exchange the layers."""
+    if section.router.frozen:
+        freeze_routers(model, dtype=None if section.lora else getattr(torch, section.trained_dtype))
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
     if section.layers == "liger":

@@ -25,6 +25,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.models.activations import ActivationPlan
+from logitless.models.router import configured_router_loss
 from logitless.objective.algorithm import Algorithm
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.environment import Driver, Environment
@@ -281,6 +282,13 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
         yield f"value head: {num_weights:,} weights, at {factor:g} times the learning rate"
+    if coefficient := parts.learner.router_coefficient:
+        yield (
+            f"load-balancing loss, coefficient {coefficient:g}: zero-advantage completions are read too, and all "
+            "micro-batches but the first of each step once more, without gradient"
+        )
+    elif default := configured_router_loss(policy.model):
+        yield f"no load-balancing loss; the model's config suggests model.router.loss: {default:g}"
     if ranks.world > 1:
         yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"
     yield from costly_choices(parts.chosen, policy.device)

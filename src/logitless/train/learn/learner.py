@@ -24,6 +24,7 @@ from logitless.data.shares import rows_by_rank
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
+from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import required
@@ -36,6 +37,7 @@ from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
+from logitless.train.learn.routing import RouterLoss, routing_numbers
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
@@ -142,6 +144,7 @@ class Learner:
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
         self.reward_weights = reward_weights
+        self.router_coefficient = router_loss_coefficient(policy.model, recipe.model.router.loss)
         self.optimizer = adamw(
             policy.model.parameters(),
             recipe.train.optimizer,
@@ -232,6 +235,8 @@ class Learner:
         The advantages of such an algorithm need rewards alone, no scores.
         """
         if not (self.recipe.train.skip_zero_advantage and self.algorithm.silent_without_advantage):
+            return None
+        if self.router_coefficient:  # every token has a gradient
             return None
         if self.recipe.parallel.deterministic:  # metrics of left-out sequences are summed in an order of the ranks
             return None
@@ -392,6 +397,10 @@ class Learner:
         def diagnose() -> None:
             dead = zero_advantage_numbers()
             numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
+            routing, coefficient = [sums for each in outputs for sums in each.routing], self.router_coefficient
+            numbers.update(routing_numbers(routing, self.policy, coefficient=coefficient, ranks=ranks))
+            if coefficient:
+                numbers["loss/total"] = numbers["loss/total"] + coefficient * numbers["loss/router"]
 
         norm, taken = take_step(
             self.optimizer,
@@ -447,11 +456,17 @@ class Learner:
         self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
     ) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed over all ranks."""
-        ranks = self.ranks
+        ranks, router_loss = self.ranks, None
+        if self.router_coefficient:
+            router_loss = RouterLoss(self.policy, self.router_coefficient, ranks)
+            counted = list(mine.values())
+            router_loss.count(each.packed for each in (counted if self.recipe.parallel.deterministic else counted[1:]))
         if self.recipe.parallel.deterministic:
-            return self._summed_in_order(mine, places, statistics)
+            if router_loss is not None:  # a rank may have no micro-batch
+                router_loss.settle()
+            return self._summed_in_order(mine, places, statistics, router_loss)
         labels = [ranks.data_rank] if ranks.data_rank else []
-        outputs = self._backward(list(mine.values()), statistics, ranks.gather, *labels)
+        outputs = self._backward(list(mine.values()), statistics, ranks.gather, router_loss, *labels)
         if ranks.world > 1:  # not otherwise: collecting the parameters takes a millisecond
             ranks.sum_gradients(self.policy.named_parameters().values())
         return outputs
@@ -461,6 +476,7 @@ class Learner:
         micro_batches: Sequence[MicroBatch],
         statistics: BlockStatistics | None,
         gather: GatherOverRanks,
+        router_loss: RouterLoss | None,
         *labels: int,
     ) -> list[MicroBatchOutput]:
         recipe = self.recipe
@@ -478,10 +494,15 @@ class Learner:
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
                 gather=gather,
+                router_loss=router_loss,
             )
 
     def _summed_in_order(
-        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
+        self,
+        mine: Mapping[int, MicroBatch],
+        places: Sequence[int | None],
+        statistics: BlockStatistics | None,
+        router_loss: RouterLoss | None,
     ) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed along the tree of all ranks.
 
@@ -492,7 +513,7 @@ class Learner:
         outputs, total = list[MicroBatchOutput](), TreeSum()
         for place in places:
             if place is not None:
-                outputs += self._backward([mine[place]], statistics, one_rank, place)
+                outputs += self._backward([mine[place]], statistics, one_rank, router_loss, place)
             total.add([p.grad for p in parameters])
             for p in parameters:
                 p.grad = None

@@ -3,8 +3,8 @@
 The reference is another ``Policy`` around a frozen copy, or under LoRA ``AdaptersOff``; both score by the same code.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -35,13 +35,14 @@ from logitless.models.lm_head import (
 )
 from logitless.models.lora import adapters_off, save_adapters
 from logitless.models.repeated_rows import RepeatedRows
+from logitless.models.router import Routers, RoutingSums, routing_sums, token_copies
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
 from logitless.rollout.engine import Weights
 from logitless.train.optim.master_weights import master_weight, restore_master_weights, round_master_weights
 from logitless.train.recipe.training import Backend, TrainSection
 from logitless.transfer import sent
-from logitless.types import Completion, LMHead, PackedBatch, Prompt, SharedInputs, TokenScores
+from logitless.types import Completion, LMHead, PackedBatch, PackedInputs, Prompt, SharedInputs, TokenScores
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,6 +74,7 @@ class Policy:
         sharded: the FSDP2 model; None while this rank has all weights.
         sequence: ranks that split the same rows (Ulysses); or None.
         all_rows: whether a sharded head scores the tokens of all ranks together (``token_scores_of_all``).
+        routers: of a mixture of experts; None for a dense model.
     """
 
     def __init__(
@@ -93,6 +95,8 @@ class Policy:
         self.sharded: ShardedModel | None = None
         self.sequence: ProcessGroup | None = None
         self.all_rows = False
+        self.routers = Routers.of(model)
+        self._routing: list[RoutingSums] | None = None
 
     def under(self, train: TrainSection) -> "Policy":
         """A policy of the same model under another section ``train``: the head's memory, and sharing of prompts."""
@@ -193,18 +197,17 @@ class Policy:
             temperature: divides the logits, as in sampling.
         """
         if not batch.num_tokens:
-            if self.sharded is None or self.sharded.is_whole:
+            if self._is_whole:
                 return self._no_scores()
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
-        inputs = with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
+        inputs = self._read(batch)
         source, target = inputs.source, batch.target
         places = None
         if self.sequence is not None:  # this rank scores the targets that its part of the hidden states predicts
             own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
             places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
             source, target = source[places] - own.start, target[places.to(target.device)]
-        with self._autocast():
-            hidden = backbone_hidden(self.model, inputs.to(self.device), self.sequence)
+        hidden = self._hidden(inputs)
         if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
             rows = RepeatedRows.of(source).to(self.device).take(hidden)
         else:
@@ -226,6 +229,46 @@ class Policy:
         columns = [each for each in (scores.logp, scores.entropy, scores.value) if each is not None]
         found = pieced_together(torch.stack(columns, 1), places.to(self.device), batch.num_tokens, self.sequence)
         return TokenScores(*found.unbind(1))
+
+    @contextmanager
+    def routing(self) -> Iterator[list[RoutingSums]]:
+        """Inside, a pass adds what its routers said to the list; one of a dense model, or of no token, nothing."""
+        self._routing = found = list[RoutingSums]()
+        try:
+            yield found
+        finally:
+            self._routing = None
+
+    def routing_of(self, batch: PackedBatch) -> list[RoutingSums]:
+        """What the routers say of a batch, without gradient and without a pass of the head."""
+        if batch.num_tokens or not self._is_whole:
+            with self.routing() as found, torch.no_grad():
+                self._hidden(self._read(batch if batch.num_tokens else nothing_to_score()))
+            return found
+        return []
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether this rank needs no other for a pass."""
+        return self.sharded is None or self.sharded.is_whole
+
+    def _read(self, batch: PackedBatch) -> PackedInputs | SharedInputs:
+        """What the backbone reads of a batch, on the CPU where prompts are shared."""
+        return with_shared_prompts(batch.inputs.to("cpu")) if self.shares_prompts else batch.inputs
+
+    def _hidden(self, inputs: PackedInputs | SharedInputs) -> Tensor:
+        """Last hidden states of this rank's tokens; notes what the routers said of them where ``routing`` asks."""
+        if self._routing is None or self.routers is None:
+            with self._autocast():
+                return backbone_hidden(self.model, inputs.to(self.device), self.sequence)
+        with self._autocast(), self.routers.read() as choices:
+            hidden = backbone_hidden(self.model, inputs.to(self.device), self.sequence)
+        copies = token_copies(inputs) * bool(len(inputs.source))  # not those of `nothing_to_score`
+        if self.sequence is not None:
+            own = rows_of_rank(len(copies), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
+            copies = torch.cat([copies, copies.new_zeros(own.stop)])[own]  # filled up by padding
+        self._routing.append(routing_sums(choices, sent(copies, self.device)))
+        return hidden
 
     @property
     def hidden_size(self) -> int:

@@ -2,6 +2,7 @@
 
     loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
          + coefficient * sum over micro-batches of (value_weight * value_loss).sum()
+         and of a mixture the load-balancing loss of the step (routing.py)
 
 Weights are made for the whole step before its first forward pass, so that the cut into micro-batches changes memory and
 speed alone. Zero-advantage sequences are in no micro-batch, but count in the weights; ``zero_advantage_output`` adds
@@ -19,6 +20,7 @@ from torch import Tensor
 from logitless.data.packing import Packing, StepPlan
 from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError
+from logitless.models.router import RoutingSums
 from logitless.objective.advantage import turn_index
 from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.inputs import required
@@ -27,6 +29,7 @@ from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.learn.policy import Policy
+from logitless.train.learn.routing import RouterLoss
 from logitless.train.recipe.training import Backend
 from logitless.train.record.metrics import Numbers
 from logitless.types import PackedBatch, PackedInputs, TokenBatch
@@ -55,16 +58,21 @@ class MicroBatchOutput:
         policy: of the objective.
         value: of the value loss; None if the algorithm has none.
         logp_old: [n] of a micro-batch that scores itself, detached; None for others.
+        router: its share of the load-balancing loss, or None without one.
+        routing: what its routers said, without gradient; empty for a dense model.
     """
 
     policy: ObjectiveOutput
     value: ValueOutput | None = None
     logp_old: Float[Tensor, "n"] | None = None
+    router: Float[Tensor, ""] | None = None
+    routing: tuple[RoutingSums, ...] = ()
 
     @property
     def loss(self) -> Float[Tensor, ""]:
-        """The sum of both, differentiable."""
-        return self.policy.loss if self.value is None else self.policy.loss + self.value.loss
+        """The sum of all, differentiable."""
+        loss = self.policy.loss if self.value is None else self.policy.loss + self.value.loss
+        return loss if self.router is None else loss + self.router
 
 
 def step_batch(
@@ -213,6 +221,7 @@ def backward(
     seed: int,
     value_loss: ValueLoss | None = None,
     gather: GatherOverRanks = one_rank,
+    router_loss: RouterLoss | None = None,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
@@ -225,6 +234,7 @@ def backward(
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
         gather: over ranks, for parts that choose tokens in each micro-batch.
+        router_loss: of the step, which knows of every micro-batch but this call's first.
 
     Raises:
         InputError: there is no micro-batch, and so no gradient.
@@ -237,7 +247,8 @@ def backward(
     generator = torch.Generator().manual_seed(seed)
     for batch in micro_batches:
         tokens = batch.tokens.to(policy.device)
-        scores = policy.scores(batch.packed, temperature=temperature, backend=backend)
+        with policy.routing() as routing:
+            scores = policy.scores(batch.packed, temperature=temperature, backend=backend)
         if batch.scores_itself:
             tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
         policy_output = objective(
@@ -251,10 +262,15 @@ def backward(
             generator=generator,
         )
         value_output = None if value_loss is None else value_loss(required(scores.value, "value"), tokens)
-        outputs.append(
-            MicroBatchOutput(policy_output, value_output, scores.logp.detach() if batch.scores_itself else None)
+        output = MicroBatchOutput(
+            policy_output,
+            value_output,
+            scores.logp.detach() if batch.scores_itself else None,
+            None if router_loss is None else router_loss.share(routing),
+            tuple(each.detach() for each in routing),
         )
-        outputs[-1].loss.backward()  # type: ignore[no-untyped-call]
+        output.loss.backward()  # type: ignore[no-untyped-call]
+        outputs.append(output if output.router is None else replace(output, router=output.router.detach()))
     return outputs
 
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head, why_unshared
+from logitless.models.router import router_loss_coefficient
 from logitless.seeds import derived_seed
 from logitless.train.assembly.stages import Inputs, load, read
 from logitless.train.learn.learner import scores_in_training
@@ -129,6 +130,8 @@ def _table(
     operations = Operations.of(model)
     unshared = why_unshared(model)
     not_silent = "" if algorithm.silent_without_advantage else "not under this algorithm"
+    if router_loss_coefficient(model, recipe.model.router.loss):  # every token has a gradient
+        not_silent = "not with model.router.loss"
     everyone = [True] * len(live)
     kept = live if train.skip_zero_advantage and not not_silent else everyone
     full = Packing(train.tokens_per_micro_batch, share_prompts=False)

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from logitless.train.recipe.rule import Rule, Setting, needs_gpu, needs_package, needs_whole_weights
 from logitless.train.recipe.section import Section
@@ -16,7 +16,11 @@ class LoraSection(Section):
 
     rank: PositiveInt = Field(16, description="R, rank of the factors")
     alpha: PositiveFloat = Field(32.0, description="the factors' product is scaled by alpha / rank")
-    targets: tuple[str, ...] | Literal["all-linear"] = Field("all-linear", description="module names to adapt")
+    targets: tuple[str, ...] | Literal["all-linear"] = Field(
+        "all-linear",
+        description="module names to adapt; of a mixture also expert weights (gate_up_proj, down_proj), each expert "
+        "with factors of its own, and routers (gate); all-linear: all but the LM head and routers",
+    )
     use_rslora: bool = Field(False, description="scale by alpha / sqrt(rank) instead")
     dropout: float = Field(
         0.0,
@@ -30,6 +34,17 @@ class LoraSection(Section):
         description="ends of names of modules to train whole, such as lm_head, embed_tokens, norm; `trained_dtype` "
         "must be `dtype`. Row-invariant layers run with lm_head alone; vLLM takes no such adapter",
     )
+
+
+class RouterSection(Section):
+    """How the routers of a mixture of experts are trained."""
+
+    loss: NonNegativeFloat | Literal["config"] | None = Field(
+        "config",
+        description="coefficient of the load-balancing loss (docs/objectives.md); config: `router_aux_loss_coef` where "
+        "the model's config has `output_router_logits: true`, else 0. Above 0 zero-advantage completions are read too",
+    )
+    frozen: bool = Field(False, description="train no router")
 
 
 class ModelSection(Section):
@@ -67,7 +82,7 @@ class ModelSection(Section):
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
     compile: bool = Field(False, description="torch.compile the decoder's layers")
-    drop_router_loss: bool = Field(False, description="train a mixture of experts without its load-balancing loss")
+    router: RouterSection = RouterSection()
     matmul_precision: Literal["highest", "high", "medium"] = Field(
         "highest", description="torch.set_float32_matmul_precision: high and medium allow TF32"
     )

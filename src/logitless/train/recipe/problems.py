@@ -15,6 +15,7 @@ from logitless.rewards.user_function import Function
 from logitless.train.recipe.config import Recipe
 
 RENAMED = {
+    "drop_router_loss": "router",
     "leave_out_dead": "skip_zero_advantage",
     "recount_every": "rescore_every",
     "spoiled_score": "ungradable_score",

@@ -159,6 +159,7 @@ sampler/correction_effective_fraction | 1 | last | step | (sum c)^2 / (n sum c^2
 head/nonzero_gradient_fraction | 1 | mean | token | tokens with a gradient other than 0
 # Optimization
 loss/total | 1 | sum | step | what is differentiated
+loss/router | 1 | last | step | the load-balancing loss, before its coefficient
 loss/value | 1 | mean | token | the value loss of tokens with a return, before its coefficient
 optimizer/grad_norm | 1 | last | step | global norm of the model's gradient before clipping, a value head's left out
 optimizer/learning_rate | 1 | last | step | learning rate of this step; a value head's is a multiple
@@ -170,6 +171,10 @@ optimizer/micro_batches | 1 | sum | step | forward and backward passes
 optimizer/tokens_per_micro_batch | token | last | step | most tokens read at once: the recipe's, halved where memory was
     short
 optimizer/halvings | 1 | sum | run | times that memory was short and that number was halved
+# Routers of a mixture of experts, over the tokens that the step read
+router/entropy | nat | mean | step | of the softmax of a router's logits
+router/load_max, router/load_min | 1 | last | step | tokens of the busiest and idlest expert of a layer, over its mean
+router/dropped_fraction | 1 | mean | step | tokens that a chosen expert did not take: none
 # What a step did not have to compute
 saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward: they can
     change no gradient

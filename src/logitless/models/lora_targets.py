@@ -1,0 +1,100 @@
+"""What LoRA adapts in a mixture of experts, whose expert weights and routers are no linear modules."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import nn
+
+from logitless.errors import ConfigurationError
+from logitless.models.lm_head import causal_lm
+from logitless.models.router import router_modules
+
+_PEFT_RENAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+"""Names that PEFT takes for those of experts or routers before transformers fused them, wherever a module has one."""
+
+
+@dataclass(frozen=True)
+class LoraTargets:
+    """Under PEFT's names, each the end of the names of what is adapted.
+
+    Args:
+        modules: linear modules.
+        parameters: weights of other modules; each expert gets factors of its own.
+    """
+
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+
+
+def expert_weights(model: nn.Module) -> list[str]:
+    """The names of the weights that hold all experts of a layer, [E, ., .]; none of a dense model.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, vocab_size=11)
+        >>> expert_weights(MixtralForCausalLM(config))
+        ['model.layers.0.mlp.experts.gate_up_proj', 'model.layers.0.mlp.experts.down_proj']
+    """
+    named = causal_lm(model).named_parameters()
+    return [name for name, weight in named if "experts" in name.split(".") and weight.ndim == 3]
+
+
+def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> LoraTargets:
+    """What the targets of a recipe name in a mixture of experts.
+
+    Args:
+        model: a mixture, not PEFT-wrapped.
+        targets: ends of names of linear modules, of expert weights, or of routers. ``all-linear``: every linear module
+            but the LM head, and every expert weight; no router.
+
+    Raises:
+        ConfigurationError: one that names nothing.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, vocab_size=11)
+        >>> lora_targets(MixtralForCausalLM(config), ("q_proj", "down_proj"))
+        LoraTargets(modules=('q_proj',), parameters=('experts.down_proj',))
+    """
+    inner = causal_lm(model)
+    head = inner.get_output_embeddings()
+    linear = [name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and module is not head]
+    prefix = next(name for name, module in inner.named_modules() if module is inner.base_model)
+    routers = [f"{prefix}.{name}" for name in router_modules(model)]
+    experts = expert_weights(model)
+    if targets == "all-linear":
+        routers, ends = [], [name.rsplit(".", 1)[-1] for name in (*linear, *experts)]
+    else:
+        ends = list(targets)
+        linear = [name for name, module in inner.named_modules() if isinstance(module, nn.Linear)]
+        _check_names(ends, [*linear, *routers, *experts])
+    modules, parameters = set[str](), set[str]()
+    for end in ends:
+        for name in _named(linear, end):
+            if name.rsplit(".", 1)[-1] in _PEFT_RENAMES:
+                parameters.add(_end(name, 2) + ".weight")
+            else:
+                modules.add(end)
+        parameters |= {_end(name, 2) + ".weight" for name in _named(routers, end)}
+        parameters |= {_end(name, 2) for name in _named(experts, end)}
+    return LoraTargets(tuple(sorted(modules)), tuple(sorted(parameters)))
+
+
+def _named(names: list[str], end: str) -> list[str]:
+    return [name for name in names if f".{name}".endswith(f".{end}")]
+
+
+def _end(name: str, parts: int) -> str:
+    return ".".join(name.split(".")[-parts:])
+
+
+def _check_names(ends: list[str], names: list[str]) -> None:
+    unknown = [end for end in ends if not _named(names, end)]
+    if unknown:
+        raise ConfigurationError(
+            needed="targets that name linear modules, expert weights or routers of the model",
+            given=", ".join(map(repr, unknown)),
+            remedy=f"Choose from {', '.join(sorted({_end(name, 1) for name in names}))}, or use 'all-linear'.",
+        )

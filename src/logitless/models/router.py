@@ -1,0 +1,323 @@
+"""The routers of a mixture of experts: which modules they are, and what they say while the layers run.
+
+A router gives each token a logit for each expert; its tokens go to the experts that it chooses. What is read of a pass
+are sums over its tokens, so that those of micro-batches and ranks add up to those of an optimizer step.
+"""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from logitless.errors import ConfigurationError
+from logitless.models.lm_head import backbone, causal_lm
+from logitless.types import PackedInputs, PromptGroup, SharedInputs
+
+_NAMES = ("gate", "router")  # what transformers calls the router beside `experts`
+
+
+def router_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The routers of a model by name, through PEFT wrappers; none of a dense model.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                      vocab_size=11)
+        >>> router_modules(LlamaForCausalLM(config))
+        {}
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in backbone(model).named_modules():
+        if hasattr(module, "experts"):
+            found |= {f"{name}.{child}": inner for child, inner in module.named_children() if child in _NAMES}
+    return found
+
+
+def freeze_routers(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
+    """Train no router from now on; gradients go on through the weights of chosen experts to the hidden states.
+
+    Args:
+        model: changed in place.
+        dtype: that routers are rounded to, where the weights around them will be; None: as they are.
+
+    Raises:
+        ConfigurationError: the model has no routers, or one of them has an adapter or is trained whole beside adapters.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, vocab_size=11)
+        >>> model = MixtralForCausalLM(config)
+        >>> freeze_routers(model)
+        >>> [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        ['model.layers.0.mlp.gate.weight']
+    """
+    routers = router_modules(model)
+    if not routers:
+        raise _no_router(model, "frozen: true")
+    trained = hasattr(model, "peft_config")
+    for name, module in routers.items():
+        if trained and any(weight.requires_grad for weight in module.parameters()):
+            raise ConfigurationError(
+                needed="routers without an adapter for model.router.frozen",
+                given=f"{name.rsplit('.', 1)[-1]!r} in model.lora.targets or model.lora.modules_to_save",
+                remedy="Leave it out there, or leave model.router.frozen out.",
+            )
+        module.requires_grad_(False)
+        for weight in module.parameters():
+            weight.data = weight.data.to(dtype or weight.dtype)
+
+
+class Choice(NamedTuple):
+    """What one router said in one pass.
+
+    Args:
+        logits: [T, E].
+        experts: [T, K] that it chose.
+    """
+
+    logits: Float[Tensor, "T E"]
+    experts: Int[Tensor, "T K"]
+
+
+class Routers:
+    """Reads the routers of a mixture while its layers run.
+
+    Args:
+        model: whose routers have hooks from now on; PEFT-wrapped or not.
+
+    Attributes:
+        num_layers: with a router.
+        num_experts: E.
+        experts_per_token: K.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=4, vocab_size=11)
+        >>> model = MixtralForCausalLM(config)
+        >>> with Routers(model).read() as choices:
+        ...     _ = model(torch.tensor([[1, 2, 3]]))
+        >>> [(each.logits.shape, each.experts.shape) for each in choices]
+        [(torch.Size([3, 4]), torch.Size([3, 2])), (torch.Size([3, 4]), torch.Size([3, 2]))]
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        reading: list[list[Choice]] = []
+
+        def hook(_module: nn.Module, _given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            # Outside of ``read``, as where the backward recomputes a layer, nothing is kept. No operation here: within
+            # a recomputed layer autograd would count it.
+            if reading:
+                reading[-1].append(Choice(output[0], output[2]))
+
+        self._reading = reading
+        self.num_layers = len(router_modules(model))
+        for inner in _readable(model):
+            inner.register_forward_hook(hook)
+            router: Any = inner
+            self.num_experts: int = router.weight.shape[0]
+            self.experts_per_token: int = router.top_k
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Routers | None":
+        """Those of a model; None where it has none that can be read."""
+        return cls(model) if _readable(model) else None
+
+    @contextmanager
+    def read(self) -> Iterator[list[Choice]]:
+        """Inside, a pass adds the choices of its routers to the list, layer by layer, with their gradients."""
+        choices: list[Choice] = []
+        self._reading.append(choices)
+        try:
+            yield choices
+        finally:
+            self._reading.pop()
+
+
+@dataclass(frozen=True)
+class RoutingSums:
+    """What the routers of a pass said, added over its tokens.
+
+    Args:
+        probability: [E] the softmax of the logits, added over layers; differentiable.
+        counted: [E] tokens whose most probable experts (K of them) an expert is among, added over layers.
+        load: [L, E] tokens that a layer sent to an expert.
+        entropy: of the softmax, nats, added over layers.
+    """
+
+    probability: Float[Tensor, "E"]
+    counted: Float[Tensor, "E"]
+    load: Float[Tensor, "L E"]
+    entropy: Float[Tensor, ""]
+
+    @classmethod
+    def zero(cls, routers: Routers, device: torch.device) -> "RoutingSums":
+        """Of no tokens."""
+        each = torch.zeros(routers.num_experts, dtype=torch.float64, device=device)
+        return cls(each, each, each.repeat(routers.num_layers, 1), each[0])
+
+    def __add__(self, other: "RoutingSums") -> "RoutingSums":
+        """Of both."""
+        return RoutingSums(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
+
+    def detach(self) -> "RoutingSums":
+        """The same in float64, without gradient."""
+        return RoutingSums(*(part.detach().double() for part in vars(self).values()))
+
+    @property
+    def flat(self) -> Float[Tensor, "F"]:
+        """All numbers in one vector, without gradient."""
+        return torch.cat([part.flatten() for part in vars(self.detach()).values()])
+
+    def unflat(self, flat: Float[Tensor, "F"]) -> "RoutingSums":
+        """What the vector ``flat`` of sums of this shape says."""
+        parts = vars(self).values()
+        split = flat.split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
+        return RoutingSums(*(new.view_as(part) for new, part in zip(split, parts, strict=True)))
+
+
+def routing_sums(choices: Sequence[Choice], weight: Float[Tensor, "T"]) -> RoutingSums:
+    """The sums of a pass.
+
+    Gradient: of ``probability``, to the logits. Counts are float64, and exact.
+
+    Args:
+        choices: of its routers, at least one.
+        weight: how often each token counts (``token_copies``).
+    """
+    parts = [_Sums.apply(each.logits, each.experts, weight) for each in choices]  # type: ignore[no-untyped-call]
+    probability, counted, load, entropy = (list(column) for column in zip(*parts, strict=True))
+    return RoutingSums(
+        torch.stack(probability).sum(0), torch.stack(counted).sum(0), torch.stack(load), torch.stack(entropy).sum()
+    )
+
+
+class _Sums(Function):
+    """Of one router. It keeps the logits for the backward, not their softmax, which may be twice as large."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Float[Tensor, "T E"], experts: Int[Tensor, "T K"], weight: Float[Tensor, "T"]
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(logits, weight)
+        log_probability = _log_softmax(logits)
+        probability = log_probability.exp()
+        of_tokens = weight.to(probability.dtype)
+        entropy = -(of_tokens @ (probability * log_probability).sum(-1)).double()
+        most_probable = probability.topk(experts.shape[1], dim=-1).indices
+        counted, load = (_count(each, weight, logits.shape[1]) for each in (most_probable, experts))
+        ctx.mark_non_differentiable(counted, load, entropy)
+        return of_tokens @ probability, counted, load, entropy
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Float[Tensor, "E"], *_: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        logits, weight = ctx.saved_tensors
+        probability = _log_softmax(logits).exp()
+        change = gradient - (probability @ gradient)[:, None]
+        return (weight.to(change.dtype)[:, None] * probability * change).to(logits.dtype), None, None
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _count(experts: Int[Tensor, "T K"], weight: Float[Tensor, "T"], num_experts: int) -> Float[Tensor, "E"]:
+    """How often each expert was chosen; float64, in which whole numbers are exact in any order."""
+    counts = torch.zeros(num_experts, dtype=torch.float64, device=experts.device)
+    return counts.scatter_add_(0, experts.flatten(), weight.double()[:, None].expand_as(experts).flatten())
+
+
+def token_copies(inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T"]:
+    """In how many sequences of a packed row each of its tokens is; on the CPU.
+
+    Example:
+        >>> from logitless.types import PromptGroup
+        >>> ids = torch.tensor([5, 6, 7, 8])  # prompt 5 6, then 7, or 8
+        >>> token_copies(SharedInputs(ids, torch.tensor([0, 1, 2, 2]), (PromptGroup(2, (1, 1)),), ids[:0]))
+        tensor([2., 2., 1., 1.])
+    """
+    if not isinstance(inputs, SharedInputs):
+        return torch.ones(len(inputs.input_ids))
+    pieces = [piece for group in inputs.groups for piece in _pieces(group)]
+    copies, sizes = zip(*pieces, strict=True)
+    return torch.repeat_interleave(torch.tensor(copies, dtype=torch.float32), torch.tensor(sizes))
+
+
+def _pieces(group: PromptGroup) -> list[tuple[int, int]]:
+    """(sequences, tokens) of each stretch of a group, in the order in which they lie."""
+    if not group.completions:
+        return [(1, group.prompt)]
+    below = [_pieces(branch) for branch in group.branches]
+    return [(_sequences(group), group.prompt), *(piece for each in below for piece in each)]
+
+
+def _sequences(group: PromptGroup) -> int:
+    return sum(map(_sequences, group.branches)) if group.completions else 1
+
+
+def router_loss_coefficient(model: nn.Module, loss: float | str | None) -> float:
+    """What the load-balancing loss is multiplied by; 0: it is not computed.
+
+    Args:
+        model: PEFT-wrapped or not.
+        loss: the number; ``config``: ``router_aux_loss_coef`` of the model's config where that has
+            ``output_router_logits`` set, as transformers adds the loss, else 0; None: 0.
+
+    Raises:
+        ConfigurationError: a number above 0 for a model for which transformers has no such loss.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, vocab_size=11)
+        >>> model = MixtralForCausalLM(config)
+        >>> router_loss_coefficient(model, "config"), router_loss_coefficient(model, 0.01)
+        (0.0, 0.01)
+    """
+    if loss == "config":
+        config: Any = causal_lm(model).config.get_text_config()
+        return configured_router_loss(model) if getattr(config, "output_router_logits", False) else 0.0
+    coefficient = float(loss or 0.0)
+    if coefficient and not router_modules(model):
+        raise _no_router(model, f"loss: {coefficient:g}")
+    if coefficient and not _has_loss(model):
+        raise ConfigurationError(
+            needed="a mixture that is trained with a load-balancing loss, for model.router.loss",
+            given=f"{causal_lm(model).config.model_type}, for which transformers has none: a correction bias of the "
+            "router's choices keeps its experts evenly loaded, or nothing does",
+            remedy="Set model.router.loss: 0.",
+        )
+    return coefficient
+
+
+def configured_router_loss(model: nn.Module) -> float:
+    """The coefficient in a mixture's config, whether or not the config switches the loss on; 0: it has none."""
+    config: Any = causal_lm(model).config.get_text_config()
+    return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if _has_loss(model) else 0.0
+
+
+def _has_loss(model: nn.Module) -> bool:
+    """Whether transformers has the loss for a model, and its routers can be read."""
+    module = sys.modules[type(causal_lm(model)).__module__]
+    return hasattr(module, "load_balancing_loss_func") and bool(_readable(model))
+
+
+def _readable(model: nn.Module) -> list[nn.Module]:
+    """The modules whose outputs are (logits, weights of the chosen experts, chosen experts)."""
+    inside = [each for module in router_modules(model).values() for each in module.modules()]
+    return [module for module in inside if type(module).__name__.lower().endswith("topkrouter")]
+
+
+def _no_router(model: nn.Module, given: str) -> ConfigurationError:
+    return ConfigurationError(
+        needed=f"a mixture of experts for model.router.{given}",
+        given=f"{causal_lm(model).config.model_type}, which has no routers",
+        remedy="Leave model.router out.",
+    )

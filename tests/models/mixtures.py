@@ -1,0 +1,50 @@
+"""Tiny mixtures of experts of many families."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from logitless.models.loading import load_model
+from tests.models.tiny import LLAMA
+
+_CHOOSE_2_OF_4: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8, "num_key_value_heads": 4}
+_SIGMOID = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+_LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+_SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+_ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_ROTARY = {"rope_type": "default", "rope_theta": 1e4}
+MIXTURES: dict[str, dict[str, Any]] = {
+    name: {"model_type": name, **LLAMA, **_CHOOSE_2_OF_4, **_ENDS, **own}
+    for name, own in {
+        "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
+        "qwen2_moe": {"num_experts": 4, **_SHARED},
+        "olmoe": {"num_experts": 4},
+        "mixtral": {"num_local_experts": 4},
+        "gpt_oss": {"num_local_experts": 4, "layer_types": ["full_attention"] * 2, "rope_parameters": _ROTARY},
+        "minimax_m2": {"num_local_experts": 4},
+        "glm4_moe": {**_SIGMOID, "first_k_dense_replace": 1},
+        "glm4_moe_lite": {**_SIGMOID, **_LATENT, "mlp_layer_types": ["sparse"] * 2},
+        "deepseek_v3": {**_SIGMOID, **_LATENT, "first_k_dense_replace": 1},
+    }.items()
+}
+ATTENTION = {"gpt_oss": "eager"}
+WITH_LOSS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
+WITH_CORRECTION = ("minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
+
+
+def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
+    """A verified mixture with seeded random weights, whose routers' correction biases, where it has some, differ.
+
+    In float64 its experts run one after the other, for torch groups no products of that dtype.
+    """
+    config = MIXTURES[name] | changes
+    model = load_model(config, random_weights=True, seed=1, attention=ATTENTION.get(name, "packed")).to(dtype)
+    if dtype == torch.float64:
+        model.set_experts_implementation("eager")
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for buffer_name, buffer in model.named_buffers():
+            if buffer_name.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
+    return model.eval()

@@ -1,0 +1,194 @@
+"""The load-balancing loss of a step: transformers' own of one batch, however the step is cut."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from logitless.data.packing import StepPlan, pack
+from logitless.models.router import RoutingSums
+from logitless.objective.objective import Objective
+from logitless.objective.weighting import TokenMean
+from logitless.train.learn.policy import Policy
+from logitless.train.learn.routing import RouterLoss, routing_numbers
+from logitless.train.learn.step import backward, step_batch
+from logitless.types import Completion, Prompt, TokenBatch
+from tests.models.mixtures import MIXTURES, WITH_LOSS, mixture
+from tests.models.tiny import tiny
+
+COEFFICIENT = 0.7
+LENGTHS = ((3, 4), (3, 1), (3, 9), (7, 5), (7, 2), (7, 6))  # of prompt and completion
+WHOLE = StepPlan(tuple(range(6)), (tuple(range(6)),))
+CUTS = {
+    "one sequence a row": StepPlan(tuple(range(6)), tuple((s,) for s in range(6))),
+    "uneven rows": StepPlan(tuple(range(6)), ((0, 1, 2, 3), (4,), (5,))),
+    "another order": StepPlan((5, 0, 4, 2, 1, 3), ((5, 0), (4, 2, 1, 3))),
+    "rows without a sequence": StepPlan(tuple(range(6)), ((0, 5, 1), (), (2, 3, 4), ())),
+}
+# Norms and rotary embeddings compute in float32, in which the order of other sequences may round a number otherwise.
+TOLERANCE = 1e-6
+
+
+def _pairs():
+    generator = torch.Generator().manual_seed(5)
+
+    def ids(count):
+        return tuple(torch.randint(3, 61, (count,), generator=generator).tolist())
+
+    prompts = {length: Prompt(str(length), "", ids(length)) for length, _ in LENGTHS}
+    return [(prompts[p], Completion(str(p), ids(c), "", "stop")) for p, c in LENGTHS]
+
+
+def _policy(name, *, share_prompts=False, dtype=torch.float64, **changes):
+    return Policy(mixture(name, dtype=dtype, **changes).train(), share_prompts=share_prompts)
+
+
+def _step(policy, plan, *, signal=0.0, count_all=False, coefficient=COEFFICIENT):
+    """Loss, gradient and numbers of a step whose advantages are multiples of the signal."""
+    packed = pack(_pairs())
+    advantage = signal * torch.linspace(-1, 1, packed.num_tokens, dtype=torch.float64)
+    tokens = TokenBatch(packed.sequence, packed.num_sequences, advantage, torch.ones_like(advantage))
+    parts = step_batch(
+        packed,
+        replace(tokens, logp_old=torch.full_like(advantage, -4.0)),
+        plan,
+        Objective(),
+        TokenMean(),
+        dropped=[False] * 6,
+        num_steps=1,
+        statistics=None,
+    )
+    router_loss = RouterLoss(policy, coefficient) if coefficient else None
+    if router_loss is not None:
+        router_loss.count(part.packed for part in parts[0 if count_all else 1 :])
+        if count_all:
+            router_loss.settle()
+    policy.model.zero_grad(set_to_none=True)
+    outputs = backward(
+        policy,
+        Objective(),
+        parts,
+        temperature=1.0,
+        backend="chunked",
+        beta=0.0,
+        entropy_coefficient=None,
+        statistics=None,
+        seed=0,
+        router_loss=router_loss,
+    )
+    gradient = {name: p.grad for name, p in policy.model.named_parameters() if p.grad is not None}
+    sums = [each for output in outputs for each in output.routing]
+    numbers = routing_numbers(sums, policy, coefficient=coefficient)
+    return sum(output.loss.detach() for output in outputs), gradient, numbers
+
+
+def _assert_same(one, other, tolerance=TOLERANCE):
+    (loss, gradient, numbers), (other_loss, other_gradient, other_numbers) = one, other
+    torch.testing.assert_close(loss, other_loss, rtol=tolerance, atol=0)
+    largest = max(float(g.abs().max()) for g in gradient.values())
+    zero = torch.zeros(())
+    for name in gradient.keys() | other_gradient.keys():
+        difference = gradient.get(name, zero) - other_gradient.get(name, zero)
+        assert float(difference.abs().max()) <= tolerance * largest, name
+    assert numbers.keys() == other_numbers.keys()
+    for name, number in numbers.items():
+        torch.testing.assert_close(number, other_numbers[name], rtol=tolerance, atol=0)
+
+
+@pytest.mark.parametrize("name", WITH_LOSS)
+def test_of_one_batch_loss_and_gradient_are_transformers_own(name):
+    """``output_router_logits`` on the padded batch of what a step reads: all but the last token of each sequence."""
+    policy = _policy(name)
+    loss, gradient, numbers = _step(policy, WHOLE)
+    rows = [[*prompt.token_ids, *completion.token_ids][:-1] for prompt, completion in _pairs()]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    model = mixture(name, dtype=torch.float64).train()
+    model.set_attn_implementation("eager")
+    output = model(input_ids=ids, attention_mask=mask, output_router_logits=True)
+    (COEFFICIENT * output.aux_loss).backward()
+    theirs = {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+    largest = max(float(g.abs().max()) for g in theirs.values())
+    assert float(loss) == pytest.approx(COEFFICIENT * float(output.aux_loss.detach()), rel=1e-6)
+    assert float(numbers["loss/router"]) == pytest.approx(float(output.aux_loss.detach()), rel=1e-6)
+    assert any("gate" in key or "router" in key for key in theirs)
+    for key, theirs_of in theirs.items():
+        torch.testing.assert_close(gradient[key], theirs_of, rtol=0, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "minimax_m2"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_every_cut_of_a_step_gives_the_same_loss_and_gradient(name, cut):
+    whole = _step(_policy(name), WHOLE, signal=1.0)
+    _assert_same(whole, _step(_policy(name), CUTS[cut], signal=1.0))
+    _assert_same(whole, _step(_policy(name), CUTS[cut], signal=1.0, count_all=True))
+
+
+@pytest.mark.parametrize("cut", ["whole", *CUTS])
+def test_shared_prompts_count_as_often_as_they_are_shared(cut):
+    apart = _step(_policy("qwen3_moe"), WHOLE, signal=1.0)
+    _assert_same(apart, _step(_policy("qwen3_moe", share_prompts=True), CUTS.get(cut, WHOLE), signal=1.0))
+
+
+def test_a_cut_that_takes_its_own_counts_alone_is_found_out():
+    """The law above can fail: without the counts of the other rows the gradient is another."""
+    policy = _policy("qwen3_moe")
+    whole = _step(policy, WHOLE)
+    policy.routing_of = lambda batch: []
+    with pytest.raises(AssertionError):
+        _assert_same(whole, _step(policy, CUTS["uneven rows"]))
+
+
+def test_recomputed_layers_give_the_same_gradient():
+    policy = _policy("qwen3_moe")
+    plain = _step(policy, CUTS["uneven rows"], signal=1.0)
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False})
+    _assert_same(plain, _step(policy, CUTS["uneven rows"], signal=1.0), tolerance=1e-12)
+
+
+def test_one_micro_batch_costs_no_further_pass_and_each_other_one_costs_one():
+    policy, passes = _policy("qwen3_moe"), []
+    plain = policy._hidden
+    policy._hidden = lambda inputs: passes.append(torch.is_grad_enabled()) or plain(inputs)
+    _step(policy, WHOLE)
+    assert passes == [True]
+    passes.clear()
+    _step(policy, CUTS["uneven rows"])
+    assert passes == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_the_numbers_say_how_even_the_load_is(name):
+    """By the plain choices of every token of every sequence."""
+    policy = _policy(name)
+    numbers = _step(policy, CUTS["uneven rows"], coefficient=0.0)[2]
+    packed = pack(_pairs())
+    with policy.routers.read() as choices, torch.no_grad():
+        policy._hidden(packed.inputs)
+    load = torch.stack([torch.bincount(each.experts.flatten(), minlength=4) for each in choices]).double()
+    load /= load.mean(-1, keepdim=True)
+    entropy = torch.cat([torch.distributions.Categorical(logits=each.logits).entropy() for each in choices]).mean()
+    expected = {
+        "router/entropy": float(entropy),
+        "router/load_max": float(load.max()),
+        "router/load_min": float(load.min()),
+        "router/dropped_fraction": 0.0,
+    }
+    assert {key: float(value) for key, value in numbers.items()} == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_dense_model_has_no_numbers_of_routers():
+    policy = Policy(tiny("llama"))
+    with policy.routing() as found, torch.no_grad():
+        policy.scores(pack(_pairs()), temperature=1.0, backend="chunked")
+    assert found == []
+    assert routing_numbers(found, policy) == {}
+
+
+def test_sums_that_travel_as_one_vector_arrive_as_they_were():
+    generator = torch.Generator().manual_seed(0)
+    sums = RoutingSums(*(torch.rand(size, generator=generator).double() for size in (3, 3, (2, 3), ())))
+    found = sums.unflat(sums.flat)
+    for name, value in vars(sums).items():
+        assert torch.equal(getattr(found, name), value)
