@@ -232,7 +232,7 @@ def _streams(
         raise InputError(
             needed=f"{name}_hidden on {hidden.device}, like hidden",
             given=str(hidden_other.device),
-            remedy="Move the hidden states, which are small; keep each head beside the stream that it multiplies.",
+            remedy=f"Bring the {name}'s hidden states and head to the device of the student's.",
         )
     if logits_dtype(hidden_other.dtype) != logits_dtype(hidden.dtype):
         raise InputError(
