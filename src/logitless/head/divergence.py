@@ -87,11 +87,11 @@ def token_divergence(
         total variation two. The backward needs one of each to form the logits again, then the student's two: hidden's
         gradient, and a block of the weight's gradient at a time.
     Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
-    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. A row then has
-        the same bits whatever the number of rows, if torch's product gives a row the same bits at every place among 64:
-        seen for widths and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the last
-        bits of results may depend on the number of rows, and those of gradients on every device. A NaN stays in its
-        row, except in the weight's gradient. Equal streams are exactly 0 apart.
+    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. A row then
+        has the same bits whatever the number of rows, if torch's product gives a row the same bits at every place among
+        64: seen for widths and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the
+        last bits of results may depend on the number of rows, and those of gradients on every device. A NaN stays in
+        its row, except in the weight's gradient. Equal streams are exactly 0 apart.
 
     Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1 (the generalised Jensen-Shannon divergence).
 
