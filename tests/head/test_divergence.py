@@ -285,6 +285,27 @@ def test_a_target_of_probability_nearly_one_in_both_streams_has_an_exact_value_a
     assert teacher.grad is None
 
 
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jensen_shannon", "centering"])
+def test_a_target_improbable_in_both_streams_keeps_the_gradient_of_its_own_logit(kind):
+    # Two tokens again, and the target is the one of probability 2e-9 and 8e-10, which float32 cannot take from 1.
+    exact, found = (
+        two(Case(1, 2, 1, dtype=dtype), kind, 0.3 if kind == "jensen_shannon" else None, width=1)
+        for dtype in (torch.float64, torch.float32)
+    )
+    gradients = []
+    for given in (exact, found):
+        with torch.no_grad():
+            given.student.hidden.fill_(1)
+            given.teacher.hidden.fill_(1)
+            given.student.head.weight.copy_(torch.tensor([[20.0], [0.0]]))
+            given.teacher.head.weight.copy_(torch.tensor([[21.0], [0.0]]))
+            given.student.target.fill_(1)
+        value = measured(given)["value"].sum()
+        gradients.append(torch.autograd.grad(value, given.student.head.weight)[0][1].item())
+    assert gradients[0] != 0
+    assert gradients[1] == pytest.approx(gradients[0], rel=1e-5, abs=0)
+
+
 @pytest.mark.parametrize("target", [None, 0, 1])
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_streams_that_share_no_token_have_the_largest_jensen_shannon_divergence_and_no_nan(backend, target):

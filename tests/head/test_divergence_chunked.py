@@ -46,10 +46,11 @@ def product_keeps_rows(rows: Tensor, weight: Tensor) -> bool:
 
 @pytest.mark.parametrize("budget", [0, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("vocabulary", "width", "lora"), [(700, 32, 16), (40, 896, 32)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rows_results_have_the_same_bits_whatever_the_number_of_rows(kind, dtype, budget):
-    case = Case(200, 700, 32, bias=True, lora=16, softcap=9.0, temperature="per token", dtype=dtype)
-    given = two(case, kind, width=48)
+def test_a_rows_results_have_the_same_bits_whatever_the_number_of_rows(kind, vocabulary, width, lora, dtype, budget):
+    options = {"bias": True, "softcap": 9.0, "temperature": "per token", "dtype": dtype}
+    given = two(Case(200, vocabulary, width, lora=lora, **options), kind, width=width + 16)
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     for problem in (given.student, given.teacher):
         rows, weight = problem.hidden.detach()[:CPU_ROWS].to(wide), problem.head.weight.detach().to(wide)

@@ -81,15 +81,17 @@ def token_divergence(
     Equals: ``divergence_reference.measured``.
     Memory (chunked): ``memory_budget`` (by default 256 MiB, on CUDA a 32nd of the device's memory), but no less than
         five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
-        hidden's gradient and a scaled copy of hidden if the weight is trained.
+        hidden's gradient and a scaled copy of hidden if the weight is trained; a second copy of the weight's gradient
+        if the student's vocabulary is the larger one.
     Products (chunked), of 2 N V D or 2 N V E operations: the forward needs one of each stream, for Jensen-Shannon and
         total variation two. The backward needs one of each to form the logits again, then the student's two: hidden's
         gradient, and a block of the weight's gradient at a time.
     Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
-    Determinism: bitwise repeatable. On the CPU a row's results are bitwise identical whatever the number of rows, if
-        widths and LoRA ranks are multiples of 16: the forward multiplies 64 rows at a time, always. Elsewhere columns
-        are the same, while the products may depend on the number of rows. Gradients are sums over tiles whose size
-        depends on it. A NaN stays in its row, except in the weight's gradient. Equal streams have a KL of exactly 0.
+    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. A row then
+        has the same bits whatever the number of rows, if torch's product gives a row the same bits at every place among
+        64: seen for widths and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the
+        last bits of results may depend on the number of rows, and those of gradients on every device. A NaN stays in
+        its row, except in the weight's gradient. Equal streams are exactly 0 apart.
 
     Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1 (the generalised Jensen-Shannon divergence).
 
@@ -232,7 +234,7 @@ def _streams(
         raise InputError(
             needed=f"{name}_hidden on {hidden.device}, like hidden",
             given=str(hidden_other.device),
-            remedy="Move the hidden states, which are small; keep each head beside the stream that it multiplies.",
+            remedy=f"Bring the {name}'s hidden states and head to the device of the student's.",
         )
     if logits_dtype(hidden_other.dtype) != logits_dtype(hidden.dtype):
         raise InputError(

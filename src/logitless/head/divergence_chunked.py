@@ -451,11 +451,11 @@ class _Gradient:
         """sum_v p_v g_v over all v, and D_y, made of sums over v != y."""
         p, q, kind, beta = row.student, row.teacher, *self._measure
         log_p, log_q = p.logp.clamp(min=FLOOR), q.logp.clamp(min=FLOOR)
-        p_y, rest, rest_teacher = log_p.exp(), p.others / p.normaliser, q.others / q.normaliser
-        if kind == "forward_kl":
-            return row.expected, rest_teacher - rest
-        if kind == "centering":
-            return row.expected, rest - rest_teacher
+        p_y, rest = log_p.exp(), p.others / p.normaliser
+        if kind in ("forward_kl", "centering"):
+            likely = torch.maximum(log_p, log_q) > -0.5  # the difference is taken of the smaller numbers
+            change = torch.where(likely, q.others / q.normaliser - rest, p_y - log_q.exp())
+            return row.expected, change if kind == "forward_kl" else -change
         if kind == "reverse_kl":
             return row.value, p_y * ((log_p - log_q) * rest - row.expected)
         if kind == "jensen_shannon":
