@@ -15,15 +15,12 @@ def page(text: str) -> str:
 
 
 def _language_models() -> str:
-    head = (
-        "Model",
-        "`model_type`",
-        "Beside plain attention",
-        "Trains, packs, shares prompts, LoRA",
-        "Exact, GPU engine",
-    )
-    rows = [(each.models, f"`{each.model_type}`", each.parts, *_cells(each)) for each in FAMILIES]
-    return _table(head, rows)
+    """A line for all architectures of the same kind."""
+    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "Exact, GPU engine")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for each in FAMILIES:
+        alike.setdefault((each.parts, *_cells(each)), []).append(f"{each.models} (`{each.model_type}`)")
+    return _table(head, [("; ".join(names), *cells) for cells, names in alike.items()])
 
 
 def _cells(family: Family) -> tuple[str, str]:
@@ -33,8 +30,10 @@ def _cells(family: Family) -> tuple[str, str]:
 
 
 def _image_models() -> str:
-    head = ("Model", "`model_type`", "Loaded and exported as")
-    return _table(head, [(each.models, f"`{each.model_type}`", f"`{each.becomes}`") for each in IMAGE_MODELS])
+    becomes: dict[str, list[str]] = {}
+    for each in IMAGE_MODELS:
+        becomes.setdefault(f"`{each.becomes}`", []).append(f"{each.models} (`{each.model_type}`)")
+    return _table(("Models", "Loaded and exported as"), [("; ".join(names), kind) for kind, names in becomes.items()])
 
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
