@@ -10,11 +10,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from logitless.cli.main import main
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import start
 from logitless.train.saved_policy import load_policy
 from tests.models.families import DELTA_NET, FAMILY, IMAGE_MODELS, TRAINED
 from tests.train.interrupting import stopped_at
-from tests.train.tiny import assert_same_run, finished_run, steps_of, tiny_raw, tiny_recipe
+from tests.train.tiny import assert_same_run, finished_run, start, steps_of, tiny_raw, tiny_recipe
 
 ENDS = {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 

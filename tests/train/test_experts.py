@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 
 from logitless.errors import ConfigurationError
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.run import start
 from tests.train.test_data_parallel import _assert_alike, _on
-from tests.train.tiny import assert_equal, assert_same_run, finished_run, tiny_model, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_model, tiny_recipe
 
 MIXTURE = {
     "model__source__model_type": "qwen3_moe",

@@ -77,7 +77,7 @@ def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linea
                 parameters.add(_end(name, 2) + ".weight")
             else:
                 modules.add(end)
-        parameters |= {_end(name, 2) + ".weight" for name in _named(routers, end)}
+        parameters |= {_end(name, 2) + ".weight" for name in _named(routers, end) if name not in linear}
         parameters |= {_end(name, 2) for name in _named(experts, end)}
     return LoraTargets(tuple(sorted(modules)), tuple(sorted(parameters)))
 
