@@ -14,13 +14,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from logitless.head import token_scores
+    from logitless.head import score_centering, token_divergence, token_scores
     from logitless.objective import presets
     from logitless.objective.objective import Objective
     from logitless.rollout.environment import Reply
     from logitless.train.callbacks import Callback
     from logitless.train.entry import train
     from logitless.types import (
+        CenteredScores,
         Completion,
         Group,
         LMHead,
@@ -28,12 +29,14 @@ if TYPE_CHECKING:
         PackedInputs,
         Prompt,
         TokenBatch,
+        TokenDivergence,
         TokenScores,
         Verdict,
     )
 
 __all__ = [
     "Callback",
+    "CenteredScores",
     "Completion",
     "Group",
     "LMHead",
@@ -43,9 +46,12 @@ __all__ = [
     "Prompt",
     "Reply",
     "TokenBatch",
+    "TokenDivergence",
     "TokenScores",
     "Verdict",
     "presets",
+    "score_centering",
+    "token_divergence",
     "token_scores",
     "train",
 ]
@@ -54,6 +60,8 @@ _MODULES = {
     "Callback": "logitless.train.callbacks",
     "Objective": "logitless.objective.objective",
     "Reply": "logitless.rollout.environment",
+    "score_centering": "logitless.head",
+    "token_divergence": "logitless.head",
     "token_scores": "logitless.head",
 }
 _PACKAGES = {"presets": "logitless.objective.presets", "train": "logitless.train"}

@@ -638,6 +638,48 @@ class TokenScores:
 
 
 @dataclass(frozen=True)
+class TokenDivergence:
+    """Divergence between the student's and the teacher's distribution of each token, and both streams' scores; nats.
+
+    Args:
+        divergence: [N].
+        logp, entropy: [N] of the student; ``logp`` is None where no targets were given.
+        logp_teacher, entropy_teacher: [N] of the teacher, without gradient.
+
+    Example:
+        >>> TokenDivergence(torch.tensor([0.1]), None, torch.tensor([0.7]), None, torch.tensor([0.6])).logp is None
+        True
+    """
+
+    divergence: Float[Tensor, "N"]
+    logp: Float[Tensor, "N"] | None
+    entropy: Float[Tensor, "N"]
+    logp_teacher: Float[Tensor, "N"] | None
+    entropy_teacher: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class CenteredScores:
+    """The term that centres the policy's score under the sampler, and both streams' scores; nats.
+
+    Args:
+        centering: [N].
+        logp, entropy: [N] of the policy; ``logp`` is None where no targets were given.
+        logp_sampler, entropy_sampler: [N] of the sampler, without gradient.
+
+    Example:
+        >>> CenteredScores(torch.tensor([0.0]), None, torch.tensor([0.7]), None, torch.tensor([0.7])).centering
+        tensor([0.])
+    """
+
+    centering: Float[Tensor, "N"]
+    logp: Float[Tensor, "N"] | None
+    entropy: Float[Tensor, "N"]
+    logp_sampler: Float[Tensor, "N"] | None
+    entropy_sampler: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
 class LMHead:
     """The weights of a causal language model's last layer.
 

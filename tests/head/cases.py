@@ -167,6 +167,12 @@ def run(problem: Problem, backend: str, **options: Any) -> dict[str, Tensor]:
 
 def truth(problem: Problem) -> dict[str, Tensor]:
     """The same in float64, from the operands as they are multiplied: rounded to hidden's dtype."""
+    exact = exact_copy(problem)
+    return _with_gradients(exact, *plain_scores(exact))
+
+
+def exact_copy(problem: Problem) -> Problem:
+    """The problem in float64, its operands rounded to hidden's dtype."""
     product = problem.hidden.dtype
     exact = problem.leaf_copy(torch.float64)
     with torch.no_grad():
@@ -174,7 +180,7 @@ def truth(problem: Problem) -> dict[str, Tensor]:
             leaf = getattr(exact.head, name)
             if leaf is not None:
                 leaf.copy_(leaf.to(product).double())
-    return _with_gradients(exact, *plain_scores(exact))
+    return exact
 
 
 def plain(problem: Problem) -> dict[str, Tensor]:
@@ -185,6 +191,12 @@ def plain(problem: Problem) -> dict[str, Tensor]:
 
 def plain_scores(problem: Problem) -> tuple[Tensor, Tensor]:
     """logp and entropy by ``log_softmax``, in the dtype of the operands."""
+    p = torch.log_softmax(plain_logits(problem), dim=1)
+    return p.gather(1, problem.target[:, None]).squeeze(1), -(p.exp() * p).sum(1)
+
+
+def plain_logits(problem: Problem) -> Tensor:
+    """Full logits as everyone writes them first."""
     head = problem.head
     z = problem.hidden @ head.weight.T
     if head.lora_a is not None and head.lora_b is not None:
@@ -195,8 +207,7 @@ def plain_scores(problem: Problem) -> tuple[Tensor, Tensor]:
     if head.softcap is not None:
         z = head.softcap * torch.tanh(z / head.softcap)
     temperature = problem.temperature
-    p = torch.log_softmax(z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature), dim=1)
-    return p.gather(1, problem.target[:, None]).squeeze(1), -(p.exp() * p).sum(1)
+    return z / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
 
 
 def assert_same(given: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.head import chunked
 from logitless.head.api import token_scores
-from logitless.head.chunked import MIN_COLUMNS, MIN_ROWS, tile
+from logitless.head.blockwise import MIN_COLUMNS, MIN_ROWS, tile
 from logitless.head.sharded import is_sharded
 from tests.head.cases import DEVICES, Case, _with_gradients, assert_same, problem, run, truth
 from tests.head.interpreter import complete_interpreter, interpreted

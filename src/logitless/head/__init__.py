@@ -1,5 +1,6 @@
 """The head: hidden states to exact log-probabilities; the only place an [n, V] block may exist."""
 
 from logitless.head.api import token_scores
+from logitless.head.divergence import score_centering, token_divergence
 
-__all__ = ["token_scores"]
+__all__ = ["score_centering", "token_divergence", "token_scores"]

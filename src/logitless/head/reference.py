@@ -71,7 +71,16 @@ def token_scores(
             given="backend='reference'",
             remedy="Use backend='chunked', or leave memory_budget out.",
         )
-    z = logits(hidden, head, temperature)
+    return scores_of(logits(hidden, head, temperature), target)
+
+
+def scores_of(z: Float[Tensor, "N V"], target: Int[Tensor, "N"]) -> TokenScores:
+    """``token_scores`` of full logits.
+
+    Example:
+        >>> scores_of(torch.zeros(1, 4), torch.tensor([2])).logp
+        tensor([-1.3863])
+    """
     y = target[:, None]
     delta = z - z.gather(1, y)
     top = delta.detach().amax(1, keepdim=True)

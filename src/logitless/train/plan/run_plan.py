@@ -14,7 +14,7 @@ from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import UnavailableError
-from logitless.head.chunked import default_budget
+from logitless.head.blockwise import default_budget
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.assembly.checks import check_before_start

@@ -1,0 +1,308 @@
+"""Two streams of hidden states: divergences between their distributions, over the whole vocabulary."""
+
+import functools
+import logging
+from dataclasses import replace
+from typing import Literal, get_args
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from logitless.distributed.sharding import is_sharded
+from logitless.errors import InputError, UnavailableError
+from logitless.head import divergence_chunked, divergence_reference
+from logitless.head.contract import checked, logits_dtype, require, without_autocast
+from logitless.head.measure import Kind, Measure, Measured, Stream
+from logitless.types import CenteredScores, LMHead, TokenDivergence
+
+logger = logging.getLogger("logitless")
+
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+
+
+def token_divergence(
+    hidden: Float[Tensor, "N D"],
+    head: LMHead | Float[Tensor, "V D"],
+    teacher_hidden: Float[Tensor, "N E"],
+    teacher_head: LMHead | Float[Tensor, "W E"],
+    target: Int[Tensor, "N"] | None = None,
+    *,
+    kind: Divergence,
+    beta: float | None = None,
+    temperature: float | Float[Tensor, "N"] = 1.0,
+    teacher_temperature: float | Float[Tensor, "N"] | None = None,
+    backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
+    memory_budget: int | None = None,
+) -> TokenDivergence:
+    """How far each token's next-token distribution is from a teacher's, exactly over the whole vocabulary.
+
+    With p the student's and q the teacher's distribution, m = (1 - beta) p + beta q, and KL(a || b) = sum a log(a / b):
+
+        forward_kl        KL(q || p)
+        reverse_kl        KL(p || q)
+        jensen_shannon    beta KL(q || m) + (1 - beta) KL(p || m)
+        total_variation   sum |p - q| / 2
+
+    ``jensen_shannon`` is TRL's ``generalized_jsd_loss`` of each token: beta=0 switches to the forward KL and beta=1 to
+    the reverse KL, which are not the limits of the formula: near both ends it goes to 0, as ``beta KL(q || p)`` and as
+    ``(1 - beta) KL(p || q)``.
+
+    Gradient: of ``divergence``, ``logp`` and ``entropy``, to the student's hidden, weight, bias and LoRA factors that
+    require grad; exactly 0 from rows whose incoming gradients are 0. None to the teacher and the temperatures.
+
+    Padded vocabularies: where the heads have V and W tokens, both distributions are over the first min(V, W), as if the
+    others had logits of -inf. Such tokens are rows that a model was padded with, which the tokenizer never gives, and a
+    divergence over tokens that one side does not have would be infinite. ``logp`` is then the log-prob among the common
+    tokens, a little above that of ``token_scores``; gradients of the tokens beyond are 0. Two tokenizers cannot be told
+    apart here: compare them before.
+
+    Args:
+        hidden: [N, D] of the student; its dtype is that of its products, inside autocast too.
+        head: the student's LM head, or its weight [V, D].
+        teacher_hidden: [N, E], in its own dtype, for the same tokens as ``hidden``.
+        teacher_head: the teacher's LM head, or its weight [W, E].
+        target: [N] integers in range(min(V, W)), or None for no log-probs.
+        kind: the divergence.
+        beta: the teacher's share of the mixture, in [0, 1], 0.5 by default; for ``jensen_shannon`` alone.
+        temperature: divides the student's logits; a positive number, or one per row.
+        teacher_temperature: the same for the teacher; None for the student's.
+        backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``auto`` takes ``chunked``.
+        memory_budget: bytes for values of size rows x V; None takes the backend's default.
+
+    Returns:
+        float32 vectors of length N (float64 for float64 hidden states). A KL is inf where its second distribution
+        excludes a token (a bias of -inf) that its first does not.
+
+    Raises:
+        InputError: arguments that do not fit together; a target out of range (on CUDA: a device-side assertion).
+        UnavailableError: a named backend that cannot run here; a sharded weight; a second derivative of ``chunked``.
+
+    Equals: ``divergence_reference.measured``.
+    Memory (chunked): ``memory_budget`` (by default 256 MiB, on CUDA a 32nd of the device's memory), but no less than
+        five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
+        hidden's gradient and a scaled copy of hidden if the weight is trained.
+    Products (chunked), of 2 N V D or 2 N V E operations: the forward needs one of each stream, for Jensen-Shannon and
+        total variation two. The backward needs one of each to form the logits again, then the student's two: hidden's
+        gradient, and a block of the weight's gradient at a time.
+    Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
+    Determinism: bitwise repeatable. On the CPU a row's results are bitwise identical whatever the number of rows, if
+        widths and LoRA ranks are multiples of 16: the forward multiplies 64 rows at a time, always. Elsewhere columns
+        are the same, while the products may depend on the number of rows. Gradients are sums over tiles whose size
+        depends on it. A NaN stays in its row, except in the weight's gradient. Equal streams have a KL of exactly 0.
+
+    Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1 (the generalised Jensen-Shannon divergence).
+
+    Example:
+        >>> import torch
+        >>> weight, teacher = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()  # p = 1/2, 1/2; q = 3/4, 1/4
+        >>> ones = torch.ones(1, 1)
+        >>> token_divergence(ones, weight, ones, teacher, kind="total_variation").divergence
+        tensor([0.2500])
+        >>> token_divergence(ones, weight, ones, teacher, torch.tensor([0]), kind="forward_kl").logp_teacher.exp()
+        tensor([0.7500])
+    """
+    measure = _measure(kind, beta)
+    student, teacher, target, vocabulary = _streams(
+        (hidden, head, temperature),
+        (teacher_hidden, teacher_head, temperature if teacher_temperature is None else teacher_temperature),
+        target,
+        "teacher",
+        memory_budget,
+    )
+    found = _measured(student, teacher, target, vocabulary, measure, backend, memory_budget)
+    return TokenDivergence(*found)
+
+
+def score_centering(
+    hidden: Float[Tensor, "N D"],
+    head: LMHead | Float[Tensor, "V D"],
+    sampler_hidden: Float[Tensor, "N E"],
+    sampler_head: LMHead | Float[Tensor, "W E"],
+    target: Int[Tensor, "N"] | None = None,
+    *,
+    temperature: float | Float[Tensor, "N"] = 1.0,
+    sampler_temperature: float | Float[Tensor, "N"] | None = None,
+    backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
+    memory_budget: int | None = None,
+) -> CenteredScores:
+    """The term that gives the policy's score mean 0 under a sampler with other weights.
+
+    With p the policy's and q the sampler's distribution, and sg for "without gradient":
+
+        centering = sum_v sg(q_v - p_v) log p_v
+        loss of a token with advantage A:  -A logp + A centering
+
+    Tokens are sampled from q, under which the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, not 0 as
+    on-policy. The term takes that mean away, without a ratio. So the part of an advantage that does not depend on the
+    token (a baseline that is off, an easy prompt) adds exactly 0 on average, as on-policy and whatever the staleness.
+    What A owes to the token itself is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy
+    ``-Cov_p(A, grad log p)``.
+
+    Gradient: to the policy's hidden, weight, bias and LoRA factors, by its logits ``q - p``: that of -KL(q || p). It is
+    exactly 0, in every bit, where both streams have the same hidden states, head and temperature. None to the sampler.
+
+    Args:
+        hidden, head, target, temperature, backend, memory_budget: as of ``token_divergence``; the policy.
+        sampler_hidden: [N, E] that the sampler's weights give for the same tokens.
+        sampler_head: the sampler's LM head, or its weight [W, E].
+        sampler_temperature: what divided the sampler's logits; None for ``temperature``. q is the whole softmax: a
+            sampler cut by top-k or top-p has another distribution.
+
+    Returns:
+        float32 vectors of length N (float64 for float64 hidden states).
+
+    Raises:
+        InputError, UnavailableError: as of ``token_divergence``.
+
+    Equals, Memory, Products, Accumulation, Determinism, padded vocabularies: as of ``token_divergence`` with
+        ``forward_kl``.
+
+    Source: arXiv 2609.20807.
+
+    Example:
+        >>> import torch
+        >>> policy, sampler = torch.zeros(2, 1), torch.tensor([[3.0], [1.0]]).log()  # p = 1/2, 1/2; q = 3/4, 1/4
+        >>> policy.requires_grad_()
+        tensor([[0.],
+                [0.]], requires_grad=True)
+        >>> scores = score_centering(torch.ones(1, 1), policy, torch.ones(1, 1), sampler)
+        >>> scores.centering.sum().backward()
+        >>> policy.grad.T  # q - p
+        tensor([[ 0.2500, -0.2500]])
+    """
+    policy, sampler, target, vocabulary = _streams(
+        (hidden, head, temperature),
+        (sampler_hidden, sampler_head, temperature if sampler_temperature is None else sampler_temperature),
+        target,
+        "sampler",
+        memory_budget,
+    )
+    found = _measured(policy, sampler, target, vocabulary, Measure("centering"), backend, memory_budget)
+    return CenteredScores(*found)
+
+
+def _measure(kind: str, beta: float | None) -> Measure:
+    if kind not in get_args(Divergence):
+        raise InputError(
+            needed="a divergence 'forward_kl', 'reverse_kl', 'jensen_shannon' or 'total_variation'",
+            given=repr(kind),
+            remedy="Take 'reverse_kl' on the student's own completions, 'forward_kl' on the teacher's.",
+        )
+    if kind != "jensen_shannon":
+        if beta is not None:
+            raise InputError(
+                needed="beta with kind='jensen_shannon' alone",
+                given=f"kind={kind!r} and beta={beta}",
+                remedy="Leave beta out, or set kind='jensen_shannon'.",
+            )
+        return Measure(kind)  # type: ignore[arg-type]
+    beta = 0.5 if beta is None else beta
+    if not 0 <= beta <= 1:
+        raise InputError(
+            needed="beta between 0 and 1", given=str(beta), remedy="0 is the forward KL, 1 the reverse, 0.5 symmetric."
+        )
+    ends: dict[float, Kind] = {0.0: "forward_kl", 1.0: "reverse_kl"}
+    return Measure(ends.get(beta, "jensen_shannon"), beta)
+
+
+def _streams(
+    own: tuple[Tensor, LMHead | Tensor, float | Tensor],
+    other: tuple[Tensor, LMHead | Tensor, float | Tensor],
+    target: Tensor | None,
+    name: str,
+    memory_budget: int | None,
+) -> tuple[Stream, Stream, Tensor | None, int]:
+    """Both streams checked, the second without gradient; the targets as int64; the common vocabulary."""
+    for of, (_, head, _) in (("the student's", own), (f"the {name}'s", other)):
+        if is_sharded(head if isinstance(head, Tensor) else head.weight):
+            raise UnavailableError(
+                needed=f"{of} weight whole on every rank",
+                given="a sharded weight (DTensor)",
+                remedy="Gather it for the call: weight.full_tensor().",
+            )
+    hidden, hidden_other = own[0], other[0]
+    if hidden.dim() == 2 and hidden_other.shape[:1] != hidden.shape[:1]:
+        raise InputError(
+            needed=f"one row of {name}_hidden for each row of hidden ({len(hidden)})",
+            given=f"a tensor {list(hidden_other.shape)}",
+            remedy="Select the same tokens in both streams.",
+        )
+    if hidden_other.device != hidden.device:
+        raise InputError(
+            needed=f"{name}_hidden on {hidden.device}, like hidden",
+            given=str(hidden_other.device),
+            remedy="Move the hidden states, which are small; keep each head beside the stream that it multiplies.",
+        )
+    if logits_dtype(hidden_other.dtype) != logits_dtype(hidden.dtype):
+        raise InputError(
+            needed="both streams in float64, or neither",
+            given=f"{hidden.dtype} and {hidden_other.dtype}",
+            remedy=f"Convert {name}_hidden to the student's dtype.",
+        )
+    anything = torch.zeros(len(hidden), dtype=torch.long, device=hidden.device)
+    given = anything if target is None else target
+    own_head, given, own_temperature = checked(hidden, own[1], given, temperature=own[2], memory_budget=memory_budget)
+    try:
+        other_head, _, other_temperature = checked(hidden_other, other[1], anything, temperature=other[2])
+    except InputError as error:
+        raise InputError(needed=f"of the {name}: {error.needed}", given=error.given, remedy=error.remedy) from error
+    vocabulary = min(len(own_head.weight), len(other_head.weight))
+    require(
+        given < vocabulary,
+        needed=f"targets in range({vocabulary}), the tokens that both heads have",
+        given="one beyond",
+        remedy="Compare the tokenizers: what pads the larger vocabulary is never a target.",
+    )
+    return (
+        Stream(hidden, own_head, own_temperature),
+        Stream(hidden_other.detach(), _detached(other_head), other_temperature),
+        None if target is None else given,
+        vocabulary,
+    )
+
+
+def _detached(head: LMHead) -> LMHead:
+    bias, lora_a, lora_b = (None if x is None else x.detach() for x in (head.bias, head.lora_a, head.lora_b))
+    return replace(head, weight=head.weight.detach(), bias=bias, lora_a=lora_a, lora_b=lora_b)
+
+
+def _measured(
+    student: Stream,
+    teacher: Stream,
+    target: Tensor | None,
+    vocabulary: int,
+    measure: Measure,
+    backend: str,
+    memory_budget: int | None,
+) -> Measured:
+    """What the chosen backend gives."""
+    if backend not in ("auto", "reference", "chunked", "fused"):
+        raise InputError(
+            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
+            given=repr(backend),
+            remedy="Use 'auto' unless you compare backends.",
+        )
+    if backend == "fused":
+        raise UnavailableError(
+            needed="fused kernels for two streams of hidden states",
+            given="backend='fused', which scores one stream",
+            remedy="Use backend='auto' or backend='chunked'.",
+        )
+    if backend == "reference" and memory_budget is not None:
+        raise UnavailableError(
+            needed="a backend that can bound its memory",
+            given="backend='reference'",
+            remedy="Use backend='chunked', or leave memory_budget out.",
+        )
+    if backend == "auto":
+        _say_chunked()
+    with without_autocast(student.hidden.device):
+        if backend == "reference":
+            return divergence_reference.measured(student, teacher, target, vocabulary, measure)
+        return divergence_chunked.measured(student, teacher, target, vocabulary, measure, memory_budget)
+
+
+@functools.cache
+def _say_chunked() -> None:
+    logger.info("head backend of two streams: chunked (there are no fused kernels for two streams)")

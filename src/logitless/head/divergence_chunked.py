@@ -1,0 +1,525 @@
+"""Two streams by blocks of the vocabulary, on any device, within a memory budget.
+
+Equal to ``divergence_reference`` to rounding. A tile holds the logits of both streams over the same rows and columns.
+The KL divergences and centering are sums that one pass over the vocabulary gives; Jensen-Shannon and total variation
+need both normalisers first, and so a second pass. The backward forms the logits of both streams again.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from logitless.head.blockwise import (
+    FLOOR,
+    MIN_COLUMNS,
+    MIN_ROWS,
+    Call,
+    HeadBlock,
+    Rows,
+    Scored,
+    Tile,
+    anchor,
+    at,
+    block_of,
+    call_of,
+    even,
+    gradients,
+    logits_of,
+    product,
+    rows_of,
+    scored,
+    slices,
+    tile,
+    write_target,
+)
+from logitless.head.contract import without_autocast
+from logitless.head.measure import Measure, Measured, Stream
+from logitless.head.sharded import Shard
+from logitless.head.vocab_parallel import Partial, merged
+from logitless.second_derivative import refuse_second_derivative
+
+BUFFERS = 5
+"""Tiles that are alive at once, at most."""
+
+CPU_ROWS, CPU_COLUMNS = 64, 4096
+"""The forward's tiles on the CPU: rows in this number always, so that a row's bits do not depend on how many there are,
+and columns up to this, so that a tile stays in the cache."""
+
+NOMINAL_ROWS = 8192
+"""Rows that the forward's tiles have room for elsewhere."""
+
+FAR = 80.0
+"""Log-ratios are cut here before they are exponentiated: exp(-80) is nothing beside 1, and exp(80) is finite."""
+
+
+def measured(
+    student: Stream,
+    teacher: Stream,
+    target: Tensor | None,
+    vocabulary: int,
+    measure: Measure,
+    memory_budget: int | None = None,
+) -> Measured:
+    """The measure over the first ``vocabulary`` tokens, and the scores of both streams, a block of columns at a time.
+
+    Sums leave out the target y, which enters by its log-probs, so that results and gradients stay exact where both
+    probabilities of it are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
+
+        forward KL    sum_{v != y} q (d_q - d_p) - (log Z_q - log Z_p) sum_{v != y} q + q_y (log q_y - log p_y)
+
+    Example:
+        >>> from logitless.types import LMHead
+        >>> stream = Stream(torch.zeros(1, 3), LMHead(torch.zeros(4, 3)), 1.0)
+        >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
+        tensor([0.])
+    """
+    call, outside = call_of(*student, memory_budget, one_pass=False)
+    call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=False)
+    plan = _Plan(call, call_teacher, vocabulary, measure, has_target=target is not None)
+    if target is None:
+        target = student.hidden.new_full((len(student.hidden),), -1, dtype=torch.long)
+    heads = [(s.hidden, s.head.weight, s.head.bias, s.head.lora_a, s.head.lora_b) for s in (student, teacher)]
+    value, logp, entropy, logp_teacher, entropy_teacher = _Measured.apply(  # type: ignore[no-untyped-call]
+        *heads[0], target, outside, *heads[1], outside_teacher, plan
+    )
+    if not plan.has_target:
+        logp = logp_teacher = None
+    return Measured(value, logp, entropy, logp_teacher, entropy_teacher)
+
+
+class _Plan(NamedTuple):
+    """What a call fixes besides tensors."""
+
+    call: Call
+    call_teacher: Call
+    vocabulary: int
+    measure: Measure
+    has_target: bool
+
+
+class _Side(NamedTuple):
+    """One stream as it is multiplied: its head, cut to the common vocabulary, and its rows."""
+
+    head: HeadBlock
+    rows: Rows
+    call: Call
+
+    def block(self, columns: slice) -> HeadBlock:
+        return block_of(self.head, Shard(0, self.head.weight, 0), columns, self.call)
+
+    def logits(self, rows: slice, first_column: int, block: HeadBlock) -> Tensor:
+        some = self.rows.cut(rows, first_column)
+        return logits_of(product(some, block, self.call), some, self.call)
+
+
+class _PairSums(NamedTuple):
+    """Sums over some columns v != y of both streams.
+
+    Args:
+        student, teacher: each stream's own.
+        gap: sum of exp(d_w) (d_w - d_o) with w the stream whose probabilities weigh and o the other; d is relative to
+            the maxima of these columns. inf where o excludes a token that w does not.
+    """
+
+    student: Partial
+    teacher: Partial
+    gap: Tensor
+
+
+class _Row(NamedTuple):
+    """What the forward leaves of each row: ``Scored`` of both streams, the value, and the value's share of v != y.
+
+    ``expected`` is sum_{v != y} p_v g_v, with g_v the derivative of the measure by p_v: the reverse KL's own sum,
+    KL(p || mixture) for Jensen-Shannon, and for total variation sum p_v sign(p_v - q_v) / 2.
+    """
+
+    student: Scored
+    teacher: Scored
+    value: Tensor
+    expected: Tensor
+
+
+class _Measured(torch.autograd.Function):
+    """(value, logp, entropy, logp_teacher, entropy_teacher), [N] each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        lora_a: Tensor | None,
+        lora_b: Tensor | None,
+        target: Tensor,
+        outside: Tensor | None,
+        hidden_teacher: Tensor,
+        weight_teacher: Tensor,
+        bias_teacher: Tensor | None,
+        lora_a_teacher: Tensor | None,
+        lora_b_teacher: Tensor | None,
+        outside_teacher: Tensor | None,
+        plan: _Plan,
+    ) -> tuple[Tensor, ...]:
+        head = HeadBlock(weight, bias, lora_a, lora_b)
+        head_teacher = HeadBlock(weight_teacher, bias_teacher, lora_a_teacher, lora_b_teacher)
+        size = forward_tile(len(hidden), plan.vocabulary, plan.call.wide, plan.call.memory_budget, hidden.device)
+        with without_autocast(hidden.device):
+            student = _side(hidden, head, target, outside, plan.call, plan.vocabulary, size)
+            teacher = _side(
+                hidden_teacher, head_teacher, target, outside_teacher, plan.call_teacher, plan.vocabulary, size
+            )
+            row = _row(student, teacher, plan, size)
+        row = _Row(*(_cut(part, len(hidden)) for part in row))
+        ctx.plan = plan
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            hidden, *head, target, outside, hidden_teacher, *head_teacher, outside_teacher, *row.student, *row.teacher,
+            row.value, row.expected,
+        )  # fmt: skip
+        ctx.mark_non_differentiable(row.teacher.logp, row.teacher.entropy)
+        return row.value, row.student.logp, row.student.entropy, row.teacher.logp, row.teacher.entropy
+
+    @staticmethod
+    def backward(
+        ctx: Any, grad_value: Tensor | None, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: Any
+    ) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("a head of two streams", given="backend='chunked'", remedy="Use backend='reference'.")
+        saved, plan = ctx.saved_tensors, ctx.plan  # read once: activation checkpointing recomputes them for one reading
+        hidden, *own, target, outside, hidden_teacher = saved[:8]
+        *others, outside_teacher = saved[8:13]
+        arriving = [gradient for gradient in (grad_value, grad_logp, grad_entropy) if gradient is not None]
+        if not arriving:
+            return (None,) * 14
+        nonzero = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
+        row = _Row(Scored(*at(nonzero, *saved[13:18])), Scored(*at(nonzero, *saved[18:23])), *at(nonzero, *saved[23:]))
+        target, outside, outside_teacher = at(nonzero, target, outside, outside_teacher)
+        size = tile(len(nonzero), plan.vocabulary, plan.call.wide, plan.call.memory_budget * 3 // BUFFERS)
+        with without_autocast(hidden.device):
+            live, live_teacher = (x if len(nonzero) == len(x) else x[nonzero] for x in (hidden, hidden_teacher))
+            student = _side(live, HeadBlock(*own), target, outside, plan.call, plan.vocabulary)
+            teacher = _side(
+                live_teacher, HeadBlock(*others), target, outside_teacher, plan.call_teacher, plan.vocabulary
+            )
+            gradient = _Gradient(student, teacher, row, plan.measure, *at(nonzero, grad_value, grad_logp, grad_entropy))
+            of_live, *of_head = gradients(
+                student.head, student.rows, gradient, ctx.needs_input_grad[:5], plan.call, size
+            )
+            of_hidden = None if of_live is None else of_live.to(hidden.dtype)
+            if of_hidden is not None and len(nonzero) != len(hidden):
+                of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_hidden)
+        return (of_hidden, *(_like(found, leaf) for found, leaf in zip(of_head, own, strict=True)), *(None,) * 9)
+
+
+def forward_tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int, device: torch.device) -> Tile:
+    """The forward's tile; its columns, and on the CPU its rows, do not depend on the number of rows, and so no bits do.
+
+    Example:
+        >>> forward_tile(3, 151_936, torch.float32, 2**28, torch.device("cpu"))
+        Tile(rows=64, columns=4096)
+        >>> forward_tile(16_384, 151_936, torch.float32, 2**31, torch.device("cuda"))
+        Tile(rows=8473, columns=12672)
+    """
+    entries = memory_budget // (BUFFERS * dtype.itemsize)
+    if device.type == "cpu":
+        return Tile(CPU_ROWS, even(min(max(entries // CPU_ROWS, MIN_COLUMNS), CPU_COLUMNS), vocabulary))
+    columns = even(max(entries // NOMINAL_ROWS, MIN_COLUMNS), vocabulary)
+    return Tile(min(max(entries // columns, MIN_ROWS), max(num_rows, 1)), columns)
+
+
+def _side(
+    hidden: Tensor,
+    head: HeadBlock,
+    target: Tensor,
+    outside: Tensor | None,
+    call: Call,
+    vocabulary: int,
+    size: Tile | None = None,
+) -> _Side:
+    """A stream cut to the common vocabulary; on the CPU padded to whole tiles of rows, where their size is given."""
+    bias, lora_b = at(slice(vocabulary), head.bias, head.lora_b)
+    head = HeadBlock(head.weight[:vocabulary], bias, head.lora_a, lora_b)
+    if size is None or hidden.device.type != "cpu" or not len(hidden):
+        return _Side(head, rows_of(hidden, head, target, outside, call), call)
+    missing = -len(hidden) % size.rows
+    if missing:
+        hidden, target = pad(hidden, (0, 0, 0, missing)), pad(target, (0, missing), value=-1)
+        outside = None if outside is None else pad(outside, (0, missing), value=1.0)
+    if head.lora_a is None:
+        return _Side(head, rows_of(hidden, head, target, outside, call), call)
+    # LoRA's first product a tile of rows at a time: its bits depend on their number as well.
+    low = [rows_of(hidden[some], head, target, None, call).low for some in slices(len(hidden), size.rows)]
+    return _Side(head, Rows(hidden.to(call.narrow), torch.cat(low), target, outside), call)  # type: ignore[arg-type]
+
+
+def _cut(part: Any, num_rows: int) -> Any:
+    """The first rows of a tensor, or of each of a tuple's."""
+    return part[:num_rows] if isinstance(part, Tensor) else type(part)(*at(slice(num_rows), *part))
+
+
+def _like(gradient: Tensor | None, leaf: Tensor | None) -> Tensor | None:
+    """The gradient in its leaf's dtype, 0 for the tokens beyond the common vocabulary."""
+    if gradient is None or leaf is None:
+        return None
+    beyond = len(leaf) - len(gradient)
+    if beyond:
+        gradient = torch.cat([gradient, gradient.new_zeros(beyond, *gradient.shape[1:])])
+    return gradient.to(leaf.dtype)
+
+
+def _row(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _Row:
+    """The forward of all rows."""
+    kind = plan.measure.kind
+    sums = _first_pass(student, teacher, plan, size)
+    if not plan.has_target:
+        nowhere = torch.full_like(sums.gap, -torch.inf)
+        sums = sums._replace(
+            student=sums.student._replace(target_logit=nowhere), teacher=sums.teacher._replace(target_logit=nowhere)
+        )
+    p, q = scored(sums.student), scored(sums.teacher)
+    if kind in ("forward_kl", "centering"):
+        others = _kl_of_others(sums.gap, q, p)
+        value = others + _weighted(q.logp.exp(), q.logp - p.logp)
+        return _Row(p, q, value if kind == "forward_kl" else p.entropy - q.entropy - value, others)
+    if kind == "reverse_kl":
+        others = _kl_of_others(sums.gap, p, q)
+        return _Row(p, q, others + _weighted(p.logp.exp(), p.logp - q.logp), others)
+    value, expected = _second_pass(student, teacher, p, q, plan, size)
+    log_p, log_q = p.logp.clamp(min=FLOOR), q.logp.clamp(min=FLOOR)
+    if kind == "jensen_shannon":
+        at_target, _ = _jensen_shannon(log_p.exp(), log_q.exp(), log_q - log_p, plan.measure.beta)
+    else:
+        at_target = torch.maximum(log_p, log_q).exp() * -torch.expm1(-(log_p - log_q).abs()) / 2
+    return _Row(p, q, value + at_target, expected)
+
+
+def _kl_of_others(gap: Tensor, weighing: Scored, other: Scored) -> Tensor:
+    """The terms v != y of KL(weighing || other)."""
+    share = weighing.others / weighing.normaliser
+    return gap / weighing.normaliser - share * (weighing.normaliser.log() - other.normaliser.log())
+
+
+def _weighted(weight: Tensor, value: Tensor) -> Tensor:
+    """Their product, where a weight of 0 is 0 times anything."""
+    return torch.where(weight == 0, 0, weight * value)
+
+
+def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _PairSums:
+    num_rows, total = len(student.rows.target), None
+    for columns in slices(plan.vocabulary, size.columns):
+        blocks = student.block(columns), teacher.block(columns)
+        sums = student.rows.hidden.new_empty(9, num_rows, dtype=plan.call.wide)
+        for some in slices(num_rows, size.rows):
+            z, y = (
+                side.logits(some, columns.start, block) for side, block in zip((student, teacher), blocks, strict=True)
+            )
+            masked = blocks[0].bias is not None, blocks[1].bias is not None
+            sums[:, some] = _tile_sums(z, y, student.rows.target[some] - columns.start, masked, plan.measure)
+        part = _PairSums(Partial(*sums[:4]), Partial(*sums[4:8]), sums[8])
+        total = part if total is None else _merged(total, part, plan.measure)
+    assert total is not None
+    return total
+
+
+def _tile_sums(z: Tensor, y: Tensor, target: Tensor, masked: tuple[bool, bool], measure: Measure) -> Tensor:
+    """``_PairSums`` of one tile as [9, n], of the student's logits z and the teacher's y, which it overwrites."""
+    top, target_logit = anchor(z, target, masked=masked[0])
+    top_teacher, target_logit_teacher = anchor(y, target, masked=masked[1])
+    p, q = z.exp(), y.exp()
+    student = [top, p.sum(1), (p * z).sum(1), target_logit]
+    teacher = [top_teacher, q.sum(1), (q * y).sum(1), target_logit_teacher]
+    if measure.kind in ("jensen_shannon", "total_variation"):
+        return torch.stack([*student, *teacher, torch.zeros_like(top)])
+    weight, of_weight, other, may_lack = (p, z, y, masked[1]) if measure.kind == "reverse_kl" else (q, y, z, masked[0])
+    lacking = ((other <= FLOOR) & (weight > 0)).any(1) if may_lack else None
+    gap = weight.mul_(torch.sub(of_weight, other, out=other)).sum(1)
+    return torch.stack([*student, *teacher, gap if lacking is None else gap.masked_fill_(lacking, torch.inf)])
+
+
+def _merged(one: _PairSums, two: _PairSums, measure: Measure) -> _PairSums:
+    student, teacher = merged([one.student, two.student]), merged([one.teacher, two.teacher])
+    gap = torch.zeros_like(one.gap)
+    for part in (one, two):
+        ends = (part.student.top - student.top, part.teacher.top - teacher.top)
+        own, other = ends if measure.kind == "reverse_kl" else ends[::-1]
+        others = part.student.others if measure.kind == "reverse_kl" else part.teacher.others
+        scale = own.clamp(min=FLOOR).exp()
+        gap += _weighted(scale, part.gap) + scale * others * (own - other)
+    return _PairSums(student, teacher, gap)
+
+
+def _second_pass(
+    student: _Side, teacher: _Side, p: Scored, q: Scored, plan: _Plan, size: Tile
+) -> tuple[Tensor, Tensor]:
+    """Value and ``_Row.expected`` over v != y, once both normalisers are known."""
+    num_rows = len(student.rows.target)
+    total = student.rows.hidden.new_zeros(2, num_rows, dtype=plan.call.wide)
+    for columns in slices(plan.vocabulary, size.columns):
+        blocks = student.block(columns), teacher.block(columns)
+        for some in slices(num_rows, size.rows):
+            z, y = (
+                _relative_to_all(side, block, some, columns.start, of)
+                for side, block, of in zip((student, teacher), blocks, (p, q), strict=True)
+            )
+            total[:, some] += _tile_terms(z, y, p.normaliser[some, None], q.normaliser[some, None], plan.measure)
+    return total[0], total[1]
+
+
+def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:
+    """Logits of one tile less their rows' maximum over all columns, FLOOR at the target."""
+    top = of.top[rows]
+    z = _relative(side.logits(rows, first_column, block), top, masked=block.bias is not None)
+    write_target(z, side.rows.target[rows] - first_column, torch.full_like(top, FLOOR))
+    return z
+
+
+def _tile_terms(z: Tensor, y: Tensor, of_z: Tensor, of_y: Tensor, measure: Measure) -> Tensor:
+    """The second pass's two sums of one tile, [2, n], of logits less their maxima, which it overwrites."""
+    if measure.kind == "jensen_shannon":
+        ratio = (y - z).sub_(of_y.log() - of_z.log())
+        terms = _jensen_shannon(z.exp_().div_(of_z), y.exp_().div_(of_y), ratio, measure.beta)
+        return torch.stack([term.sum(1) for term in terms])
+    p = z.exp_().div_(of_z)
+    change = torch.sub(p, y.exp_().div_(of_y), out=y)
+    return torch.stack([change.abs().sum(1), change.sign_().mul_(p).sum(1)]).div_(2)
+
+
+def _relative(z: Tensor, top: Tensor, *, masked: bool) -> Tensor:
+    """Logits less their rows' maximum, in place."""
+    z -= top[:, None]
+    return z.clamp_(min=FLOOR) if masked else z
+
+
+def _jensen_shannon(p: Tensor, q: Tensor, log_ratio: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """Terms of the divergence and of KL(p || m), with ``log_ratio`` = log q - log p, which it overwrites.
+
+    log(m / p) = log1p(beta expm1(log_ratio));   log(m / q) = log1p((1 - beta) expm1(-log_ratio))
+    """
+    log_ratio.clamp_(-FAR, FAR)
+    of_p = log_ratio.expm1().mul_(beta).log1p_().mul_(p).neg_()
+    of_q = log_ratio.neg_().expm1_().mul_(1 - beta).log1p_().mul_(q).mul_(-beta)
+    return of_q.add_(of_p, alpha=1 - beta), of_p
+
+
+class _Gradient:
+    """``LogitGradient`` of the measure, and of the student's log-prob and entropy.
+
+        u_v = grad_value D_v - p_v (grad_logp + grad_entropy (log p_v + entropy))   (v != y),   u_y = at_target
+
+    with D the measure's own gradient by the student's logits:
+
+        forward KL         p - q                 reverse KL        p (log p - log q - KL)
+        centering          q - p                 Jensen-Shannon    (1 - beta) p (log p - log m - KL(p || m))
+        total variation    p (sign(p - q) - sum p sign(p - q)) / 2
+    """
+
+    def __init__(
+        self,
+        student: _Side,
+        teacher: _Side,
+        row: _Row,
+        measure: Measure,
+        grad_value: Tensor | None,
+        grad_logp: Tensor | None,
+        grad_entropy: Tensor | None,
+    ) -> None:
+        self._student, self._teacher, self._measure = student, teacher, measure
+        self._p, self._q = row.student, row.teacher
+        self._at_hand: tuple[slice, HeadBlock] | None = None
+        size = functools.reduce(
+            torch.maximum, [g.abs() for g in (grad_value, grad_logp, grad_entropy) if g is not None]
+        )
+        self._value, self._logp, self._entropy = (
+            None if g is None else g / size for g in (grad_value, grad_logp, grad_entropy)
+        )
+        p, log_p = row.student, row.student.logp.clamp(min=FLOOR)
+        self._expected, of_measure = self._at_target(row)
+        self._target = torch.zeros_like(size)
+        if self._value is not None:
+            self._target += self._value * of_measure
+        if self._logp is not None:
+            self._target += self._logp * p.others / p.normaliser
+        if self._entropy is not None:
+            self._target -= self._entropy * log_p.exp() * (log_p + p.entropy)
+        inside, outside = student.call.inside, student.rows.outside
+        factor = size if outside is None else size * outside
+        self.factor = factor if inside is None else factor * inside
+
+    def _at_target(self, row: _Row) -> tuple[Tensor, Tensor]:
+        """sum_v p_v g_v over all v, and D_y, made of sums over v != y."""
+        p, q, kind, beta = row.student, row.teacher, *self._measure
+        log_p, log_q = p.logp.clamp(min=FLOOR), q.logp.clamp(min=FLOOR)
+        p_y, rest, rest_teacher = log_p.exp(), p.others / p.normaliser, q.others / q.normaliser
+        if kind == "forward_kl":
+            return row.expected, rest_teacher - rest
+        if kind == "centering":
+            return row.expected, rest - rest_teacher
+        if kind == "reverse_kl":
+            return row.value, p_y * ((log_p - log_q) * rest - row.expected)
+        if kind == "jensen_shannon":
+            _, of_p = _jensen_shannon(p_y, log_q.exp(), log_q - log_p, beta)
+            return row.expected + of_p, (1 - beta) * (of_p * rest - p_y * row.expected)
+        sign = (log_p - log_q).sign() / 2
+        return row.expected + p_y * sign, p_y * (sign * rest - row.expected)
+
+    def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """u of one tile, and as operand; ``BUFFERS`` tiles."""
+        call, some = self._student.call, self._student.rows.cut(rows, first_column)
+        z, tanh = product(some, block, call), None
+        if call.inside is not None:
+            tanh = z.mul_(call.inside).tanh_()
+            z = tanh.clone()
+        if some.outside is not None:
+            z *= some.outside[:, None]
+        top, normaliser, entropy = (x[rows] for x in (self._p.top, self._p.normaliser, self._p.entropy))
+        _relative(z, top, masked=block.bias is not None)
+        p = z.exp().div_(normaliser[:, None])
+        of_measure = None
+        if self._value is not None:
+            of_measure = self._measures(rows, slice(first_column, first_column + z.shape[1]), z, p).mul_(
+                self._value[rows, None]
+            )
+        if self._entropy is not None:
+            z += (entropy - normaliser.log())[:, None]
+            z *= -self._entropy[rows, None]
+            if self._logp is not None:
+                z -= self._logp[rows, None]
+            u = p.mul_(z)
+        elif self._logp is not None:
+            u = p.mul_(-self._logp[rows, None])
+        else:
+            u = None
+        if of_measure is not None:
+            u = of_measure if u is None else u.add_(of_measure)
+        assert u is not None
+        write_target(u, some.target, self._target[rows])
+        if tanh is not None:
+            u.mul_(tanh.square_().neg_().add_(1))
+        return u, u.to(call.narrow)
+
+    def _measures(self, rows: slice, columns: slice, z: Tensor, p: Tensor) -> Tensor:
+        """D of one tile, in a buffer of its own, of the student's logits less their maximum and its probabilities."""
+        kind, beta = self._measure
+        y = self._teacher_logits(rows, columns)
+        expected = self._expected[rows, None]
+        normaliser, normaliser_teacher = (x.normaliser[rows, None] for x in (self._p, self._q))
+        if kind in ("reverse_kl", "jensen_shannon"):
+            ratio = torch.sub(y, z, out=y).sub_(normaliser_teacher.log() - normaliser.log())
+            if kind == "reverse_kl":
+                return ratio.add_(expected).mul_(p).neg_()
+            ratio = ratio.clamp_(-FAR, FAR).expm1_().mul_(beta).log1p_()
+            return ratio.add_(expected).mul_(p).mul_(beta - 1)
+        change = torch.sub(p, y.exp_().div_(normaliser_teacher), out=y)
+        if kind == "total_variation":
+            return change.sign_().div_(2).sub_(expected).mul_(p)
+        return change if kind == "forward_kl" else change.neg_()
+
+    def _teacher_logits(self, rows: slice, columns: slice) -> Tensor:
+        """Less their maximum."""
+        if self._at_hand is None or self._at_hand[0] != columns:  # one block of columns meets several tiles of rows
+            self._at_hand = columns, self._teacher.block(columns)
+        block = self._at_hand[1]
+        y = self._teacher.logits(rows, columns.start, block)
+        return _relative(y, self._q.top[rows], masked=block.bias is not None)
