@@ -425,6 +425,7 @@ def gpg() -> Algorithm:
     Notes:
         - verl counts completions with a reward of 0 in place of groups without a signal.
         - The authors' code averages each sequence: ``sequence_mean``.
+        - With ``zero_signal: drop`` alpha is 1, and no denominator counts the dropped groups.
     """
     return Algorithm(Objective(surrogate=Reinforce()), Gpg(), TokenMean())
 

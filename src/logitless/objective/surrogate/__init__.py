@@ -24,7 +24,23 @@ from logitless.objective.surrogate.unclipped import (
 )
 from logitless.objective.surrogate.vespo import Vespo, vespo_weight
 
-Surrogate = Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | Ipo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll
+Surrogate = (
+    # held back where the policy has moved far
+    Clip
+    | Cispo
+    | Sapo
+    | Vespo
+    | Gmpo
+    | Dppo
+    | Ipo
+    | ClipCov
+    | KlCov
+    | Dro
+    # unbounded
+    | Reinforce
+    | Importance
+    | Nll
+)
 
 __all__ = [
     "Cispo",
