@@ -378,9 +378,9 @@ def pass_at_k(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], k: int, pass
     others = _share_of_sets(failed - 1, scored - 1, k - 1)
     passes_with = torch.where(rewards >= passing, 1.0, 1.0 - others[row])
     spread = (every * (1 - every)).sqrt()[row]
-    found = torch.where(spread > 0, (passes_with - (1 - every[row])) / spread, 0.0)
-    enough = (scored >= k)[row] & ~rewards.isnan()
-    return assign(torch.where(enough, found, 0.0).to(rewards.dtype), grid, row)
+    differs = (spread > 0) & ~rewards.isnan()  # with fewer than k scored, every is 0
+    found = torch.where(differs, (passes_with - (1 - every[row])) / spread, 0.0)
+    return assign(found.to(rewards.dtype), grid, row)
 
 
 def _share_of_sets(part: Tensor, whole: Tensor, size: int) -> Float[Tensor, "P"]:
