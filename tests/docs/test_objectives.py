@@ -78,6 +78,9 @@ def test_every_surrogate_and_advantage_has_its_equation(part):
         ("dppo", 1.4, "A = +1", lambda r: -r),  # 0.3 to 0.42
         ("dppo", 1.6, "A = +1", lambda r: 0),  # 0.3 to 0.48: more than 0.15 away
         ("dppo", 0.4, "A = -1", lambda r: 0),  # 0.3 to 0.12
+        ("ipo", 1.2, "A = +1", lambda r: -r + 2e-3 * math.log(r)),  # 0.3 to 0.36
+        ("ipo", 0.6, "A = +1", lambda r: 2e-3 * math.log(r)),  # 0.3 to 0.18: more than 0.1 away, whatever A is
+        ("ipo", 0.7, "A = -1", lambda r: r + 2e-3 * math.log(r)),
         ("clip_cov", 1.1, "A = +1, chosen", lambda r: 0),
         ("kl_cov", 1.5, "A = +1, chosen", lambda r: -r + 1),
         ("kl_cov", 0.5, "A = -1, chosen", lambda r: r - 1),

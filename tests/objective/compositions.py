@@ -32,6 +32,8 @@ SURROGATES = [
     sur.Gmpo(),
     sur.Dppo(),
     sur.Dppo("kl"),
+    sur.Ipo(),
+    sur.Ipo(0.05, sides="advantage"),
     sur.ClipCov(),
     sur.KlCov(),
     sur.Dro(0.1),

@@ -1,5 +1,6 @@
 """Advantages: hand-worked numbers for each equation, and the laws that hold for all rewards."""
 
+import itertools
 import math
 from typing import get_args
 
@@ -63,6 +64,78 @@ def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
     rewards = f64(0, 3, -1, 1, -4, 2, 0, 0)
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
     assert_close(adv.max_rl(rewards, group), [-1, 1, 0, 0, 0, 0, 0, 0])
+
+
+def test_a_length_weighted_mean_counts_a_completion_once_a_token():
+    # Group 41 of lengths 3 1 1 5 with rewards 1 2 6 3: 26/10. Group 7 of lengths 2 6 with rewards 0 4: 24/8.
+    sequence = torch.repeat_interleave(torch.arange(6), torch.tensor([3, 2, 1, 1, 6, 5]))
+    found = adv.LengthWeighted()(adv.AdvantageInputs(REWARDS, GROUP, sequence)).advantage
+    assert_close(found, f64(-1.6, -3, -0.6, 3.4, 1, 0.4)[sequence])
+
+
+def test_a_length_weighted_mean_leaves_out_an_unscored_completion_however_long():
+    rewards, group = f64(1, 3, NAN), torch.zeros(3, dtype=torch.long)
+    assert_close(adv.length_weighted(rewards, group, f64(1, 3, 90)), [-1.5, 0.5, 0])  # 1 and 9 over 4
+    assert adv.length_weighted(f64(1, 3), torch.tensor([0, 0]), f64(0, 0)).tolist() == [0, 0]  # no trained token
+
+
+def test_gpg_by_hand():
+    # Of three groups that are compared two differ: alpha 3/2. Those of one scored completion and of none do not count.
+    rewards = f64(0, 1, 1, 2, 1, 1, 5, NAN, NAN)
+    group = torch.tensor([4, 4, 2, 2, 9, 9, 3, 3, 8])
+    assert_close(adv.gpg(rewards, group), [-0.75, 0.75, -0.75, 0.75, 0, 0, 0, 0, 0])
+    seen = []
+
+    def twins(counts):
+        seen.append(counts)
+        return counts + f64(3, 0)  # the other rank has three groups without a signal
+
+    assert_close(adv.gpg(rewards, group, twins)[:2], [-1.5, 1.5])
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize(
+    ("passed", "k", "share", "right", "wrong"),
+    [
+        # 1 of 4: 3 of 6 pairs pass; 1 of the 3 pairs of a wrong completion
+        (1, 2, 1 / 2, 1 / 2, 1 / 3 - 1 / 2),
+        # 2 of 4: 5 of 6 pairs; 2 of 3 pairs of a wrong one
+        (2, 2, 5 / 6, 1 / 6, 2 / 3 - 5 / 6),
+        # 1 of 4: 3 of 4 triples; 2 of the 3 triples of a wrong one
+        (1, 3, 3 / 4, 1 / 4, 2 / 3 - 3 / 4),
+        # k = 1: the reward minus its mean
+        (1, 1, 1 / 4, 3 / 4, -1 / 4),
+    ],
+)
+def test_pass_at_k_by_counting_sets(passed, k, share, right, wrong):
+    rewards = f64(*([1] * passed + [0] * (4 - passed)))
+    std = math.sqrt(share * (1 - share))
+    expected = [right / std] * passed + [wrong / std] * (4 - passed)
+    assert_close(adv.pass_at_k(rewards, torch.zeros(4, dtype=torch.long), k), expected)
+
+
+def test_pass_at_k_is_the_reward_of_the_sets_averaged_over_those_of_a_completion():
+    rewards = [0.0, 1.0, 0.5, 2.0, 0.0, 0.0, 0.0]
+    for k in range(1, 8):
+        sets = list(itertools.combinations(range(7), k))
+        best = np.array([max(rewards[i] >= 1 for i in each) for each in sets], dtype=float)
+        std = best.std()  # of all sets, not of a sample
+        mine = [best[[i in each for each in sets]].mean() for i in range(7)]
+        expected = [(m - best.mean()) / std if std else 0.0 for m in mine]
+        assert_close(adv.pass_at_k(f64(*rewards), torch.zeros(7, dtype=torch.long), k), expected)
+
+
+def test_pass_at_k_is_zero_where_every_set_passes_or_none_or_there_is_none():
+    group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
+    rewards = f64(1, 1, 0, 0, 0, 0, 1, 0, NAN)
+    assert adv.pass_at_k(rewards, group, 2)[:6].tolist() == [0] * 6
+    assert adv.pass_at_k(rewards, group, 3).tolist() == [0] * 9
+
+
+def test_pass_at_k_refuses_a_kl_in_the_reward():
+    inputs = adv.AdvantageInputs(f64(1, 0), torch.tensor([0, 0]), torch.tensor([0, 1]), kl=f64(0.1, 0.1))
+    with pytest.raises(ConfigurationError, match="rewards without a KL for pass_at_k"):
+        adv.PassAtK(2)(inputs)
 
 
 def test_reinforce_pp_baseline_counts_a_completion_once_a_token_unless_told_otherwise():
@@ -131,8 +204,12 @@ GROUP_RELATIVE = [
     adv.Robust(),
     adv.MaxRl(),
     adv.ReinforcePPBaseline(),
+    adv.LengthWeighted(),
+    adv.Gpg(),
+    adv.PassAtK(1, passing=3.5),
 ]
 CENTERED_ON_THE_MEAN = [e for e in GROUP_RELATIVE if not isinstance(e, adv.Percentile | adv.Robust)]
+CENTERED_ON_THE_MEAN += [adv.PassAtK(2, passing=0.25), adv.PassAtK(3, passing=0.25)]
 by_name = {"ids": lambda estimator: estimator.name}
 
 
@@ -170,7 +247,9 @@ batches = st.integers(1, 4).flatmap(
 )
 
 
-@given(batch=batches, seed=st.integers(0, 99), estimator=st.sampled_from(GROUP_RELATIVE))
+@given(
+    batch=batches, seed=st.integers(0, 99), estimator=st.sampled_from([*GROUP_RELATIVE, adv.PassAtK(2, passing=0.25)])
+)
 @settings(max_examples=60, deadline=None)
 def test_neither_order_nor_ids_matter(batch, seed, estimator):
     group = torch.tensor([g for g, _ in batch])
@@ -192,11 +271,11 @@ def test_centred_advantages_sum_to_zero_in_each_group(batch, estimator):
 
 @given(batch=batches, shift=st.sampled_from([-3.0, 10.0]))
 @settings(max_examples=30, deadline=None)
-def test_a_constant_added_to_every_reward_changes_nothing_but_max_rl(batch, shift):
+def test_a_constant_added_to_every_reward_changes_nothing_but_max_rl_and_what_passes(batch, shift):
     group = torch.tensor([g for g, _ in batch])
     rewards = f64(*(r for _, r in batch))
     for estimator in GROUP_RELATIVE:
-        if not isinstance(estimator, adv.MaxRl):
+        if not isinstance(estimator, adv.MaxRl | adv.PassAtK):
             assert_close(
                 completions(estimator, rewards + shift, group), completions(estimator, rewards, group), atol=1e-9
             )
@@ -241,7 +320,7 @@ def test_every_estimator_refuses_an_infinite_reward(estimator, infinite):
         values=torch.zeros_like(rewards),
     )
     with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
-        (adv.Percentile(50.0) if estimator is adv.Percentile else estimator())(inputs)
+        estimator(**{adv.Percentile: {"q": 50.0}, adv.PassAtK: {"k": 2}}.get(estimator, {}))(inputs)
 
 
 def test_an_infinite_score_is_refused_whatever_its_weight():

@@ -18,7 +18,7 @@ from logitless.objective.kl_control import FixedKL
 from logitless.objective.objective import Objective
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
-from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Nll, Reinforce, Sapo, Vespo
+from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, Ipo, KlCov, Nll, Reinforce, Sapo, Vespo
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, TokenMean
 from tests.objective.batches import double, random_batch
@@ -92,7 +92,7 @@ def test_token_returns_differ_inside_a_sequence_once_they_are_discounted_or_pay_
 def test_a_group_of_one_is_refused_where_completions_are_compared():
     alone = (adv.Raw, adv.ReinforcePP, adv.Gae)
     for kind in get_args(adv.Advantage):
-        found = composed(kind(50.0) if kind is adv.Percentile else kind())
+        found = composed(kind(**{adv.Percentile: {"q": 50.0}, adv.PassAtK: {"k": 1}}.get(kind, {})))
         found.check_completions(2)
         if kind in alone:
             found.check_completions(1)
@@ -100,6 +100,18 @@ def test_a_group_of_one_is_refused_where_completions_are_compared():
             with pytest.raises(ConfigurationError, match=r"two completions.*completions_per_prompt=1"):
                 found.check_completions(1)
     composed(None, surrogate=Nll()).check_completions(1)
+
+
+def test_sets_of_k_need_k_completions_a_prompt():
+    composed(adv.PassAtK(4)).check_completions(4)
+    with pytest.raises(ConfigurationError, match=r"at least 4 completions a prompt for 'pass_at_k'.*prompt=3"):
+        composed(adv.PassAtK(4)).check_completions(3)
+
+
+@pytest.mark.parametrize("advantage", [adv.PassAtK(2), adv.Gdpo()], ids=lambda each: each.name)
+def test_a_kl_is_not_subtracted_from_what_is_no_sum_of_rewards(advantage):
+    with pytest.raises(ConfigurationError, match=f"a KL can be subtracted; given {advantage.name}"):
+        composed(advantage, kl_in_reward=True)
 
 
 def test_a_kl_is_steered_wherever_it_is():
@@ -119,7 +131,7 @@ SILENT = [
 HEARD = [
     Objective(kl=KLPenalty("k3")),
     Objective(entropy_bonus=EntropyBonus(0.01)),
-    *(Objective(surrogate=each) for each in (Nll(), Dro(beta=0.1), KlCov(), ClipCov(scope="micro_batch"))),
+    *(Objective(surrogate=each) for each in (Nll(), Dro(beta=0.1), Ipo(), KlCov(), ClipCov(scope="micro_batch"))),
     Objective(filters=(TopEntropy(0.3, scope="micro_batch"),)),
 ]
 

@@ -10,7 +10,7 @@ import pytest
 from pydantic import Field, TypeAdapter, ValidationError
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import Advantage, Gae, Percentile, Raw, ReinforcePP, ReinforcePPBaseline
+from logitless.objective.advantage import Advantage, Gae, PassAtK, Percentile, Raw, ReinforcePP, ReinforcePPBaseline
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
@@ -18,13 +18,14 @@ from logitless.objective.filters import Filter, OffPolicy, SamplerRejection, Sec
 from logitless.objective.kl_control import FixedKL, KLControl, LinearKL, ProportionalKL, ZieglerKL
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import Ratio, SequenceRatio, TurnRatio
-from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Sapo, Surrogate, Vespo
+from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, Ipo, KlCov, Sapo, Surrogate, Vespo
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import ConstantLength, Weighting
 
 OBLIGATORY = {
     "Dro": {"beta": 0.1},
     "Percentile": {"q": 50.0},
+    "PassAtK": {"k": 4},
     "OffPolicy": {"threshold": 0.5},
     "TopEntropy": {"quantile": 0.5},
     "SamplerRejection": {"max": 0.5},
@@ -55,6 +56,7 @@ def obligatory(part: type) -> dict:
         (Vespo(), Vespo(k_positive=2.0, lambda_positive=3.0, k_negative=3.0, lambda_negative=2.0)),
         (Gmpo(), Gmpo(log_ratio_min=-0.4, log_ratio_max=0.4)),
         (Dppo(), Dppo(divergence="tv", max_low=0.15, max_high=0.15, ratio_cap=20.0)),
+        (Ipo(), Ipo(max_change=0.1, beta=1e-3, sides="both")),
         (ClipCov(), ClipCov(fraction=2e-4, low=1.0, high=5.0, ratio_min=0.8, ratio_max=1.2, scope="block")),
         (KlCov(), KlCov(fraction=2e-4, coefficient=1.0, scope="block")),
         (Gae(), Gae(gamma=1.0, lambda_=0.95, action="token", whiten=True)),
@@ -117,6 +119,7 @@ def test_unknown_names_and_keys_are_refused_in_plain_data(union, config, message
         (TopEntropy, {"quantile": 0.2, "scope": "step"}, "'block', 'micro_batch'"),
         (EntropyBonus, {"coefficient": 0.1, "scope": "block"}, "'step', 'micro_batch'"),
         (Dppo, {"divergence": "js"}, "'tv', 'kl'"),
+        (Ipo, {"sides": "up"}, "'both', 'advantage'"),
         (Cispo, {"ceiling_below_one": "warn"}, "'refuse', 'accept'"),
         (ClipCov, {"scope": "step"}, "'block', 'micro_batch'"),
         (KlCov, {"scope": "step"}, "'block', 'micro_batch'"),
@@ -145,7 +148,7 @@ def test_no_number_of_any_part_may_be_nan(part, name):
 
 
 FACTORS = {
-    Vespo: ("k_positive", "lambda_negative"), Sapo: ("temperature_positive",), Dro: ("beta",),
+    Vespo: ("k_positive", "lambda_negative"), Sapo: ("temperature_positive",), Dro: ("beta",), Ipo: ("beta",),
     KlCov: ("coefficient",), EntropyBonus: ("coefficient",), AdaptiveEntropy: ("delta",), ValueLoss: ("coefficient",),
     FixedKL: ("beta",), ProportionalKL: ("gain",), LinearKL: ("target",), ZieglerKL: ("horizon",),
 }  # fmt: skip
@@ -170,6 +173,9 @@ REFUSED: dict[str, list[Callable[[], object]]] = {
     "max_low": [lambda: Dppo(max_low=0.0)],
     "max_high": [lambda: Dppo(max_high=-1.0)],
     "ratio_cap": [lambda: Dppo(ratio_cap=0.0)],
+    "max_change": [lambda: Ipo(max_change=0.0)],
+    "beta of at least 0; given -0.1": [lambda: Ipo(beta=-0.1)],
+    "k of at least 1": [lambda: PassAtK(0)],
     "fraction": [lambda: ClipCov(fraction=0.0), lambda: KlCov(fraction=1.5)],
     "low < high": [lambda: ClipCov(low=5.0, high=1.0), lambda: ClipCov(low=1.0, high=1.0)],
     "beta": [lambda: Dro(beta=0.0)],
@@ -226,7 +232,14 @@ def test_a_number_out_of_its_range_is_refused(message):
 def test_the_ends_of_a_range_belong_to_it():
     """Whatever is refused here raises."""
     Clip(0.0, 1.2, ratio_cap=1.2), Clip(dual=1.5), Cispo(1.0), KlCov(fraction=1.0), Gmpo(0.0, 0.0)
-    TurnRatio(max_turns=1), ConstantLength(1), ValueLoss(coefficient=0.0, clip=None), Stale(0)
+    (
+        TurnRatio(max_turns=1),
+        Ipo(beta=0.0),
+        PassAtK(1),
+        ConstantLength(1),
+        ValueLoss(coefficient=0.0, clip=None),
+        Stale(0),
+    )
     Percentile(0.0), Percentile(100.0), TopEntropy(0.0), TopEntropy(1.0)
     Gae(gamma=0.0, lambda_=0.0), Gae(gamma=1.0, lambda_=1.0)
     FixedKL(0.0), ZieglerKL(horizon=1.0), LinearKL(beta=0.0, beta_min=0.0, beta_max=0.0), LinearKL(gain=0.5)

@@ -3,10 +3,20 @@
 import pytest
 
 from logitless.errors import ConfigurationError
-from logitless.objective.advantage import Gae, GroupCentered, GroupStandardized, LeaveOneOut, Raw, ReinforcePP
+from logitless.objective.advantage import (
+    Gae,
+    Gpg,
+    GroupCentered,
+    GroupStandardized,
+    LeaveOneOut,
+    LengthWeighted,
+    PassAtK,
+    Raw,
+    ReinforcePP,
+)
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
-from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, KlCov, Nll, Reinforce, Sapo, Vespo
+from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, Ipo, KlCov, Nll, Reinforce, Sapo, Vespo
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import ConstantLength, MicroBatchTokenMean, SequenceMean, SequenceSum, TokenMean
 
@@ -24,12 +34,16 @@ TABLE = {
     "vespo": (TokenRatio(), Vespo(2.0, 3.0, 3.0, 2.0), STANDARDIZED, TokenMean()),
     "gmpo": (TokenRatio(), Gmpo(-0.4, 0.4), STANDARDIZED, SequenceMean()),
     "dppo": (TokenRatio(), Dppo("tv", 0.15, 0.15, 20.0), STANDARDIZED, TokenMean()),
+    "ipo": (TokenRatio(), Ipo(0.1, 1e-3, "both"), GroupCentered(), TokenMean()),
     "clip_cov": (TokenRatio(), ClipCov(2e-4, 1.0, 5.0), STANDARDIZED, TokenMean()),
     "kl_cov": (TokenRatio(), KlCov(2e-4, 1.0), STANDARDIZED, TokenMean()),
     "dro": (TokenRatio(), Dro(0.1), STANDARDIZED, TokenMean()),
     "ppo": (TokenRatio(), Clip(0.8, 1.2), Gae(1.0, 0.95), TokenMean()),
     "reinforce": (TokenRatio(), Reinforce(), Raw(), TokenMean()),
     "rloo": (TokenRatio(), Reinforce(), LeaveOneOut(), SequenceSum()),
+    "opo": (TokenRatio(), Reinforce(), LengthWeighted(), TokenMean()),
+    "gpg": (TokenRatio(), Reinforce(), Gpg(), TokenMean()),
+    "pass_at_k": (TokenRatio(), Clip(0.8, 1.2), PassAtK(4), TokenMean()),
     "reinforce_pp": (TokenRatio(), Clip(0.8, 1.2), ReinforcePP(), TokenMean()),
     "nll": (TokenRatio(), Nll(), None, TokenMean()),
 }
@@ -54,6 +68,7 @@ def test_a_preset_is_what_the_table_says(name):
         ("gmpo", {"epsilon": 0.2}, Gmpo(-0.2, 0.2)),
         ("dppo", {"divergence": "kl"}, Dppo("kl", 0.05, 0.05)),
         ("dppo", {"delta": 0.1}, Dppo("tv", 0.1, 0.1)),
+        ("ipo", {"threshold": 0.2, "kl_tau": 0.0, "sides": "advantage"}, Ipo(0.2, 0.0, "advantage")),
         ("clip_cov", {"r": 1e-3, "omega_low": 2.0, "omega_high": 3.0}, ClipCov(1e-3, 2.0, 3.0)),
         ("kl_cov", {"k": 1e-3, "beta": 2.0}, KlCov(1e-3, 2.0)),
         ("sapo", {"tau_negative": 2.0}, Sapo(1.0, 2.0)),

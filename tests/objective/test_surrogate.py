@@ -317,6 +317,53 @@ def test_dppo_thresholds_follow_the_divergence_and_its_cuts_are_counted():
     assert cuts(terms) == ([False, True, True], [True, False, False])
 
 
+# --- ipo --------------------------------------------------------------------------------------------------------------
+
+# p_old is 1/2. Tokens 1 to 4 have moved by 0.15; token 5 by 0.2, without an advantage.
+IPO_AT, IPO_ADVANTAGE = [0.55, 0.65, 0.65, 0.35, 0.35, 0.7], [2, 2, -1, -1, 1, 0]
+# prime-rl's ``default`` masks what moved the way its advantage pushes, ``ipo`` either way
+IPO_INSIDE = {"advantage": [1, 0, 1, 0, 1, 1], "both": [1, 0, 0, 0, 0, 0]}
+
+
+@pytest.mark.parametrize("sides", IPO_INSIDE)
+def test_ipo_has_the_ratio_inside_its_region_and_the_squared_log_ratio_everywhere(sides):
+    surrogate, beta = sur.Ipo(0.1, 0.5, sides), 0.5
+    old, ratios = double(*log(*[0.5] * 6)), [2 * p for p in IPO_AT]
+    push = [a * r * m for a, r, m in zip(IPO_ADVANTAGE, ratios, IPO_INSIDE[sides], strict=True)]
+    check(
+        lambda at: (
+            surrogate(replace(inputs([0] * 6, IPO_ADVANTAGE, logp_old=old), logp=at, token_log_ratio=at - old)).loss
+        ),
+        log(*IPO_AT),
+        loss=[beta * math.log(r) ** 2 - p for r, p in zip(ratios, push, strict=True)],
+        gradient=[2 * beta * math.log(r) - p for r, p in zip(ratios, push, strict=True)],
+    )
+
+
+def test_ipo_is_prime_rl_s_in_its_own_numbers():
+    # ipo_loss_fn and default_loss_fn of its trainer/rl/loss.py, threshold 0.1, kl_tau 0.5: the loss of all six tokens
+    for sides, expected in (("both", -1.9427991789011272), ("advantage", -1.3427991789011275)):
+        given = inputs(
+            log(*IPO_AT), IPO_ADVANTAGE, logp_old=log(*[0.5] * 6), token_log_ratio=log(*[2 * p for p in IPO_AT])
+        )
+        assert sur.Ipo(0.1, 0.5, sides)(given).loss.sum().item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_ipo_counts_what_it_masks_by_the_side_it_moved_to():
+    given = inputs(log(*IPO_AT), IPO_ADVANTAGE, logp_old=log(*[0.5] * 6), token_log_ratio=log(*[2 * p for p in IPO_AT]))
+    low, high = [False, False, False, True, True, False], [False, True, True, False, False, True]
+    assert cuts(sur.Ipo()(given)) == (low, high)
+    only = [False, False, False, True, False, False], [False, True, False, False, False, False]
+    assert cuts(sur.Ipo(sides="advantage")(given)) == only
+
+
+def test_ipo_masks_beyond_its_bound_and_not_before():
+    half, three_quarters = double(*log(0.5)), double(*log(0.75))
+    for sides in ("both", "advantage"):
+        for change, inside in ((0.25 + 1e-12, True), (0.25 - 1e-12, False)):
+            assert sur.ipo_mask(three_quarters, half, double(1), max_change=change, sides=sides).item() is inside
+
+
 # --- covariance losses ------------------------------------------------------------------------------------------------
 
 
@@ -342,7 +389,7 @@ def test_kl_cov_pulls_a_selected_tokens_ratio_back_to_one():
 
 @pytest.mark.parametrize(
     "surrogate",
-    [Clip(), Cispo(), sur.Sapo(), sur.Vespo(), Gmpo(), Dppo(), ClipCov(), KlCov(), Dro(0.1), Importance()],
+    [Clip(), Cispo(), sur.Sapo(), sur.Vespo(), Gmpo(), Dppo(), sur.Ipo(), ClipCov(), KlCov(), Dro(0.1), Importance()],
     ids=lambda surrogate: surrogate.name,
 )
 def test_a_loss_of_the_ratio_asks_for_the_old_policy(surrogate):

@@ -15,6 +15,7 @@ from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, Weighting
 from logitless.types import TokenBatch
 
+_PAIR = 2
 _FINE_TO_COARSE: tuple[Level, ...] = ("token", "turn", "sequence")
 
 
@@ -86,14 +87,16 @@ class Algorithm:
         )
 
     def check_completions(self, completions_per_prompt: int) -> None:
-        """Refuse a single completion a prompt where the advantage compares completions.
+        """Refuse fewer completions a prompt than the advantage compares.
 
         Raises:
             ConfigurationError: every advantage would be 0.
         """
-        if self.advantage is not None and self.advantage.compares_group and completions_per_prompt < 2:
+        fewest = 1 if self.advantage is None else self.advantage.fewest_completions
+        if completions_per_prompt < fewest:
             raise ConfigurationError(
-                needed="at least two completions a prompt for a group-relative advantage",
+                needed=f"at least {'two' if fewest == _PAIR else fewest} completions a prompt for"
+                f" {_name(self.advantage)!r}",
                 given=f"rollout.completions_per_prompt={completions_per_prompt}",
                 remedy="Raise it, or set algorithm.advantage to raw or reinforce_pp.",
             )
@@ -124,9 +127,9 @@ class Algorithm:
                 given="none in the loss and none in the reward",
                 remedy="Set kl=KLPenalty(...) on the objective, or leave kl_control out.",
             )
-        if self.kl_in_reward and (self.advantage is None or self.advantage.reads_functions):
+        if self.kl_in_reward and (self.advantage is None or not self.advantage.takes_kl):
             raise ConfigurationError(
-                needed="an advantage that reads one reward a completion, from which the KL is subtracted",
+                needed="an advantage that reads rewards from which a KL can be subtracted",
                 given=_name(self.advantage),
                 remedy="Set kl.placement: loss.",
             )

@@ -9,7 +9,17 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from logitless.objective.advantage import Gae, GroupCentered, GroupStandardized, LeaveOneOut, Raw, ReinforcePP
+from logitless.objective.advantage import (
+    Gae,
+    Gpg,
+    GroupCentered,
+    GroupStandardized,
+    LeaveOneOut,
+    LengthWeighted,
+    PassAtK,
+    Raw,
+    ReinforcePP,
+)
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
@@ -21,6 +31,7 @@ from logitless.objective.surrogate import (
     Dppo,
     Dro,
     Gmpo,
+    Ipo,
     KlCov,
     Nll,
     Reinforce,
@@ -107,7 +118,7 @@ def dapo(epsilon_low: float = 0.2, epsilon_high: float = 0.28) -> Algorithm:
 
 
 def bnpo(epsilon: float = 0.2) -> Algorithm:
-    """What TRL calls ``bnpo``: GRPO with the token mean of each micro-batch (the paper's BNPO normalises rewards).
+    """What TRL calls ``bnpo``: GRPO with the token mean of each micro-batch.
 
     Source: TRL; arXiv:2506.02864 uses the name for a Beta normalisation of rewards.
 
@@ -138,8 +149,6 @@ def gspo(epsilon_low: float = 3e-4, epsilon_high: float = 4e-4) -> Algorithm:
 
     Notes:
         - TRL's default ``dapo`` at the sequence level, and Fast-LLM's GSPO, count a sequence by its length.
-        - Advantages that differ inside a sequence are an error here; TRL multiplies (``advantage_within_sequence:
-          multiply``), Fast-LLM averages (``mean``).
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceMean())
@@ -281,6 +290,25 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
     return Algorithm(Objective(surrogate=Dppo(divergence, delta, delta)), GroupStandardized(), TokenMean())
 
 
+def ipo(threshold: float = 0.1, kl_tau: float = 1e-3, sides: Literal["both", "advantage"] = "both") -> Algorithm:
+    """IPO: tokens whose probability moved too far either way are masked, and all pay for their squared log ratio.
+
+    Source: prime-rl, with the penalty of Kimi K2.5, arXiv:2602.02276.
+
+    Elsewhere:
+        prime-rl: ``loss.type: ipo``
+
+    Notes:
+        - prime-rl's ``default`` loss is ``sides: advantage``, ``threshold: 0.2``: DPPO's mask.
+        - Its ratios are to the sampler.
+
+    Example:
+        >>> ipo().objective.surrogate.max_change
+        0.1
+    """
+    return Algorithm(Objective(surrogate=Ipo(threshold, kl_tau, sides)), GroupCentered(), TokenMean())
+
+
 def clip_cov(r: float = 2e-4, omega_low: float = 1.0, omega_high: float = 5.0) -> Algorithm:
     """Clip-Cov: a random few of the tokens with a large covariance are not trained on.
 
@@ -349,7 +377,7 @@ def reinforce() -> Algorithm:
     Source: Williams 1992.
 
     Elsewhere:
-        verl: ``loss_mode: gpg`` has this loss, with its own advantages
+        verl: ``loss_mode: gpg``
 
     Notes:
         - No ratio: meant for one optimizer step on each block.
@@ -368,9 +396,50 @@ def rloo() -> Algorithm:
 
     Notes:
         - TRL's trainer clips one ratio a sequence, the product over its tokens (no mean); here there is no ratio.
-        - verl keeps the policy loss it is configured with, by default PPO's.
     """
     return Algorithm(Objective(surrogate=Reinforce()), LeaveOneOut(), SequenceSum())
+
+
+def opo() -> Algorithm:
+    """OPO: REINFORCE against the length-weighted mean of the group.
+
+    Source: arXiv:2505.23585.
+
+    Elsewhere:
+        verl: ``adv_estimator: opo`` (the advantage only)
+
+    Notes:
+        - Meant for one optimizer step on each block, without a KL or an entropy bonus.
+    """
+    return Algorithm(Objective(surrogate=Reinforce()), LengthWeighted(), TokenMean())
+
+
+def gpg() -> Algorithm:
+    """GPG: REINFORCE against the mean of the group, scaled up where groups have no signal.
+
+    Source: arXiv:2504.02546.
+
+    Elsewhere:
+        verl: ``adv_estimator: gpg``, ``loss_mode: gpg``
+
+    Notes:
+        - verl counts completions with a reward of 0 in place of groups without a signal.
+        - The authors' code averages each sequence: ``sequence_mean``.
+        - With ``zero_signal: drop`` alpha is 1, and no denominator counts the dropped groups.
+    """
+    return Algorithm(Objective(surrogate=Reinforce()), Gpg(), TokenMean())
+
+
+def pass_at_k(k: int = 4, epsilon: float = 0.2) -> Algorithm:
+    """Pass@k training: a completion is worth what it adds to sets of k, one of which must pass.
+
+    Source: arXiv:2508.10751, its analytical advantage.
+
+    Notes:
+        - verl's ``grpo_passk`` is another advantage, for the best completion of a group alone.
+        - The authors publish the advantage alone; the clip is PPO's.
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), PassAtK(k), TokenMean())
 
 
 def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
@@ -383,8 +452,7 @@ def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
 
     Notes:
         - With several completions a prompt use the advantage ``reinforce_pp_baseline`` (verl:
-          ``reinforce_plus_plus_baseline``; OpenRLHF: ``reinforce_baseline``). It is whitened over tokens, as theirs
-          and the paper's; ``whiten_over: completions`` counts each completion once.
+          ``reinforce_plus_plus_baseline``; OpenRLHF: ``reinforce_baseline``).
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), ReinforcePP(gamma), TokenMean())
 
@@ -397,9 +465,6 @@ def nll() -> Algorithm:
     Elsewhere:
         TRL: ``SFTTrainer``, ``loss_type="nll"``
         Fast-LLM: the loss ``label``
-
-    Notes:
-        - The advantage plays no part.
     """
     return Algorithm(Objective(surrogate=Nll()), None, TokenMean())
 
@@ -417,12 +482,16 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "vespo": vespo,
     "gmpo": gmpo,
     "dppo": dppo,
+    "ipo": ipo,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "dro": dro,
     "ppo": ppo,
     "reinforce": reinforce,
     "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "pass_at_k": pass_at_k,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

@@ -8,10 +8,12 @@ enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``.
 from logitless.objective.advantage.batch_relative import (
     BatchStandardized,
     Gdpo,
+    Gpg,
     ReinforcePPBaseline,
     batch_standardized,
     combine_rewards,
     gdpo,
+    gpg,
     reinforce_pp_baseline,
     whiten,
 )
@@ -28,7 +30,9 @@ from logitless.objective.advantage.group_relative import (
     GroupCentered,
     GroupStandardized,
     LeaveOneOut,
+    LengthWeighted,
     MaxRl,
+    PassAtK,
     Percentile,
     Raw,
     Robust,
@@ -36,7 +40,9 @@ from logitless.objective.advantage.group_relative import (
     group_standardized,
     has_signal,
     leave_one_out,
+    length_weighted,
     max_rl,
+    pass_at_k,
     percentile,
     raw,
     robust,
@@ -51,11 +57,14 @@ Advantage = (
     | GroupStandardized
     | BatchStandardized
     | LeaveOneOut
+    | LengthWeighted
     | Percentile
     | Robust
     | MaxRl
+    | PassAtK
     | ReinforcePPBaseline
     | Gdpo
+    | Gpg
     | ReinforcePP
     | GroupTurns
     | Gae
@@ -70,12 +79,15 @@ __all__ = [
     "Estimator",
     "Gae",
     "Gdpo",
+    "Gpg",
     "GroupCentered",
     "GroupStandardized",
     "GroupTurns",
     "LeaveOneOut",
+    "LengthWeighted",
     "MaxRl",
     "OnePerCompletion",
+    "PassAtK",
     "Percentile",
     "Raw",
     "ReinforcePP",
@@ -87,13 +99,16 @@ __all__ = [
     "discounted_returns",
     "gae",
     "gdpo",
+    "gpg",
     "group_centered",
     "group_standardized",
     "group_turns",
     "has_signal",
     "leave_one_out",
+    "length_weighted",
     "max_rl",
     "num_clipped",
+    "pass_at_k",
     "pay_at_last_token",
     "percentile",
     "raw",

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage.estimator import EPSILON, AdvantageInputs, OnePerCompletion, refuse_infinite
-from logitless.objective.advantage.group_relative import as_rows, assign, group_centered, group_standardized, mean_of
+from logitless.objective.advantage.group_relative import (
+    as_rows,
+    assign,
+    compared,
+    group_centered,
+    group_standardized,
+    has_signal,
+    mean_of,
+)
 from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks, one_rank
 
@@ -137,6 +145,45 @@ class ReinforcePPBaseline(OnePerCompletion):
 
 
 @shaped
+def gpg(
+    rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], sum_over_ranks: SumOverRanks = one_rank
+) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group, scaled up by the share of groups that have no signal.
+
+    ``A_i = alpha * (r_i - mean(r of the group))``, ``alpha = groups / groups whose rewards differ``
+
+    So a batch in which most groups are solved or hopeless has a gradient of the same size.
+
+    Args:
+        rewards, group: as ``group_centered``; all of a group on one rank.
+        sum_over_ranks: for the counts over all ranks; groups with fewer than two scored completions do not count.
+
+    Returns: as ``group_centered``.
+
+    Source: GPG, arXiv:2504.02546, with ``F_norm = 1`` and ``alpha = B / (B - M)``.
+
+    Example:
+        >>> gpg(torch.tensor([0.0, 1.0, 1.0, 1.0]), torch.tensor([0, 0, 1, 1]))  # alpha 2
+        tensor([-1.,  1.,  0.,  0.])
+    """
+    grid, row = as_rows(rewards, group)
+    counts = torch.stack([compared(grid).sum(), has_signal(rewards, group).sum()]).double()
+    groups, with_signal = sum_over_ranks(counts)
+    alpha = (groups / with_signal.clamp(min=1)).to(rewards.dtype)
+    return assign(alpha * (rewards - mean_of(grid)[row]), grid, row)
+
+
+@dataclass(frozen=True)
+class Gpg(OnePerCompletion):
+    """See ``gpg``."""
+
+    name: Literal["gpg"] = "gpg"
+
+    def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
+        return gpg(inputs.completion_rewards(), inputs.group, sum_over_ranks)
+
+
+@shaped
 def combine_rewards(per_function: Float[Tensor, "B F"], weights: Float[Tensor, "F"]) -> Float[Tensor, "B"]:
     """Weighted sum of several reward functions; missing scores are left out.
 
@@ -206,6 +253,7 @@ class Gdpo(OnePerCompletion):
 
     name: Literal["gdpo"] = "gdpo"
     reads_functions: ClassVar[bool] = True
+    takes_kl: ClassVar[bool] = False
 
     def per_completion(self, inputs: AdvantageInputs, sum_over_ranks: SumOverRanks) -> Tensor:
         if inputs.kl is not None or inputs.turn_rewards is not None:

@@ -105,6 +105,7 @@ class Estimator(ABC):
         needs_values: whether it reads values, which need a value head.
         compares_group: whether it needs at least two completions a prompt.
         reads_functions: whether it reads ``scores`` instead of ``rewards``.
+        takes_kl: whether a KL can be subtracted from the rewards that it reads.
 
     Raises:
         ConfigurationError: a bound that is not positive.
@@ -116,6 +117,7 @@ class Estimator(ABC):
     needs_values: ClassVar[bool] = False
     compares_group: ClassVar[bool] = False
     reads_functions: ClassVar[bool] = False
+    takes_kl: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_knobs(self)
@@ -123,6 +125,11 @@ class Estimator(ABC):
             raise ConfigurationError(
                 needed="a positive advantage clip", given=str(self.clip), remedy="Leave clip out to switch it off."
             )
+
+    @property
+    def fewest_completions(self) -> int:
+        """How many completions a prompt must have for an advantage other than 0."""
+        return 2 if self.compares_group else 1
 
     @abstractmethod
     def level(self, *, kl_in_reward: bool) -> Level:

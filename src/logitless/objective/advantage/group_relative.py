@@ -303,3 +303,123 @@ class MaxRl(OnePerCompletion):
 
     def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
         return max_rl(inputs.completion_rewards(), inputs.group)
+
+
+@shaped
+def length_weighted(
+    rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], length: Float[Tensor, "B"]
+) -> Float[Tensor, "B"]:
+    """Reward minus the mean of its group in which a completion counts once a token.
+
+    ``A_i = r_i - sum_j(length_j * r_j) / sum_j(length_j)`` over the group
+
+    It is the baseline of least variance if the squared gradient of a completion grows with its length.
+
+    Args:
+        rewards, group: as ``group_centered``.
+        length: [B] trained tokens of each completion, not all 0 in a group.
+
+    Returns: as ``group_centered``.
+
+    Source: OPO, arXiv:2505.23585.
+
+    Example:
+        >>> length_weighted(torch.tensor([1.0, 0.0]), torch.tensor([0, 0]), torch.tensor([1.0, 3.0]))
+        tensor([ 0.7500, -0.2500])
+    """
+    grid, row = as_rows(rewards, group)
+    lengths, _ = as_rows(length, group)
+    low = lowest(grid)  # about the minimum, as mean_of: equal rewards differ from their mean by exactly 0
+    weight = torch.where(grid.isnan(), 0, lengths)
+    mean = low + ((grid - low[:, None]) * weight).nansum(1) / weight.nansum(1)
+    return assign(rewards - mean[row], grid, row)
+
+
+@dataclass(frozen=True)
+class LengthWeighted(OnePerCompletion):
+    """See ``length_weighted``."""
+
+    name: Literal["length_weighted"] = "length_weighted"
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        rewards = inputs.completion_rewards()
+        length = torch.bincount(inputs.sequence, minlength=len(rewards)).to(rewards.dtype)
+        return length_weighted(rewards, inputs.group, length)
+
+
+@shaped
+def pass_at_k(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], k: int, passing: float = 1.0) -> Float[Tensor, "B"]:
+    """The standardised reward of a set of k completions, averaged over all sets of the group that hold this one.
+
+    ``A_i = (P_i - P) / sqrt(P (1 - P))``, 0 where P is 0 or 1
+    ``P = 1 - C(n - c, k) / C(n, k)``
+    ``P_i = 1 where r_i >= passing, else 1 - C(n - c - 1, k - 1) / C(n - 1, k - 1)``
+
+    c of the n scored completions pass, and a set passes if one of its k does: P is the share of the sets that pass, and
+    P_i of those with i.
+
+    Args:
+        rewards, group: as ``group_centered``.
+        k: completions of a set, at least 1.
+        passing: the smallest reward that passes.
+
+    Returns: as ``group_centered``; 0 in groups with fewer than k scored completions.
+
+    Source: Pass@k Training, arXiv:2508.10751; its code adds 1e-6 to the denominator.
+
+    Example:
+        >>> # 1 of 4 passes: half of the 6 pairs do, and a third of the 3 pairs of a completion that does not
+        >>> pass_at_k(torch.tensor([1.0, 0.0, 0.0, 0.0]), torch.tensor([0, 0, 0, 0]), k=2)
+        tensor([ 1.0000, -0.3333, -0.3333, -0.3333])
+    """
+    grid, row = as_rows(rewards, group)
+    scored, failed = num_scored(grid).double(), (grid < passing).sum(1).double()
+    every = _share_of_sets(failed, scored, k)
+    others = _share_of_sets(failed - 1, scored - 1, k - 1)
+    passes_with = torch.where(rewards >= passing, 1.0, 1.0 - others[row])
+    spread = (every * (1 - every)).sqrt()[row]
+    differs = (spread > 0) & ~rewards.isnan()  # with fewer than k scored, every is 0
+    found = torch.where(differs, (passes_with - (1 - every[row])) / spread, 0.0)
+    return assign(found.to(rewards.dtype), grid, row)
+
+
+def _share_of_sets(part: Tensor, whole: Tensor, size: int) -> Float[Tensor, "P"]:
+    """``C(part, size) / C(whole, size)``: the share of the sets of this size that lie in the part."""
+    drawn = torch.arange(size, dtype=part.dtype, device=part.device)
+    return ((part[:, None] - drawn).clamp(min=0) / (whole[:, None] - drawn).clamp(min=1)).prod(1)
+
+
+@dataclass(frozen=True)
+class PassAtK(OnePerCompletion):
+    """See ``pass_at_k``.
+
+    Args:
+        k: completions of a set, at least 1 and at most those of a prompt.
+        passing: the smallest reward that passes.
+
+    Raises:
+        ConfigurationError: k below 1; called with a KL in the reward, which would decide what passes.
+    """
+
+    k: int
+    passing: float = 1.0
+    name: Literal["pass_at_k"] = "pass_at_k"
+    takes_kl: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.k < 1:
+            raise ConfigurationError(needed="k of at least 1", given=str(self.k), remedy="Use about 4.")
+
+    @property
+    def fewest_completions(self) -> int:
+        return max(2, self.k)
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        if inputs.kl is not None:
+            raise ConfigurationError(
+                needed="rewards without a KL for pass_at_k, which asks whether a completion passes",
+                given="a KL in the reward",
+                remedy="Put the KL in the loss (kl.placement: loss), or choose another advantage.",
+            )
+        return pass_at_k(inputs.completion_rewards(), inputs.group, self.k, self.passing)

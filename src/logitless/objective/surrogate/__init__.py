@@ -9,6 +9,7 @@ from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
 from logitless.objective.surrogate.covariance_selected import ClipCov, KlCov, kl_cov_loss
 from logitless.objective.surrogate.dppo import Dppo, bernoulli_kl, dppo_loss, dppo_mask
 from logitless.objective.surrogate.gmpo import Gmpo, gmpo_loss
+from logitless.objective.surrogate.ipo import Ipo, ipo_loss, ipo_mask
 from logitless.objective.surrogate.policy_loss import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
 from logitless.objective.surrogate.sapo import Sapo, sapo_loss
 from logitless.objective.surrogate.unclipped import (
@@ -23,7 +24,23 @@ from logitless.objective.surrogate.unclipped import (
 )
 from logitless.objective.surrogate.vespo import Vespo, vespo_weight
 
-Surrogate = Clip | Cispo | Sapo | Vespo | Gmpo | Dppo | ClipCov | KlCov | Dro | Reinforce | Importance | Nll
+Surrogate = (
+    # held back where the policy has moved far
+    Clip
+    | Cispo
+    | Sapo
+    | Vespo
+    | Gmpo
+    | Dppo
+    | Ipo
+    | ClipCov
+    | KlCov
+    | Dro
+    # unbounded
+    | Reinforce
+    | Importance
+    | Nll
+)
 
 __all__ = [
     "Cispo",
@@ -33,6 +50,7 @@ __all__ = [
     "Dro",
     "Gmpo",
     "Importance",
+    "Ipo",
     "KlCov",
     "Nll",
     "PolicyLoss",
@@ -52,6 +70,8 @@ __all__ = [
     "dro_loss",
     "gmpo_loss",
     "importance_loss",
+    "ipo_loss",
+    "ipo_mask",
     "kl_cov_loss",
     "nll_loss",
     "reinforce_loss",
