@@ -282,6 +282,14 @@ def test_graded_rewards_show_the_held_out_reward_beside_the_accuracy(tmp_path, c
     assert "hotter" in shown.splitlines()[-1]
 
 
+def test_a_run_whose_held_out_completions_all_earn_nothing_names_the_command_that_shows_completions(tmp_path, capsys):
+    settings = sets(f"output={tmp_path}", held_out_in(tmp_path), "rewards=[{name: exact, column: answer}]")
+    (tmp_path / "train.jsonl").write_text('{"prompt": "b", "answer": "?"}\n{"prompt": "c", "answer": "?"}\n')
+    data = f"data.train={{name: file, path: {tmp_path / 'train.jsonl'}}}"
+    assert main(["train", *SMALL, *settings, *sets(data)]) == 0
+    assert "logitless show" in capsys.readouterr().out.splitlines()[-1]
+
+
 def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):
     never = ["rewards=[{name: regex, pattern: never}]", "rollout.zero_signal=drop"]  # every group without signal
     overrides = [f"output={tmp_path}", *never, "train.max_blocks_without_signal=1"]

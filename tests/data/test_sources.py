@@ -90,6 +90,8 @@ def test_a_file_without_a_value_is_an_error(tmp_path, lines):
     ("row", "columns", "message"),
     [
         ('{"answer": "3", "qestion": "1+2"}', {"prompt": "question"}, "did you mean 'qestion'"),
+        ('{"answer": "3", "question": "1+2"}', {}, r"a column 'prompt' in .* holds it: columns: \{prompt: NAME\}"),
+        ('{"answer": "3", "question": "1+2"}', {"promt": "question"}, "Write 'prompt' instead of 'promt'"),
         ('{"prompt": "1+2", "gold": "3", "answer": "x"}', {"answer": "gold"}, "'answer' twice"),
         ('{"prompt": "1+2"}', {"prompt": "prompt", "id": "prompt"}, "once"),
     ],

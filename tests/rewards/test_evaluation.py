@@ -75,6 +75,7 @@ def test_a_null_response_is_no_response(tmp_path):
         ([asked("a")], [said("a", 3)], "a text in field 'response'"),
         ([{"key": 1}], [{"key": 1, "response": "b"}], "a text in field 'prompt' in p.jsonl, line 1"),
         ([asked("a")], [{"key": 1, "response": "b"}], "a field 'key' to pair"),
+        ([asked("a")], [{"question": "a", "response": "b"}], "says which prompt is answered in r.jsonl, line 1"),
     ],
 )
 def test_bad_files_are_refused_with_the_line(tmp_path, prompts, responses, complaint):

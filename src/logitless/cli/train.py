@@ -120,7 +120,7 @@ def _ending(result: RunResult, recipe: Path, settings: Sequence[str]) -> str:
     often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
     unrepaired = result.ended_by == "unscored" or (result.complete and often)
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
-    return "\n".join([*lines, f"next: {_next(result, recipe, settings, unrepaired=unrepaired)}"])
+    return "\n".join([*lines, f"next: {_next(result, recipe, settings, summary, unrepaired=unrepaired)}"])
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -163,11 +163,14 @@ def _failed(reward: str, summary: Mapping[str, Any]) -> str:
     return said if first is None else f"{said}, the first by {first}"
 
 
-def _next(result: RunResult, recipe: Path, settings: Sequence[str], *, unrepaired: bool) -> str:
+def _next(
+    result: RunResult, recipe: Path, settings: Sequence[str], summary: Mapping[str, Any], *, unrepaired: bool
+) -> str:
     """The command to run next.
 
     Args:
         result, recipe, settings: of the run.
+        summary: its ``summary.json``.
         unrepaired: whether a reward must be repaired first.
     """
     name = result.folder.path.name
@@ -176,6 +179,9 @@ def _next(result: RunResult, recipe: Path, settings: Sequence[str], *, unrepaire
         return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
     if not result.complete:
         return f"logitless train {recipe}{_set([f'name={name}', *others])} --resume"
+    if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
+        show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
+        return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
     return f"logitless train {recipe}{_set([f'name={name}-hotter', *others, 'rollout.sampling.temperature=1.2'])}"
 

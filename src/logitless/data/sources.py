@@ -418,10 +418,11 @@ def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tu
         )
     for our, their in {"prompt": "prompt", **columns}.items():
         if their not in theirs:
+            needed = f"a column {their!r}" + (f" for {our!r}" if our in columns else "")
             raise DataError(
-                needed=f"a column {their!r} for {our!r} in {origin}",
+                needed=f"{needed} in {origin}",
                 given=f"the columns {_listed(theirs)}",
-                remedy=f"Set columns.{our}; did you mean {nearest(their, theirs)!r}?",
+                remedy=_how_to_name(our, their, columns, theirs),
             )
     names = {their: ours_of.get(their, their) for their in theirs}
     twice = {our for our in names.values() if list(names.values()).count(our) > 1}
@@ -432,6 +433,15 @@ def _renamed(rows: Sequence[Row], columns: Mapping[str, str], origin: str) -> tu
             remedy="Give the other column of that name a name of its own in columns.",
         )
     return tuple(Row(row.place, {our: row.values.get(their) for their, our in names.items()}) for row in rows)
+
+
+def _how_to_name(our: str, their: str, columns: Mapping[str, str], theirs: Sequence[str]) -> str:
+    """What to change in a recipe so that the column is found."""
+    if our not in columns and (misspelt := difflib.get_close_matches(our, columns, n=1)):
+        return f"Write {our!r} instead of {misspelt[0]!r} in columns."
+    if similar := difflib.get_close_matches(their, theirs, n=1):
+        return f"Set columns.{our}; did you mean {similar[0]!r}?"
+    return f"Say which column holds it: columns: {{{our}: NAME}}."
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

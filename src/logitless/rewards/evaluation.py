@@ -128,6 +128,10 @@ def read_pairing(prompts: Path, responses: Path) -> Pairing:
     prompt_rows = list(_rows(prompts))
     response_rows = [(line, _response(row)) for line, row in _rows(responses)]
     name = "prompt" if all("prompt" in row for _, row in response_rows) else "key"
+    for line, row in response_rows if name == "key" else ():
+        if row.get("prompt") is None and row.get("key") is None:
+            needed = "a field 'prompt', or in both files 'key', that says which prompt is answered"
+            raise _wrong(responses, line, needed, f"fields {sorted(row)}")
     places = _places(prompts, prompt_rows, name)
     if name == "prompt" and all("key" in row for _, row in prompt_rows):
         _places(prompts, prompt_rows, "key")

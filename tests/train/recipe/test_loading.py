@@ -1,5 +1,6 @@
 """A recipe: what YAML means, what --set replaces, and errors that name the key and the repair."""
 
+import inspect
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import yaml
 
 from logitless.errors import ConfigurationError
+from logitless.objective.presets import PRESETS
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import PATHS, dump_recipe, load_recipe, parse_recipe
 from logitless.train.recipe.problems import OF_TRL, _alternatives, _fields
@@ -137,7 +139,16 @@ def test_a_value_that_cannot_be_is_refused_in_words_of_the_recipe(tmp_path, over
 @pytest.mark.parametrize("key", OF_TRL)
 def test_a_key_of_trl_is_answered_with_the_one_that_does_what_it_does(tmp_path, key):
     assert f"'train.{key}' (what TRL calls {key} is '{OF_TRL[key]}' here)" in refused(tmp_path, "", f"train.{key}=1")
-    assert has_key(Recipe, OF_TRL[key].split("."))
+    *section, name = OF_TRL[key].split(".")
+    if section == ["algorithm", "parameters"]:
+        assert any(name in inspect.signature(preset).parameters for preset in PRESETS.values())
+    else:
+        assert has_key(Recipe, [*section, name])
+
+
+def test_a_key_like_no_other_of_the_algorithm_is_answered_with_the_place_of_a_presets_parameters(tmp_path):
+    said = "'algorithm.epsilom' (a parameter of the preset is set under 'algorithm.parameters')"
+    assert said in refused(tmp_path, "", "algorithm.epsilom=0.3")
 
 
 def has_key(kind, path):

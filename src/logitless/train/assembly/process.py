@@ -117,7 +117,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
         dtype_line(section),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
-        f"products in {section.autocast or _dtypes(trained)}, float32 ones at precision "
+        f"matrix products in {section.autocast or _dtypes(trained)}; those in float32 have torch's precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
         f"layers {layers}",

@@ -27,8 +27,8 @@ OF_TRL = {
     "beta": "kl.control.beta",
     "bf16": "model.trained_dtype",
     "dataset_name": "data.train.dataset",
-    "epsilon": "algorithm.parameters",
-    "epsilon_high": "algorithm.parameters",
+    "epsilon": "algorithm.parameters.epsilon",
+    "epsilon_high": "algorithm.parameters.epsilon_high",
     "eval_steps": "evaluation.every_blocks",
     "generation_batch_size": "rollout.prompts_per_block",
     "gradient_accumulation_steps": "train.tokens_per_step",
@@ -145,6 +145,8 @@ def _unknown(path: Sequence[str], known: set[str], *, of_function: bool) -> str:
     if of_function and not difflib.get_close_matches(name, known, n=1, cutoff=_LIKE):
         return f"unknown key {where!r} (a function has no options; a class does, see the end of docs/own_reward.md)"
     near = _nearest(path, known)
+    if near is None and [*path[:-1]] == ["algorithm"]:
+        return f"unknown key {where!r} (a parameter of the preset is set under 'algorithm.parameters')"
     return f"unknown key {where!r}" if near is None else f"unknown key {where!r} (nearest: {near!r})"
 
 
