@@ -252,7 +252,7 @@ class Loop:
         self.learner.end_block()
         self.unwritten = {**place, **self.block_metrics}
         self._end_block({}, by_rank={})
-        self.journal.message(f"block {self._done}: no group with a signal, no step taken")
+        self.journal.message(f"block {self._done}: in every group all rewards are equal; no step taken")
         self.block_metrics = {}
 
     def _sync_weights(self) -> Numbers:

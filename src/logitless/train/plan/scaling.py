@@ -241,7 +241,7 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
 
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
-        f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batches",
+        f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batch{'es' * (found.rows > 1)}",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
         *sizes(memory),
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
