@@ -352,7 +352,7 @@ def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_mad
 def _without_room(rank, folder):
     policy = _sharded(0, folder)
     needed = policy.sharded.whole_bytes
-    room = mock.patch.object(policy_module, "_room", return_value=needed - (rank == 1))
+    room = mock.patch.object(policy_module, "_free_memory", return_value=needed - (rank == 1))
     with room, pytest.raises(UnavailableError) as error:
         policy.gather()
     return needed, policy.sharded.is_whole, str(error.value)
