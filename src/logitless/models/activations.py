@@ -1,14 +1,14 @@
-"""What each decoder layer keeps of a forward pass for its backward, chosen so that a number of bytes is enough.
+"""What each decoder layer keeps of its forward pass for the backward, chosen to fit into a number of bytes.
 
     keep         everything
-    selective    products and attention; what elementwise kernels and norms made of them is recomputed (row-invariant
+    selective    outputs of products and attention; those of norms and elementwise kernels are recomputed (row-invariant
                  layers)
     recompute    the layer's input; everything else is recomputed
-    host         the same, with the input in the host's memory
+    host         the layer's input, in the host's memory
 
-Nothing else changes: a layer's gradients have the same bits in every mode, where its kernels are deterministic.
-What a layer keeps of a token is measured on the model itself, in two short passes a mode, and on a GPU also what its
-backward pass needs while it runs; both grow in proportion.
+Gradients are bitwise identical in every mode if the kernels are deterministic. The bytes that a layer keeps of a token,
+and on a GPU those that its backward pass needs, are measured on the model in two short passes a mode; both are
+proportional to the tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,7 +44,7 @@ PROBE = {"cuda": (1024, 3072), "cpu": (16, 32)}
 
 
 def set_modes(model: nn.Module, modes: Sequence[Mode]) -> None:
-    """Give every decoder layer its mode; it holds while the model is in training mode.
+    """Set every decoder layer's mode, which holds in training mode.
 
     Args:
         model: a transformers causal LM with any layers.
@@ -86,7 +86,7 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: Any) -> Any:
-    """A layer's forward pass, keeping what its mode says; what transformers calls a checkpointing function.
+    """A layer's forward pass, keeping what its mode says. transformers calls it in place of its checkpointing function.
 
     A row-invariant layer is given the residual stream and what is still to be added to it. Where the layer's input is
     kept, their sum is: half the bytes, and the bits that the layer's first norm would give it.
@@ -107,7 +107,7 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
 
 
 class _Tally:
-    """Bytes of the distinct storages that are kept, those of parameters aside."""
+    """Bytes of the distinct storages that are kept, without parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.storages: dict[int, int] = {}
@@ -120,7 +120,7 @@ class _Tally:
 
 
 class _Kept(saved_tensors_hooks):
-    """Counts what is kept."""
+    """Counts the bytes that are kept."""
 
     def __init__(self, tally: _Tally | None) -> None:
         def pack(tensor: Tensor) -> Tensor:
@@ -141,7 +141,7 @@ class _Kept(saved_tensors_hooks):
 
 
 class _OnHost(saved_tensors_hooks):
-    """Keeps what is saved in the host's memory, page-locked where it comes from a GPU.
+    """Keeps saved tensors in the host's memory, page-locked if they come from a GPU.
 
     Both copies are queued on the GPU, behind what makes a tensor and before what reads it: the host waits for neither.
     """
@@ -160,7 +160,7 @@ _current: "_Recomputed | None" = None
 
 
 def recipes_are_kept() -> bool:
-    """Whether somebody would keep what ``can_be_recomputed`` says."""
+    """Whether ``can_be_recomputed`` has an effect here."""
     return _current is not None
 
 
@@ -222,7 +222,7 @@ class Cost:
 
 
 def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
-    """What one layer costs in each mode that it has, measured, as a mean over the layers.
+    """The cost of a layer in each of its modes, measured: the mean over the layers.
 
     Args:
         model: in training mode, on its device, without gradients; nothing of it is changed.
@@ -250,7 +250,7 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
 
 @contextmanager
 def _modes_restored(layers: Sequence[Any]) -> Iterator[None]:
-    """Afterwards layers have the modes that they had before: whether they checkpoint, and by which function."""
+    """Restore the layers' modes at the end: whether they checkpoint, and by which function."""
     before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     try:
         yield
@@ -263,7 +263,7 @@ def _modes_restored(layers: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _gradients_in_place(model: nn.Module) -> Iterator[None]:
-    """Inside, trained parameters on a GPU have the gradients that a step adds to, so that no pass makes them."""
+    """Inside, trained parameters on a GPU have gradients to add to, so that no pass allocates them."""
     bare = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.is_cuda]
     for parameter in bare:
         parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
@@ -299,7 +299,7 @@ def _kept_and_peak(model: nn.Module, mode: Mode, tokens: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """Which layers keep what.
+    """The number of layers in each mode.
 
     Args:
         modes: one a layer.

@@ -1,21 +1,21 @@
-"""Causal attention over packed rows in which sequences share what they begin with, bitwise identical in any row.
+"""Causal attention over packed rows whose sequences share prefixes, bitwise identical in any packing.
 
-Equal to running every sequence alone, prompt and completion together. A prompt lies once in the row, its completions
-end to end behind it:
+Equal to running every sequence alone, prompt and completion together. A prompt is stored once, its completions behind
+it:
 
     row:       [prompt A][completion A1][completion A2] [prompt B][completion B1] ...
     position:   0 .. P-1   P .. P+n1-1    P .. P+n2-1     0 .. Q-1   Q ..
 
-In place of a completion there may be a group again, which goes on from there: a tree, each branch behind its trunk. Who
-sees a token lies behind it, up to the last of its branches.
+A completion may itself be a group with branches: prefixes form a tree, stored depth first. So the tokens that see a
+token are in the rows between it and the end of its last branch.
 
-A row's output and log-sum-exp have the same bits whether its prompt is shared or repeated, in any packing and any
-order, as they have in ``paged_attention`` chunk by chunk and token by token: blocks and splits of keys are counted in
-positions of the sequence (``kernels/attention_forward.py`` says why that is enough). The backward pass is
-deterministic, without atomics; gradients of a prompt's keys are summed over its completions in float32.
+A token's output and log-sum-exp are bitwise identical whether its prompt is shared or repeated, in any packing, and in
+``paged_attention``, by chunks or token by token, because blocks and splits of keys are counted in positions of the
+sequence (``kernels/attention_forward.py``). The backward pass is deterministic, without atomics; gradients of a
+prompt's keys are summed over its completions in float32.
 
-Gives up: anything but causal attention with an optional window and softcap, and more than 64 query heads a key head.
-Rows of no sequence (padding at the end) must hold finite numbers, and give zeros.
+Supports causal attention with an optional window and softcap, and up to 64 query heads a key head. Padding rows at the
+end must be finite; their output is 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ MAX_GROUP = 64
 
 
 class Piece(NamedTuple):
-    """Tokens of a row that the same sequences have; ``sees``: (row, length) of what they see before themselves."""
+    """Consecutive rows that the same sequences contain; ``sees``: (row, length) of their prefix, piece by piece."""
 
     sees: tuple[tuple[int, int], ...]
     row: int
@@ -50,12 +50,12 @@ class Piece(NamedTuple):
 
     @property
     def seen_rows(self) -> Int[Tensor, "p"]:
-        """[p] of what they see before themselves, by position."""
+        """[p] rows of their prefix, by position."""
         return torch.cat([torch.arange(0), *(torch.arange(row, row + length) for row, length in self.sees)])
 
 
 class Segments(NamedTuple):
-    """[S] int64 each: where the tokens of each piece of a row lie, and what they see before themselves."""
+    """[S] int64 each: the pieces of a row as columns."""
 
     prefix_row: Tensor
     prefix_length: Tensor
@@ -75,7 +75,7 @@ class Segments(NamedTuple):
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """Where prompts and completions lie in a packed row, and the work on it as tables on the device.
+    """The prompts and completions of a packed row, and the kernels' work on it as tables on the device.
 
     Tables are made when they are first asked for, once for all layers and passes.
 
@@ -121,7 +121,7 @@ class AttentionLayout:
     def of_sequences(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu", num_tokens: int = -1
     ) -> "AttentionLayout":
-        """Sequences that share nothing.
+        """The layout of sequences that share nothing.
 
         Example:
             >>> AttentionLayout.of_sequences((2, 3)).positions.tolist()
@@ -141,11 +141,13 @@ class AttentionLayout:
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """In the order in which they lie; a prompt of a single completion is one with it."""
+        """The pieces in the order of their rows; a prompt with a single completion is one piece with it."""
         found: list[Piece] = []
 
         def lay(group: PromptGroup, sees: tuple[tuple[int, int], ...], row: int, length: int, number: int) -> int:
-            """Adds a group whose own tokens begin at ``row``, ``length`` of them with its prompt; the row after it."""
+            """Add a group whose own tokens begin at ``row``, ``length`` of them with its prompt; returns the row after
+            it.
+            """
             going_on = [each for each in group.branches if each.size]
             if len(going_on) == 1:
                 return lay(going_on[0], sees, row, length + going_on[0].prompt, number)
@@ -165,7 +167,7 @@ class AttentionLayout:
 
     @cached_property
     def segments(self) -> Segments:
-        """The pieces as numbers."""
+        """The pieces as columns."""
         columns: list[tuple[int, ...]] = []
         branch = 0
         for sees, row, length, last_seen_by, is_prompt, group in self.pieces:
@@ -184,7 +186,7 @@ class AttentionLayout:
 
     @cached_property
     def branch_rows(self) -> Int[Tensor, "b"] | None:
-        """[b] int32: rows of what each piece sees behind the trunk of its prefix; None where no branch branches."""
+        """[b] int32: rows of each piece's prefix that are not in its trunk; None if all prefixes are one piece."""
         trunks = self.segments.trunk_length
         if torch.equal(trunks, self.segments.prefix_length):
             return None
@@ -202,7 +204,7 @@ class AttentionLayout:
         return sent(padded, self.device)
 
     def unshared(self) -> "tuple[AttentionLayout, Int[Tensor, 'U']]":
-        """The same sequences each in full, and for every token of theirs its row here.
+        """The layout with every sequence in full, and for each of its tokens the row here.
 
         Example:
             >>> AttentionLayout([PromptGroup(2, (1, 1))]).unshared()[1].tolist()
@@ -216,8 +218,8 @@ class AttentionLayout:
         return AttentionLayout.of_sequences(lengths, self.device), torch.cat(rows).to(self.device)
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
-        """[n, 8] int32: prefix row, prefix length, own row, own length, first token of a tile; then the length of the
-        trunk, and where the rows of the rest of the prefix begin.
+        """[n, 8] int32, a row a tile: prefix row, prefix length, own row, own length, first token, trunk length, start
+        of its other prefix rows in ``branch_rows``.
         """
 
         def make() -> Tensor:
@@ -235,7 +237,7 @@ class AttentionLayout:
         return self.kept(("query", tokens, num_key_heads, window), make)
 
     def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
-        """Tiles of keys with their rows of queries, those that are cut into parts, and the number of parts.
+        """Tiles of keys with the rows of queries that see them, those that are cut into parts, and the number of parts.
 
         Keys with more queries than a fair share of the work are cut into equal parts: [tiles, 8] first and last row of
         keys, first and last row of queries, part or -1; [cut, 8] first and last row of keys, first part, parts.
@@ -267,14 +269,14 @@ class AttentionLayout:
         return self.kept(("key", keys, num_key_heads, window), make)
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
-        """What ``make`` gave when ``name`` was first asked for."""
+        """``make()``, computed when ``name`` is first asked for, then cached."""
         if name not in self.tables:
             self.tables[name] = make()
         return self.tables[name]
 
 
 def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
-    """Pieces of at most ``size`` of each length: whose they are, and where they start in it."""
+    """Split each length into pieces of at most ``size``: the index of each piece's length, and its offset in it."""
     counts = divided_up(lengths, size)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
@@ -282,7 +284,8 @@ def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
 
 
 def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
-    """Some groups after the other, so that their keys stay in the GPU's cache, each time the most work first.
+    """The order of tiles: a few groups at a time, so that their keys stay in the GPU's cache; in them the most work
+    first.
 
     As many groups at once as keep all processors busy. On an H200 this takes 10 to 20% off the time of long rows.
     """
@@ -293,7 +296,7 @@ def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
 
 
 def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str) -> Tensor:
-    """Rows of 8 int32 on the device, in this order."""
+    """Columns as rows of 8 int32 on the device, in the given order."""
     rows = torch.zeros(len(order), 8, dtype=torch.int32)
     rows[:, : len(columns)] = torch.stack(columns, 1)[order]
     return sent(rows, device)
@@ -355,7 +358,7 @@ def prefix_attention(
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse what the kernels cannot take."""
+    """Refuse heads that the kernels do not support."""
     heads, width = query.shape[1:]
     if key.shape[-2:] != value.shape[-2:] or key.shape[-1] != width or heads % key.shape[-2]:
         raise InputError(
@@ -378,7 +381,7 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def launches() -> Any:
-    """The module of launches; it needs Triton.
+    """The module that launches kernels; it needs Triton.
 
     Raises:
         UnavailableError: there is none.
@@ -397,7 +400,7 @@ def launches() -> Any:
 def forward_tiles(
     layout: Any, heads: Any, dtype: torch.dtype, device: torch.device, window: int | None
 ) -> tuple[AttentionTiles, Int[Tensor, "n 8"]]:
-    """The forward kernel's tiles, and the layout's table of them, which is copied to the device at the first call.
+    """The forward kernel's tiles, and the layout's table of them, copied to the device at the first call.
 
     Args:
         layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps the table.
@@ -413,7 +416,7 @@ def prepare_tables(
     layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None,
     gradients: bool = False, device: torch.device | None = None,
 ) -> None:  # fmt: skip
-    """Copies what attention reads of a layout to the device.
+    """Copy the layout's tables for attention to the device.
 
     It is otherwise copied where it is first read, and nothing can be copied from the host while a graph is captured.
 
@@ -433,7 +436,7 @@ def prepare_tables(
 
 
 class PrefixAttention(torch.autograd.Function):
-    """``prefix_attention`` of what was checked."""
+    """``prefix_attention`` of checked arguments."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""A model's weights by name, one tensor after the other: as the model or as its files name them. Engines load these."""
+"""A model's weights by name, one tensor at a time, under the model's or its files' names. Engines load these."""
 
 import re
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from logitless.models.lm_head import causal_lm
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name in the transformers model, adapters merged; the model stays as it is.
+    """Every weight by its name in the transformers model, adapters merged; the model is not changed.
 
     A sharded weight is made whole by all ranks together, which read in step.
     ``W + scale * B @ A`` in the dtype of W where a layer has an adapter; one merged weight is held at a time. A tied
@@ -63,7 +63,7 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 
 
 def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """``merged_tensors`` as the files of a checkpoint name them, which is how servers load them.
+    """``merged_tensors`` under the names in checkpoint files, which servers know.
 
     transformers fuses some weights when it loads a checkpoint, such as those of a layer's experts; here they are taken
     apart as its ``save_pretrained`` does it, one at a time.
@@ -96,7 +96,7 @@ def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) ->
 
 
 def _joined_patterns(model: PreTrainedModel) -> list[re.Pattern[str]]:
-    """Patterns of weights that are several in the model and one in a file."""
+    """Patterns of names of weights that are several in the model and one in a file."""
     found = getattr(model, "_weight_conversions", None)
     conversions = get_model_conversion_mapping(model, add_legacy=False) if found is None else found
     joining = [c for c in conversions if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
@@ -144,7 +144,7 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
-    """A weight with what the adapters around its module add to it.
+    """A weight plus the changes of its module's adapters.
 
     Args:
         layer: the outermost of these adapters.
@@ -173,7 +173,7 @@ def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torc
 
 
 def _change(lora: Any, adapter: str) -> Tensor:
-    """``scale * B @ A`` in the dtype of the factors, in the shape of the weight that it is added to."""
+    """``scale * B @ A`` in the dtype of the factors, in the shape of the weight."""
     if not hasattr(lora, "parameter_name"):
         return whole(lora.get_delta_weight(adapter))
     experts = lora.num_experts

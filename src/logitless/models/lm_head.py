@@ -1,7 +1,7 @@
-"""The two halves of a causal language model: its backbone, run on packed tokens, and its LM head, as data.
+"""A causal language model in two: its backbone, run on packed tokens, and its LM head as tensors.
 
-``lm_head`` reads the head from the model by what transformers calls things; because a name can lie, ``verify_lm_head``
-and ``verify_packing`` compare numbers with the model's own forward pass and refuse a model that differs.
+``lm_head`` finds the head by transformers' names. Names do not prove it, so ``verify_lm_head`` and ``verify_packing``
+compare numbers with the model's own forward pass and refuse a model that differs.
 """
 
 import inspect
@@ -166,7 +166,7 @@ def backbone_hidden(
 
 
 def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
-    """The tokens of a packed row that one of several ranks reads: equally many each, the last ones' partly padding.
+    """The tokens of a packed row that a rank reads; every rank has as many, the last ones partly padding.
 
     Example:
         >>> rows_of_rank(5, 1, 2)
@@ -177,7 +177,7 @@ def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
 
 
 def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
-    """Refuse a model whose sequences cannot be shared by so many ranks.
+    """Refuse a model whose sequences cannot be split over so many ranks.
 
     Raises:
         UnavailableError: the heads cannot be dealt out, other attention than the packed one, or rotary frequencies that
@@ -209,7 +209,7 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
 
 
 def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedInputs | SharedInputs:
-    """With one more sequence that nothing is predicted from, so that ranks have equally many tokens."""
+    """Inputs with one more sequence, without targets, so that all ranks have as many tokens."""
     more = num_tokens - len(inputs.input_ids)
     if not more:
         return inputs
@@ -225,7 +225,7 @@ def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedIn
 
 
 def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedInputs) -> dict[str, Any]:
-    """What keeps sequences apart, besides positions that restart. A mask of four dimensions is used as it is."""
+    """Forward arguments that keep packed sequences apart, besides restarting positions."""
     config, device = decoder.config.get_text_config(), inputs.input_ids.device
     attention = config._attn_implementation
     layout: AttentionLayout | PackedLayout
@@ -250,7 +250,7 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
 
 
 def _takes_mask(decoder: PreTrainedModel) -> bool:
-    """Whether one mask of ours serves all of a decoder's layers."""
+    """Whether one attention mask serves all layers of a decoder."""
     config = decoder.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     windowed = any(kind not in KINDS - _WINDOWED for kind in kinds) or (
@@ -260,7 +260,7 @@ def _takes_mask(decoder: PreTrainedModel) -> bool:
 
 
 def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
-    """Which token sees which."""
+    """The mask of a packed row: which token sees which."""
     lengths = torch.tensor(layout.lengths, device=layout.device)
     sequence = torch.repeat_interleave(
         torch.arange(len(layout.lengths), device=layout.device), lengths, output_size=layout.num_tokens
@@ -269,14 +269,14 @@ def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
 
 
 def _shared_mask(layout: AttentionLayout) -> Bool[Tensor, "T T"]:
-    """The same where completions see their prompt."""
+    """The mask of a packed row with shared prompts."""
     pieces, rows = layout.segments, torch.arange(layout.num_tokens)
     last_seen_by = torch.repeat_interleave(pieces.last_seen_by, pieces.length)
     return (rows[:, None] < last_seen_by).tril().to(layout.device)
 
 
 def why_unshared(model: nn.Module) -> str | None:
-    """What keeps completions of a model from sharing their prompt's tokens in a packed row; None where they can.
+    """Why completions of a model cannot share their prompt's tokens in a packed row; None if they can.
 
     Layers that a name promises to be causal attention are asked for numbers: a few tokens, with and without sharing.
 
@@ -311,7 +311,7 @@ def why_unshared(model: nn.Module) -> str | None:
 
 
 def check_positions(decoder: PreTrainedModel) -> None:
-    """Refuse a decoder whose positions cannot begin anew in a packed row.
+    """Refuse a decoder whose positions cannot restart in a packed row.
 
     Raises:
         UnavailableError: it takes none.
@@ -329,7 +329,7 @@ def check_positions(decoder: PreTrainedModel) -> None:
 
 
 def lm_head(model: nn.Module) -> LMHead:
-    """The LM head of a causal LM as it is now: while adapters are off it has no LoRA factors.
+    """The LM head of a causal LM in its current state: while adapters are off it has no LoRA factors.
 
     ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then the softcap.
 
@@ -391,7 +391,7 @@ def _softcap(config: Any) -> float | None:
 
 
 def _active_module(layer: Any) -> Any:
-    """What a ``modules_to_save`` wrapper runs now, or the layer itself."""
+    """The module that a ``modules_to_save`` wrapper runs, or the module itself."""
     if not hasattr(layer, "modules_to_save") or not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters or not layer.active_adapters:
@@ -507,7 +507,7 @@ def verify_packing(model: nn.Module) -> None:
 
 
 def _logits(hidden: Tensor, head: LMHead) -> Tensor:
-    """The formula, with products in the dtype of the weight as in the model itself."""
+    """Logits by the formula of ``LMHead``, with products in the dtype of the weight as in the model."""
     hidden = hidden.to(head.weight.dtype)
     logits = F.linear(hidden, head.weight, head.bias).double()
     if head.lora_a is not None and head.lora_b is not None:

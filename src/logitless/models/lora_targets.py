@@ -1,4 +1,4 @@
-"""What LoRA adapts in a mixture of experts, whose expert weights and routers are no linear modules."""
+"""The targets of LoRA in a mixture of experts, whose expert weights and routers are not linear modules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -15,7 +15,7 @@ _PEFT_RENAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """Under PEFT's names, each the end of the names of what is adapted.
+    """Targets as PEFT takes them: ends of the names of modules and parameters.
 
     Args:
         modules: linear modules.
@@ -27,7 +27,7 @@ class LoraTargets:
 
 
 def expert_weights(model: nn.Module) -> list[str]:
-    """The names of the weights that hold all experts of a layer, [E, ., .]; none of a dense model.
+    """Names of the weights that hold all experts of a layer, [E, ., .]; empty for a dense model.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -41,7 +41,7 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> LoraTargets:
-    """What the targets of a recipe name in a mixture of experts.
+    """Translate a recipe's targets for a mixture of experts.
 
     Args:
         model: a mixture, not PEFT-wrapped.

@@ -1,16 +1,15 @@
-"""Recurrent layers (gated delta nets, Mamba, short convolutions) over packed rows: state and convolution end with a
-sequence.
+"""Recurrent layers (gated delta nets, Mamba, short convolutions) over packed rows: no state crosses sequences.
 
-Such a layer runs along its whole input, and would carry one packed sequence's state into the next. Here it is given the
-sequences side by side instead, each from its first token with an empty state, in batches of similar length
-(``PackedLayout.by_bucket``). Padding lies behind a sequence, where what runs forward in time cannot see it from. So it
-holds for any layer of this kind, with transformers' own forward and whatever kernels that takes.
+Such a layer would carry its state, and its convolution, from one packed sequence into the next. So it gets a padded
+batch of the sequences instead (``PackedLayout.by_bucket``), in which each begins with an empty state. Padding is on the
+right, which a causal recurrence does not see. This holds for any such layer, with transformers' own forward and the
+kernels that it chooses.
 
-Where completions share their prompt's tokens, the layer reads every sequence in full, its prompt repeated: a saving of
-attention and of the other layers that it does not have. A stored token's result is taken from one of its places.
+With shared prompts the layer reads every sequence in full, its prompt repeated; a stored token's result is taken from
+one of its copies.
 
-The layout reaches the layer through the decoder layer around it, which gets it as the keyword argument
-``packed_layout``, also when it is recomputed in the backward pass.
+The decoder layer around it gets the layout as the keyword argument ``packed_layout``, and a hook keeps it for the
+recurrent layer inside; so recomputation in the backward pass works too.
 """
 
 import inspect
@@ -32,7 +31,7 @@ _CACHES = {"cache_params", "past_key_values"}
 
 
 class _Current(threading.local):
-    """The layout of the decoder layer that runs in this thread; None: one batch of sequences, or decoding."""
+    """The layout of the decoder layer that this thread is running; None for a plain batch, or decoding."""
 
     layout: PackedLayout | AttentionLayout | None = None
 
@@ -61,7 +60,7 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def keep_sequences_apart(model: nn.Module) -> int:
-    """Makes every recurrent layer of a model begin anew with each packed sequence, in place; returns how many.
+    """Make every recurrent layer of a model start each packed sequence with an empty state, in place; returns how many.
 
     Names of weights, and results without a ``packed_layout``, stay as they are.
 
@@ -96,7 +95,7 @@ def _leave(_layer: nn.Module, _args: Any, _output: Any) -> None:
 
 @torch.compiler.disable  # buckets have other shapes in every row
 def _forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own forward of each sequence of a row, or of its input as it is."""
+    """The layer's own forward, on each sequence of a packed row; without a layout on its whole input."""
     layout = _current.layout
     if layout is None:
         return type(mixer).forward(mixer, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""Modes that a model, a thread or the process is in for a while, and back again."""
+"""Context managers that set a mode of a model, a thread or the process, and restore it."""
 
 import threading
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, where it recomputes no activations (a graph could not hold that), and back.
+    """A model in evaluation mode, without recomputed activations (a CUDA graph cannot hold them).
 
     Example:
         >>> layer = nn.Dropout()
@@ -37,7 +37,7 @@ _compiled = _Compiled()
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """In this thread, layers of ``compile_layers`` run as they are: where rows and lengths change with every call.
+    """In this thread, layers of ``compile_layers`` run uncompiled: for shapes that change with every call.
 
     ``torch.compiler.set_stance`` holds for all threads, and two that use it side by side may leave it set for ever.
     """
@@ -63,7 +63,7 @@ def runs_compiled() -> bool:
 
 @contextmanager
 def whole_float32() -> Iterator[None]:
-    """Products of float32 without TF32, whose error depends on the shape and would hide what is looked for.
+    """float32 products without TF32, whose error depends on the shape and would hide a difference.
 
     Example:
         >>> with whole_float32():

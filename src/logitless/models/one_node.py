@@ -1,14 +1,13 @@
-"""Several autograd functions as one node of autograd's graph, for the host's sake.
+"""Several autograd functions as one node of autograd's graph, which saves CPU time.
 
-A row-invariant decoder layer is nine functions, each with its own kernels forward and backward. As nine nodes they cost
-the host more than the launches of those kernels. ``one_node`` runs such functions without autograd, writes down which
-of their results went into which, hands autograd a single node for all of it, and walks what it wrote down backwards
-when gradients come. Kernels, their order and every bit are the same.
+A row-invariant decoder layer is nine autograd functions. As nine nodes they cost the CPU more than launching their
+kernels. ``one_node`` runs the functions without autograd, records which output is whose input, gives autograd a single
+node, and replays the record backwards. Kernels, their order and every bit of the results are the same.
 
-What the functions save is saved by that node, so that hooks on saved tensors (``activations``) see it; or the node
-keeps what it was given and runs them again (``recomputed``).
-Inside, tensors must go from function to function unchanged: what plain torch makes of them has no gradient. Gradients
-have none themselves: a backward that is to be differentiated is refused, where autograd would leave out what is inside.
+Tensors that the functions save are saved by that node, so that hooks on saved tensors (``activations``) see them; with
+``recomputed`` the node saves its inputs only and runs the functions again.
+Inside, only these functions have gradients: a tensor changed by plain torch between them would lose its gradient.
+Second derivatives are refused.
 """
 
 import threading
@@ -26,7 +25,7 @@ Function = type[torch.autograd.Function]
 
 
 class _Recording(threading.local):
-    """The node that functions of this thread join, and whether nodes keep what they were given alone."""
+    """The node that functions of this thread join, and whether nodes save their inputs only."""
 
     node: "_Node | None" = None
     again: bool = False
@@ -36,7 +35,7 @@ _recording = _Recording()
 
 
 def apply(function: Function, *args: Any) -> Any:
-    """``function.apply(*args)``: a part of the node around it, or its forward alone where nobody wants gradients.
+    """``function.apply(*args)``: part of the surrounding node, or its forward alone if no gradient is wanted.
 
     Args:
         function: whose backward takes None for nothing that it is given, as ``one_node`` gives it no zeros.
@@ -81,7 +80,7 @@ def one_node(
 
 @contextmanager
 def recomputed() -> Iterator[None]:
-    """Inside, a node keeps what it was given alone, and runs its functions again when gradients come.
+    """Inside, a node saves its inputs only, and runs its functions again in the backward pass.
 
     As ``torch.utils.checkpoint`` does it, without what that takes on the host for any code at all: a millisecond a
     layer. What runs must be the same the second time, as kernels without chance are.
@@ -94,7 +93,8 @@ def recomputed() -> Iterator[None]:
 
 
 def gradients_wanted() -> bool:
-    """Whether what runs here is to be differentiated: by autograd, or by the node around it, where autograd is off.
+    """Whether operations here are to be differentiated, by autograd or by the surrounding node, inside which autograd
+    is off.
 
     Example:
         >>> with torch.no_grad():
@@ -105,7 +105,7 @@ def gradients_wanted() -> bool:
 
 
 def refuse_twice() -> None:
-    """Raise in a backward of these functions that is to be differentiated itself.
+    """Raise in the backward of these functions if it is itself to be differentiated.
 
     Raises:
         UnavailableError: it runs under ``create_graph=True``.
@@ -116,7 +116,7 @@ def refuse_twice() -> None:
 
 
 class Context:
-    """What a function's forward and backward see in place of autograd's own."""
+    """The context of a function's forward and backward, in place of autograd's."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
@@ -125,11 +125,11 @@ class Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """Nothing is ever made of a gradient that there is not."""
+        """No effect: missing gradients are never replaced by zeros."""
 
 
 class _Node:
-    """Functions as they ran: tensors have numbers, those of the inputs first."""
+    """The record of the functions: tensors are numbered, inputs first."""
 
     def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.numbers = {id(each): i for i, each in enumerate(inputs) if needed[i]}
@@ -140,7 +140,7 @@ class _Node:
         self.outputs: list[int | None] = []
 
     def run(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """A function's forward; what it made is known from now on."""
+        """Run a function's forward and record its outputs."""
         numbers, context, sources = self.numbers, Context(), list[int | None]()
         for each in args:
             source = numbers.get(id(each))
@@ -158,7 +158,7 @@ class _Node:
         return made
 
     def finish(self, outs: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Lets go of all tensors; those that the functions saved, one after the other."""
+        """Drop all references to tensors; returns those that the functions saved."""
         self.outputs = [self.numbers.get(id(each)) for each in outs]
         self.numbers, self.alive = {}, []
         saved: list[Tensor | None] = []
@@ -202,7 +202,7 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
 def _recorded(
     run: Callable[..., tuple[Tensor, ...]], num_given: int, inputs: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple["_Node", tuple[Tensor, ...]]:
-    """The functions as they run, and what comes out."""
+    """Run functions and record them; returns the record and the outputs."""
     node = _recording.node = _Node(inputs, needed)
     try:
         return node, run(*inputs[:num_given])

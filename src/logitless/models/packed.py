@@ -1,24 +1,22 @@
-"""Attention over sequences that lie end to end, as an attention function of transformers named ``logitless_packed``.
+"""Attention over packed rows, registered with transformers as the attention function ``logitless_packed``.
 
-Equal to running every sequence alone. The sequences' lengths are known on the host, so no [T, T] mask is built and
-nothing synchronises. Sequences of one length, a single one included, are a batch as they lie: torch's SDPA, whose
-fastest kernel takes no other row (on an H200 half the time of the next). Other rows on CUDA in bfloat16 or float16 go
-as they are to the variable-length kernel of torch. Everywhere else sequences of similar length are laid side by side,
-padded on the right: under a causal mask no real token sees padding. Called without a layout (decoding with a cache)
-it is transformers' SDPA attention, with grouped queries folded so that keys and values are not repeated. Ranks that
-share a row (``sequence_group``) exchange their tokens for some of the heads before it and back after it; no other layer
-knows.
+Equal to running every sequence alone. No [T, T] mask is built and nothing synchronises, because the host knows the
+sequences' lengths. Which kernel runs:
 
-A softcap (Gemma 2) and sinks (gpt-oss) go to ``prefix_attention`` in bfloat16 and float16 on CUDA: its log-sum-exp
-says what a sink takes off its output. Elsewhere ``scored_attention`` writes the scores out. Attention in chunks
-(Llama 4) is plain attention within pieces of the sequences.
+- Sequences of equal length: torch's SDPA on a batch, whose fastest kernel needs one (on an H200 half the time of the
+  next).
+- Other rows in bfloat16 or float16 on CUDA: torch's variable-length kernel.
+- All other rows: SDPA on batches of sequences of similar length, padded on the right, where a causal mask hides it.
+- Softcap (Gemma 2) or sinks (gpt-oss): ``prefix_attention`` in 16 bits on CUDA, else ``scored_attention``, which holds
+  the scores in memory. Chunked attention (Llama 4) is plain attention within pieces of the sequences.
+- Shared prompts (an ``AttentionLayout``): ``prefix_attention`` in 16 bits on CUDA, which reads a prompt once; else the
+  prompt's rows are repeated for attention alone.
+- Without a layout (decoding with a cache): SDPA, with grouped queries folded so that keys and values are not repeated.
 
-Where completions share their prompt's tokens (an ``AttentionLayout``), bfloat16 and float16 on CUDA go to
-``prefix_attention``, which reads a prompt once; everything else repeats the prompt's rows for this one operation, and
-does what it would do without sharing.
+Under sequence parallelism (``sequence_group``) an all-to-all before and after attention exchanges tokens for heads.
 
-Gives up: position biases (ALiBi). For those use ``attention="eager"``, ``"sdpa"`` or ``"flex_attention"``, which build
-transformers' block-diagonal mask from restarting positions.
+Not supported: position biases (ALiBi). For those use ``attention="eager"``, ``"sdpa"`` or ``"flex_attention"``, which
+build transformers' block-diagonal mask from restarting positions.
 """
 
 import importlib.util
@@ -55,7 +53,7 @@ _BESIDE_A_MIXER = {
     "hybrid_sliding": "sliding_attention",
     "linear_attention": "full_attention",
 }
-"""What attention is that stands beside a recurrent layer (Falcon-H1), or is shared by several (Zamba 2)."""
+"""The kind of the attention inside a layer of a recurrent kind: beside a mixer (Falcon-H1) or shared (Zamba 2)."""
 
 
 def packed_attention(
@@ -82,9 +80,9 @@ def packed_attention(
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
         sliding_window: tokens a token sees, itself included; None for all.
-        chunk: a token sees those of its own chunk of so many tokens, counted from its sequence's first.
+        chunk: length in tokens of the chunks of a sequence; a token sees its own chunk only. None for no chunks.
         softcap: largest absolute score.
-        sinks: a score for each query head that takes a share of the weights and has no value.
+        sinks: [H] a score of each query head that joins its softmax and has no value.
 
     Raises:
         InputError: the layout is of another number of tokens.
@@ -161,7 +159,7 @@ def _by_kernel(
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     out, log_sum_exp = prefix_attention(q, k, v, layout, scale=scaling, window=window, softcap=softcap)
     if sinks is not None:
-        share = torch.sigmoid(log_sum_exp - sinks.float())  # of the weights, what the sink leaves
+        share = torch.sigmoid(log_sum_exp - sinks.float())  # of the attention weights that is not the sink's
         out = (out * share[..., None]).to(dtype)
     return out[None]
 
@@ -207,7 +205,7 @@ def _of_batch(
     softcap: float | None,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "S L H F"]:
-    """Causal attention of sequences side by side."""
+    """Causal attention of a batch of sequences."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     length = query.shape[2]
     mask = None if window is None or window >= length else _window_mask(length, window, query.device)
@@ -332,10 +330,10 @@ def _attention_layer(
 
 
 def _seen(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> dict[str, int | None]:
-    """What a layer's tokens see of their sequence, as arguments of ``packed_attention``.
+    """The mask of a layer, as arguments of ``packed_attention``.
 
     Raises:
-        UnavailableError: they see something that a layout does not express.
+        UnavailableError: the mask is none of those that ``packed_attention`` has.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
@@ -360,9 +358,9 @@ def _seen(module: nn.Module, sliding_window: int | None, is_causal: bool | None)
 def _tuned_by_position(
     module: Any, query: Float[Tensor, "1 H T E"], layout: PackedLayout | AttentionLayout, rank: int
 ) -> Float[Tensor, "1 H T E"]:
-    """Queries of Llama 4's layers without rotary embedding, scaled by their place in their sequence.
+    """Queries of Llama 4's layers without rotary embedding, scaled by their position in their sequence.
 
-    The layer has scaled them by their place in the row, with which it goes up beyond ``floor_scale`` tokens.
+    The layer has scaled them by their position in the row, which is undone here.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query

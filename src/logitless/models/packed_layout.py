@@ -1,8 +1,7 @@
-"""Where sequences lie in a packed row, and how they are laid side by side as batches of similar length.
+"""The sequences of a packed row, and their conversion to padded batches and back.
 
-What runs along a sequence (attention in plain torch, a recurrent layer) takes a batch [sequences, longest, ...]. Rows
-are cut into buckets of similar length, so that little of a batch is padding; padding is on the right, where a causal
-layer's real tokens never see it.
+Attention in plain torch and recurrent layers take a batch [sequences, longest, ...]. Sequences are grouped into buckets
+of similar length, so that a batch has little padding. Padding is on the right, where a causal layer does not see it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ _MAX_PADDING = 1.25  # padded tokens a bucket may hold per real token
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, laid side by side.
+    """Sequences of similar length, as one padded batch.
 
     Args:
         num_sequences: sequences in the bucket.
@@ -39,7 +38,7 @@ class Bucket:
     slots: Int[Tensor, "n"] | None
 
     def side_by_side(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "S L *rest"]:
-        """The bucket's sequences as a batch of shape [num_sequences, max_length, ...], zeros behind each."""
+        """The bucket's sequences as a batch [num_sequences, max_length, ...], padded with zeros."""
         if self.tokens is not None:
             x = x.index_select(0, self.tokens)
         if self.slots is not None:
@@ -47,16 +46,16 @@ class Bucket:
         return x.reshape(self.num_sequences, self.max_length, *x.shape[1:])
 
     def end_to_end(self, batch: Float[Tensor, "S L *rest"]) -> Float[Tensor, "n *rest"]:
-        """The tokens of such a batch in the bucket's order, without padding."""
+        """The tokens of such a batch, packed: in the bucket's order, without padding."""
         batch = batch.flatten(0, 1)
         return batch if self.slots is None else batch.index_select(0, self.slots)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """Where each sequence lies in a packed row: travels to every attention layer as a keyword argument.
+    """The lengths of a packed row's sequences; every layer gets it as a keyword argument.
 
-    What only one of the two ways to attend needs is made when it is first asked for, once a forward pass.
+    Index tensors are computed at first use, once a forward pass.
 
     Args:
         lengths: B positive numbers, on the host.

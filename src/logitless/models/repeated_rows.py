@@ -1,7 +1,7 @@
-"""Rows of a matrix, some of them taken several times, whose gradient is one deterministic sum.
+"""``x[index]`` with a deterministic gradient.
 
-Equal to ``x[index]``. torch adds the gradients of a row that was taken several times with atomics, in whatever order
-and in the dtype of x; here they are added in the order of ``index``, in float32 (float64 for float64 numbers).
+torch sums the gradients of a row that occurs several times with atomics, in any order and in the dtype of x. Here they
+are summed in the order of ``index``, in float32 (float64 for float64 inputs).
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from logitless.transfer import sent
 
 @dataclass(frozen=True)
 class RepeatedRows:
-    """Which rows are taken, and where each of them is found again.
+    """An index of rows, with the positions of repeated rows.
 
     Args:
         index: [U] rows of x.
-        first: [U'] the first place of every row that is taken.
-        again: of the rows that are taken more than once, the most often taken first: which they are [K], their first
-            places [K], and the places of each further turn [J], which the first J of them have; None where no row is
-            taken twice.
+        first: [U'] the first position in ``index`` of every row that occurs.
+        again: of the K rows that occur several times, most frequent first: the rows [K], their first positions [K],
+            then for their second, third, ... occurrence the positions [J] of the J rows that have one. None if no row
+            occurs twice.
 
     Example:
         >>> rows = RepeatedRows.of(torch.tensor([1, 1, 0]))
@@ -42,8 +42,8 @@ class RepeatedRows:
 
     @classmethod
     def of(cls, index: Int[Tensor, "U"]) -> "RepeatedRows":
-        """The rows of an index on the CPU; by numpy, which is done with so few numbers sooner than torch."""
-        given = index.numpy()
+        """The rows of an index on the CPU."""
+        given = index.numpy()  # faster than torch for so few numbers
         order = np.argsort(given, kind="stable")
         ordered = given[order]
         starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(given)])

@@ -1,11 +1,11 @@
-"""Rotary embeddings whose frequencies depend on how long a sequence is, told apart sequence by sequence.
+"""Rotary embeddings whose frequencies depend on the sequence's length, computed for each sequence of a packed row.
 
-``longrope`` (Phi-3) turns by its short factors up to ``original_max_position_embeddings`` tokens and by its long ones
-beyond. transformers looks at the largest position of the whole batch, so that one long sequence of a packed row would
-turn all the others. ``separate_long_sequences`` gives every sequence the factors of its own length.
+``longrope`` (Phi-3) has short factors up to ``original_max_position_embeddings`` tokens and long ones beyond.
+transformers chooses by the largest position of the batch, so that one long sequence of a packed row would change all
+others. ``separate_long_sequences`` gives every sequence the factors of its own length.
 
-``dynamic`` (NTK) has other frequencies for every length beyond ``max_position_embeddings``, and in transformers they
-depend on what was read before. Sequences that long are refused; shorter ones turn like any other.
+``dynamic`` (NTK) changes its frequencies with every length beyond ``max_position_embeddings``, and in transformers with
+the inputs before. Sequences that long are refused.
 """
 
 from collections.abc import Mapping
@@ -89,7 +89,7 @@ def separate_long_sequences(model: nn.Module) -> int:
 
 
 def scaling_begins(model: PreTrainedModel) -> int:
-    """Tokens that a sequence may have before its rotary frequencies could change; 0 where nothing says so.
+    """The longest sequence whose rotary frequencies are certain not to change, in tokens; 0 if unknown.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -100,7 +100,7 @@ def scaling_begins(model: PreTrainedModel) -> int:
 
 
 def check_rotary_lengths(model: PreTrainedModel, longest: int) -> None:
-    """Refuse a sequence that ``dynamic`` frequencies are stretched for.
+    """Refuse a sequence so long that ``dynamic`` frequencies would change.
 
     Args:
         model: a decoder.
@@ -126,14 +126,14 @@ def check_rotary_lengths(model: PreTrainedModel, longest: int) -> None:
 
 
 def _rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """Of the whole model, or of each kind of layer."""
+    """Rope parameters, of the whole model or of each kind of layer."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, Mapping)]
     return nested or [parameters]
 
 
 def _sequence_length(position_ids: Int[Tensor, "R L"]) -> Int[Tensor, "R L"]:
-    """Of each token's sequence, up to its last token here."""
+    """The length of each token's sequence, as far as it is in this row."""
     length = position_ids.shape[1]
     start = torch.where(position_ids == 0, torch.arange(length, device=position_ids.device), length)
     following = F.pad(start[:, 1:], (0, 1), value=length)

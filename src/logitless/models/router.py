@@ -1,7 +1,7 @@
-"""The routers of a mixture of experts: which modules they are, and what they say while the layers run.
+"""The routers of a mixture of experts: finding and freezing them, and reading their logits and choices in a pass.
 
-A router gives each token a logit for each expert; its tokens go to the experts that it chooses. What is read of a pass
-are sums over its tokens, so that those of micro-batches and ranks add up to those of an optimizer step.
+A router gives each token a logit for each expert, and chooses the experts that process it. A pass is summarised by sums
+over its tokens, so that micro-batches and ranks add up to an optimizer step.
 """
 
 import sys
@@ -23,7 +23,7 @@ _NAMES = ("gate", "router")  # what transformers calls the router beside `expert
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The routers of a model by name, through PEFT wrappers; none of a dense model.
+    """The routers of a model by name, through PEFT wrappers; empty for a dense model.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -40,7 +40,7 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze_routers(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
-    """Train no router from now on; gradients go on through the weights of chosen experts to the hidden states.
+    """Stop training the routers. Gradients still flow through the weights of chosen experts to the hidden states.
 
     Args:
         model: changed in place.
@@ -75,7 +75,7 @@ def freeze_routers(model: nn.Module, *, dtype: torch.dtype | None = None) -> Non
 
 
 class Choice(NamedTuple):
-    """What one router said in one pass.
+    """Logits and choices of one router in one pass.
 
     Args:
         logits: [T, E].
@@ -87,7 +87,7 @@ class Choice(NamedTuple):
 
 
 class Routers:
-    """Reads the routers of a mixture while its layers run.
+    """Reads the routers of a mixture during forward passes.
 
     Args:
         model: whose routers have hooks from now on; PEFT-wrapped or not.
@@ -132,7 +132,7 @@ class Routers:
 
     @contextmanager
     def read(self) -> Iterator[list[Choice]]:
-        """Inside, a pass adds the choices of its routers to the list, layer by layer, with their gradients."""
+        """Inside, every forward pass appends its routers' choices to the list, layer by layer, with gradients."""
         choices: list[Choice] = []
         self._reading.append(choices)
         try:
@@ -143,7 +143,7 @@ class Routers:
 
 @dataclass(frozen=True)
 class RoutingSums:
-    """What the routers of a pass said, added over its tokens.
+    """Logits and choices of a pass's routers, summed over its tokens.
 
     Args:
         probability: [E] the softmax of the logits, added over layers; differentiable.
@@ -159,12 +159,12 @@ class RoutingSums:
 
     @classmethod
     def zero(cls, routers: Routers, device: torch.device) -> "RoutingSums":
-        """Of no tokens."""
+        """The sums of no tokens."""
         each = torch.zeros(routers.num_experts, dtype=torch.float64, device=device)
         return cls(each, each, each.repeat(routers.num_layers, 1), each[0])
 
     def __add__(self, other: "RoutingSums") -> "RoutingSums":
-        """Of both."""
+        """The sums of both."""
         return RoutingSums(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     def detach(self) -> "RoutingSums":
@@ -177,14 +177,14 @@ class RoutingSums:
         return torch.cat([part.flatten() for part in vars(self.detach()).values()])
 
     def unflat(self, flat: Float[Tensor, "F"]) -> "RoutingSums":
-        """What the vector ``flat`` of sums of this shape says."""
+        """The inverse of ``flat``."""
         parts = vars(self).values()
         split = flat.split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
         return RoutingSums(*(new.view_as(part) for new, part in zip(split, parts, strict=True)))
 
 
 def routing_sums(choices: Sequence[Choice], weight: Float[Tensor, "T"]) -> RoutingSums:
-    """The sums of a pass.
+    """Sum the choices of a pass.
 
     Gradient: of ``probability``, to the logits. Counts are float64, and exact.
 
@@ -200,7 +200,7 @@ def routing_sums(choices: Sequence[Choice], weight: Float[Tensor, "T"]) -> Routi
 
 
 class _Sums(Function):
-    """Of one router. It keeps the logits for the backward, not their softmax, which may be twice as large."""
+    """The sums of one router. It keeps the logits for the backward, not their softmax, which may be twice as large."""
 
     @staticmethod
     def forward(
@@ -229,13 +229,13 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _count(experts: Int[Tensor, "T K"], weight: Float[Tensor, "T"], num_experts: int) -> Float[Tensor, "E"]:
-    """How often each expert was chosen; float64, in which whole numbers are exact in any order."""
+    """How often each expert was chosen; float64, where whole numbers are exact in any order of summation."""
     counts = torch.zeros(num_experts, dtype=torch.float64, device=experts.device)
     return counts.scatter_add_(0, experts.flatten(), weight.double()[:, None].expand_as(experts).flatten())
 
 
 def token_copies(inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T"]:
-    """In how many sequences of a packed row each of its tokens is; on the CPU.
+    """[T] the number of sequences that contain each token of a packed row; on the CPU.
 
     Example:
         >>> from logitless.types import PromptGroup
@@ -251,7 +251,7 @@ def token_copies(inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T"]:
 
 
 def _pieces(group: PromptGroup) -> list[tuple[int, int]]:
-    """(sequences, tokens) of each stretch of a group, in the order in which they lie."""
+    """(sequences, tokens) of each piece of a group, in the order of their rows."""
     if not group.completions:
         return [(1, group.prompt)]
     below = [_pieces(branch) for branch in group.branches]
@@ -263,7 +263,7 @@ def _sequences(group: PromptGroup) -> int:
 
 
 def router_loss_coefficient(model: nn.Module, loss: float | str | None) -> float:
-    """What the load-balancing loss is multiplied by; 0: it is not computed.
+    """The coefficient of the load-balancing loss; 0 if it is not computed.
 
     Args:
         model: PEFT-wrapped or not.
@@ -298,19 +298,19 @@ def router_loss_coefficient(model: nn.Module, loss: float | str | None) -> float
 
 
 def configured_router_loss(model: nn.Module) -> float:
-    """The coefficient in a mixture's config, whether or not the config switches the loss on; 0: it has none."""
+    """The coefficient in a mixture's config, whether or not the config enables the loss; 0 if it has none."""
     config: Any = causal_lm(model).config.get_text_config()
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if _has_loss(model) else 0.0
 
 
 def _has_loss(model: nn.Module) -> bool:
-    """Whether transformers has the loss for a model, and its routers can be read."""
+    """Whether transformers has a load-balancing loss for the model, and its routers can be read."""
     module = sys.modules[type(causal_lm(model)).__module__]
     return hasattr(module, "load_balancing_loss_func") and bool(_readable(model))
 
 
 def _readable(model: nn.Module) -> list[nn.Module]:
-    """The modules whose outputs are (logits, weights of the chosen experts, chosen experts)."""
+    """The router modules whose output is (logits, weights of the chosen experts, chosen experts)."""
     inside = [each for module in router_modules(model).values() for each in module.modules()]
     return [module for module in inside if type(module).__name__.lower().endswith("topkrouter")]
 

@@ -1,4 +1,4 @@
-"""Attention in plain torch, with what SDPA does not know: a cap of the scores and sinks."""
+"""Attention in plain torch with a softcap and sinks, which SDPA lacks."""
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ def scored_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "B H L F"]:
-    """Softmax attention whose scores may be capped, and whose softmax may have a sink.
+    """Softmax attention with an optional softcap of the scores and optional sinks.
 
     ``out[t] = sum_s exp(z[t, s]) v[s] / (exp(sinks[h]) + sum_s exp(z[t, s]))``, ``z[t, s] = scaling * q[t] @ k[s]``
     (with a softcap ``softcap * tanh(z / softcap)``); without sinks their term is 0.
@@ -26,12 +26,11 @@ def scored_attention(
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H.
-        mask: [L, S], or with dimensions before them, True where a query sees a key; None: causal, the last query beside
-            the last key.
+        mask: [..., L, S], True where a query sees a key; None: causal, where the last query sees all keys.
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
         softcap: largest absolute score.
-        sinks: a score for each head that every query sees, and that has no value.
+        sinks: [H] a score that joins every softmax of its head and has no value.
 
     Example:
         >>> q = k = v = torch.ones(1, 1, 2, 4)

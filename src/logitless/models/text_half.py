@@ -1,8 +1,7 @@
-"""The language model inside an image model, alone: its config, and the names of its weights.
+"""The language model inside an image model: its config, and the names of its weights.
 
-A prompt without images goes through the language model only. So text can be trained without the image tower: the
-model is loaded as the plain language model that it is, and saved as one. Positions of Qwen's image models have three
-parts, which are equal for text, so that their rotary embedding is the plain one.
+Text without images uses the language model only, so an image model is loaded and saved as a plain language model,
+without its image tower. Qwen's three-part positions are equal for text: their rotary embedding is the plain one.
 """
 
 from collections.abc import Iterator
@@ -23,16 +22,16 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text models without a class of their own for text, and the architecture that they are."""
+"""Text configs of image models without a causal LM class of their own, and the equal architecture that has one."""
 
 KEY_MAPPING = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head|model\.)": "model.",
     r"^(?:model\.)?language_model\.lm_head": "lm_head",
 }
-"""Names of the language model's weights in files of image models, of any version of transformers, to its own names."""
+"""Weight names in image models' files (patterns, for any version of transformers) and the language model's names."""
 
 _ALWAYS: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""What such a text model always does, and the other architecture by its config."""
+"""Config fields of the equal architecture that are fixed in the text model."""
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 

@@ -1,4 +1,4 @@
-"""What of a model is gathered as one when its weights are sharded: each layer, what is around them, the LM head."""
+"""The parts of a model that are gathered together when its weights are sharded: layers, decoder, LM head."""
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
