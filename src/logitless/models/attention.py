@@ -1,21 +1,21 @@
-"""Causal attention over packed rows whose sequences share prefixes, bitwise identical in any packing.
+"""Causal attention over packed rows whose sequences may share a prefix; batch-invariant per row (row-invariant).
 
-Equal to running every sequence alone, prompt and completion together. A prompt is stored once, its completions behind
-it:
+Equal to running every sequence alone, prompt and completion together. A prompt is stored once in the row, followed by
+its completions:
 
     row:       [prompt A][completion A1][completion A2] [prompt B][completion B1] ...
     position:   0 .. P-1   P .. P+n1-1    P .. P+n2-1     0 .. Q-1   Q ..
 
-A completion may itself be a group with branches: prefixes form a tree, stored depth first. So the tokens that see a
-token are in the rows between it and the end of its last branch.
+A completion may itself be a group: a prefix tree in depth-first order. All tokens that attend to a node lie between it
+and the end of its subtree.
 
-A token's output and log-sum-exp are bitwise identical whether its prompt is shared or repeated, in any packing, and in
-``paged_attention``, by chunks or token by token, because blocks and splits of keys are counted in positions of the
-sequence (``kernels/attention_forward.py``). The backward pass is deterministic, without atomics; gradients of a
-prompt's keys are summed over its completions in float32.
+A token's output and log-sum-exp are bitwise identical for a shared and a repeated prompt, in any packing and order,
+and in ``paged_attention`` with any chunking. Blocks and splits of keys are aligned to positions in the sequence;
+``kernels/attention_forward.py`` explains why that suffices. The backward pass is deterministic (no atomics), and sums
+the gradients of a prompt's keys over its completions in float32.
 
-Supports causal attention with an optional window and softcap, and up to 64 query heads a key head. Padding rows at the
-end must be finite; their output is 0.
+Not supported: non-causal attention, biases, and more than 64 query heads per key head. Padding at the end of the row
+must hold finite numbers; its output is zero.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,53 +39,53 @@ MAX_GROUP = 64
 
 
 class Piece(NamedTuple):
-    """Consecutive rows that the same sequences contain; ``sees``: (row, length) of their prefix, piece by piece."""
+    """A node of the prefix tree: consecutive tokens of the packed row that belong to the same sequences."""
 
-    sees: tuple[tuple[int, int], ...]
+    sees: tuple[tuple[int, int], ...]  # (row, length) of each ancestor, the root first: the prefix of this piece
     row: int
     length: int
-    last_seen_by: int
-    is_prompt: bool
-    group: int
+    last_seen_by: int  # end of the last row that attends to this piece (exclusive)
+    is_prompt: bool  # whether it has children
+    group: int  # index of its prompt group
 
     @property
     def seen_rows(self) -> Int[Tensor, "p"]:
-        """[p] rows of their prefix, by position."""
+        """[p] rows of the prefix, by position."""
         return torch.cat([torch.arange(0), *(torch.arange(row, row + length) for row, length in self.sees)])
 
 
 class Segments(NamedTuple):
-    """[S] int64 each: the pieces of a row as columns."""
+    """The pieces of a packed row and their prefixes, as columns of shape [S], int64."""
 
     prefix_row: Tensor
     prefix_length: Tensor
     row: Tensor
     length: Tensor
     last_seen_by: Tensor
-    """Row after the last one that sees these tokens."""
+    """End (exclusive) of the rows that attend to the piece."""
     is_prompt: Tensor
-    """Whether other pieces see them."""
+    """Whether other pieces attend to it."""
     rank: Tensor
-    """Place of their group when groups are sorted by size, the largest first."""
+    """Rank of its group by size, the largest first."""
     trunk_length: Tensor
-    """How much of the prefix lies in one piece, from ``prefix_row`` on."""
+    """Length of the trunk: the part of the prefix that is contiguous from ``prefix_row`` on."""
     branch: Tensor
-    """Where the rows of the rest of it begin in ``AttentionLayout.branch_rows``."""
+    """Offset in ``AttentionLayout.branch_rows`` of the rows of the rest of the prefix."""
 
 
 @dataclass(frozen=True)
 class AttentionLayout:
-    """The prompts and completions of a packed row, and the kernels' work on it as tables on the device.
+    """The prompts and completions of a packed row, and the kernels' work tables for it.
 
-    Tables are made when they are first asked for, once for all layers and passes.
+    Tables are built on first use, and shared by all layers and passes.
 
     Args:
-        groups: in the order in which they lie, end to end.
+        groups: in the order of the row.
         device: of the model.
-        num_tokens: T, rows behind the last group are padding; default: no padding.
+        num_tokens: T; tokens after the last group are padding. Default: no padding.
 
     Raises:
-        InputError: a group without tokens, a negative length, or more tokens than ``num_tokens``.
+        InputError: a group has no tokens or a negative length, or the groups have more than ``num_tokens`` tokens.
 
     Example:
         >>> layout = AttentionLayout([PromptGroup(3, (2, 1)), PromptGroup(0, (2, 2))])
@@ -121,7 +121,7 @@ class AttentionLayout:
     def of_sequences(
         cls, lengths: Sequence[int], device: torch.device | str = "cpu", num_tokens: int = -1
     ) -> "AttentionLayout":
-        """The layout of sequences that share nothing.
+        """The layout of sequences without shared prefixes.
 
         Example:
             >>> AttentionLayout.of_sequences((2, 3)).positions.tolist()
@@ -131,23 +131,21 @@ class AttentionLayout:
 
     @cached_property
     def every_row(self) -> bool:
-        """Whether every row belongs to a sequence."""
+        """Whether the row has no padding."""
         return self.num_tokens == sum(group.size for group in self.groups)
 
     @cached_property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
+        """Length of the longest sequence, its prefix included."""
         return max(group.longest for group in self.groups)
 
     @cached_property
     def pieces(self) -> list[Piece]:
-        """The pieces in the order of their rows; a prompt with a single completion is one piece with it."""
+        """The nodes of the prefix trees in the order of the row; a node with a single child is merged with it."""
         found: list[Piece] = []
 
         def lay(group: PromptGroup, sees: tuple[tuple[int, int], ...], row: int, length: int, number: int) -> int:
-            """Add a group whose own tokens begin at ``row``, ``length`` of them with its prompt; returns the row after
-            it.
-            """
+            """Appends the pieces of a group that starts at ``row`` with a prompt of ``length``; returns its end."""
             going_on = [each for each in group.branches if each.size]
             if len(going_on) == 1:
                 return lay(going_on[0], sees, row, length + going_on[0].prompt, number)
@@ -186,7 +184,7 @@ class AttentionLayout:
 
     @cached_property
     def branch_rows(self) -> Int[Tensor, "b"] | None:
-        """[b] int32: rows of each piece's prefix that are not in its trunk; None if all prefixes are one piece."""
+        """[b] int32: for each piece, the rows of its prefix after the trunk; None if every prefix is all trunk."""
         trunks = self.segments.trunk_length
         if torch.equal(trunks, self.segments.prefix_length):
             return None
@@ -195,7 +193,7 @@ class AttentionLayout:
 
     @cached_property
     def positions(self) -> Int[Tensor, "T"]:
-        """[T] int32: of each token in its sequence; 0 in padding."""
+        """[T] int32: position of each token in its sequence; 0 in padding."""
         prefix_length, length = self.segments.prefix_length, self.segments.length
         starts = length.cumsum(0) - length
         within = torch.arange(int(length.sum())) - torch.repeat_interleave(starts - prefix_length, length)
@@ -204,7 +202,7 @@ class AttentionLayout:
         return sent(padded, self.device)
 
     def unshared(self) -> "tuple[AttentionLayout, Int[Tensor, 'U']]":
-        """The layout with every sequence in full, and for each of its tokens the row here.
+        """The layout of the same sequences with every prefix repeated, and the row in this layout of each token.
 
         Example:
             >>> AttentionLayout([PromptGroup(2, (1, 1))]).unshared()[1].tolist()
@@ -218,8 +216,11 @@ class AttentionLayout:
         return AttentionLayout.of_sequences(lengths, self.device), torch.cat(rows).to(self.device)
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
-        """[n, 8] int32, a row a tile: prefix row, prefix length, own row, own length, first token, trunk length, start
-        of its other prefix rows in ``branch_rows``.
+        """The tiles of queries, at most ``tokens`` tokens of one piece each.
+
+        Returns:
+            [n, 8] int32: the prefix's first row and length; the piece's first row and length; the tile's first token
+            in the piece; the trunk's length; the offset in ``branch_rows``; 0.
         """
 
         def make() -> Tensor:
@@ -237,10 +238,13 @@ class AttentionLayout:
         return self.kept(("query", tokens, num_key_heads, window), make)
 
     def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
-        """Tiles of keys with the rows of queries that see them, those that are cut into parts, and the number of parts.
+        """The tiles of keys, at most ``keys`` keys of one piece each, and the queries that attend to them.
 
-        Keys with more queries than a fair share of the work are cut into equal parts: [tiles, 8] first and last row of
-        keys, first and last row of queries, part or -1; [cut, 8] first and last row of keys, first part, parts.
+        Returns:
+            tiles: [tiles, 8] int32: start and end row of keys, start and end row of queries, number of the part or -1.
+            split: [split, 8] int32, the keys whose queries are split into parts: start and end row of keys, first part,
+                number of parts.
+            Number of parts in total.
         """
 
         def make() -> tuple[Tensor, Tensor, int]:
@@ -252,6 +256,7 @@ class AttentionLayout:
             if window is not None:
                 end = torch.where(is_prompt[segment], end, torch.minimum(end, last + window - 1))
             work = end - first
+            # Keys of a long prompt have many queries. To balance the load, they are split into equal parts.
             share = max(512, divided_up(int(work.sum()) * num_key_heads, 4 * PROCESSORS))
             size = divided_up(divided_up(work, divided_up(work, share)), 16) * 16  # rows of queries a part
             parts = divided_up(work, size)
@@ -269,14 +274,14 @@ class AttentionLayout:
         return self.kept(("key", keys, num_key_heads, window), make)
 
     def kept(self, name: Any, make: Callable[[], Any]) -> Any:
-        """``make()``, computed when ``name`` is first asked for, then cached."""
+        """The cached result of ``make`` under ``name``."""
         if name not in self.tables:
             self.tables[name] = make()
         return self.tables[name]
 
 
 def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
-    """Split each length into pieces of at most ``size``: the index of each piece's length, and its offset in it."""
+    """Splits each length into chunks of at most ``size``: index of its length, and offset in it, of each chunk."""
     counts = divided_up(lengths, size)
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
@@ -284,11 +289,9 @@ def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
 
 
 def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
-    """The order of tiles: a few groups at a time, so that their keys stay in the GPU's cache; in them the most work
-    first.
-
-    As many groups at once as keep all processors busy. On an H200 this takes 10 to 20% off the time of long rows.
-    """
+    """The order in which tiles are launched: batches of groups, and the most work first within a batch."""
+    # A batch has just enough groups to keep all processors busy, so that its keys stay in the GPU's cache. On an H200
+    # this takes 10 to 20% off the time of long rows.
     programs = torch.bincount(rank) * num_key_heads
     together = (programs.cumsum(0) - programs) // (4 * PROCESSORS)
     by_work = torch.argsort(-work, stable=True)
@@ -296,7 +299,7 @@ def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
 
 
 def table(columns: tuple[Tensor, ...], order: Tensor, device: torch.device | str) -> Tensor:
-    """Columns as rows of 8 int32 on the device, in the given order."""
+    """The columns as [n, 8] int32 on the device, rows in this order, padded with zeros."""
     rows = torch.zeros(len(order), 8, dtype=torch.int32)
     rows[:, : len(columns)] = torch.stack(columns, 1)[order]
     return sent(rows, device)
@@ -312,7 +315,7 @@ def prefix_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
-    """Causal attention of packed rows whose completions may share a prompt.
+    """Causal attention over a packed row whose completions may share a prompt.
 
     ``out[t] = sum_s softmax_s(z[t, s]) v[s]``, ``z[t, s] = scale * q[t] @ k[s]`` (with a softcap
     ``softcap * tanh(z / softcap)``), over tokens s of t's own sequence, its prompt included, with
@@ -322,19 +325,19 @@ def prefix_attention(
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H, E up to 256; bfloat16, float16 or float32, on
-            CUDA (on the CPU under Triton's interpreter alone). Views with heads side by side are read as they are.
+            CUDA (on the CPU only under Triton's interpreter). Slices of a fused QKV projection are not copied.
         layout: of the row.
         scale: default ``E ** -0.5``.
-        window: positions a token sees, itself included; None for all.
-        softcap: of the products (Gemma 2: 50); None for none.
+        window: number of positions that a token attends to, its own included; None for all.
+        softcap: bound of the absolute scores (Gemma 2: 50); None for none.
 
     Returns:
         The output, in the query's dtype, and the float32 log-sum-exp of z in nats. Zeros in padding.
 
     Raises:
-        InputError: shapes, dtypes or the layout do not fit each other.
+        InputError: the shapes, dtypes and layout do not match.
 
-    Memory: backward 2 H T float32, and K * 2 * E float32 for every key whose queries are cut into parts.
+    Memory: backward 2 H T float32, and K * 2 * E float32 per part for every key whose queries are split into parts.
 
     Example:
         >>> from logitless.models.attention import AttentionLayout, prefix_attention
@@ -358,7 +361,7 @@ def prefix_attention(
 
 
 def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Refuse heads that the kernels do not support."""
+    """Raises InputError for shapes and dtypes that the kernels do not support."""
     heads, width = query.shape[1:]
     if key.shape[-2:] != value.shape[-2:] or key.shape[-1] != width or heads % key.shape[-2]:
         raise InputError(
@@ -381,10 +384,10 @@ def check_heads(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 
 def launches() -> Any:
-    """The module that launches kernels; it needs Triton.
+    """The module that launches the kernels, imported on first use.
 
     Raises:
-        UnavailableError: there is none.
+        UnavailableError: Triton is not installed.
     """
     try:
         from logitless.models.kernels import attention_launch
@@ -400,12 +403,12 @@ def launches() -> Any:
 def forward_tiles(
     layout: Any, heads: Any, dtype: torch.dtype, device: torch.device, window: int | None
 ) -> tuple[AttentionTiles, Int[Tensor, "n 8"]]:
-    """The forward kernel's tiles, and the layout's table of them, copied to the device at the first call.
+    """The tile sizes of the kernels, and the forward kernel's table of query tiles.
 
     Args:
-        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps the table.
+        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which caches the table on the device.
         heads: ``attention_launch.Heads``.
-        dtype, device: of keys.
+        dtype, device: of the keys.
         window: of the layer.
     """
     choice = attention_tiles(heads.padded, dtype, device)
@@ -416,16 +419,15 @@ def prepare_tables(
     layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None,
     gradients: bool = False, device: torch.device | None = None,
 ) -> None:  # fmt: skip
-    """Copy the layout's tables for attention to the device.
-
-    It is otherwise copied where it is first read, and nothing can be copied from the host while a graph is captured.
+    """Copies the layout's tables to the device, before a CUDA graph is captured.
 
     Args:
-        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which keeps its tables.
+        layout: an ``AttentionLayout`` or a ``PrefillLayout``, which caches its tables.
         num_heads, num_key_heads, width, dtype, window: of a layer.
-        gradients: what the backward pass reads too; of an ``AttentionLayout``.
-        device: of the model, where the layout is on the CPU; None: the layout's.
+        gradients: also the tables of the backward pass; only for an ``AttentionLayout``.
+        device: of the model, if the layout is on the CPU; None: the layout's.
     """
+    # Tables are otherwise copied on first use, and a graph capture does not allow copies from the host.
     device = layout.positions.device if device is None else device
     heads = launches().Heads.of_counts(num_heads, num_key_heads, width)
     choice, _ = forward_tiles(layout, heads, dtype, device, window)
@@ -436,7 +438,7 @@ def prepare_tables(
 
 
 class PrefixAttention(torch.autograd.Function):
-    """``prefix_attention`` of checked arguments."""
+    """``prefix_attention`` without its checks."""
 
     @staticmethod
     def forward(

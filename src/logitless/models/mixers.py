@@ -1,15 +1,11 @@
-"""Recurrent layers (gated delta nets, Mamba, short convolutions) over packed rows: no state crosses sequences.
+"""Recurrent layers (gated delta nets, Mamba, short convolutions) over packed rows: the state restarts in each sequence.
 
-Such a layer would carry its state, and its convolution, from one packed sequence into the next. So it gets a padded
-batch of the sequences instead (``PackedLayout.by_bucket``), in which each begins with an empty state. Padding is on the
-right, which a causal recurrence does not see. This holds for any such layer, with transformers' own forward and the
-kernels that it chooses.
+On a packed row such a layer would carry the state of one sequence into the next. Here it runs on padded batches of the
+sequences instead (``PackedLayout.by_bucket``), each from an empty state. Padding is on the right, so it cannot change a
+causal layer's results. The layer keeps transformers' own forward, with its kernels.
 
-With shared prompts the layer reads every sequence in full, its prompt repeated; a stored token's result is taken from
-one of its copies.
-
-The decoder layer around it gets the layout as the keyword argument ``packed_layout``, and a hook keeps it for the
-recurrent layer inside; so recomputation in the backward pass works too.
+With shared prompts the layer runs on every sequence in full, its prompt repeated, so it saves no compute. The result
+of a shared token is that of its first copy.
 """
 
 import inspect
@@ -25,13 +21,13 @@ from logitless.models.attention import AttentionLayout
 from logitless.models.packed_layout import PackedLayout, WholeSequences
 
 RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}
-"""What transformers calls kinds of layers that carry a state from token to token."""
+"""transformers' ``layer_types`` that have a recurrent layer."""
 
 _CACHES = {"cache_params", "past_key_values"}
 
 
 class _Current(threading.local):
-    """The layout of the decoder layer that this thread is running; None for a plain batch, or decoding."""
+    """The packed layout of the decoder layer that runs in this thread; None for a plain batch, or in decoding."""
 
     layout: PackedLayout | AttentionLayout | None = None
 
@@ -40,7 +36,7 @@ _current = _Current()
 
 
 def recurrent_mixers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that carry a state from token to token: they convolve over time and can keep a cache.
+    """The recurrent modules of a model: those with a ``Conv1d`` child, and a cache among the arguments of forward.
 
     Example:
         >>> from transformers import Lfm2Config, Lfm2ForCausalLM
@@ -60,9 +56,9 @@ def _is_mixer(module: nn.Module) -> bool:
 
 
 def keep_sequences_apart(model: nn.Module) -> int:
-    """Make every recurrent layer of a model start each packed sequence with an empty state, in place; returns how many.
+    """Makes every recurrent layer of a model restart its state in each packed sequence, in place; returns how many.
 
-    Names of weights, and results without a ``packed_layout``, stay as they are.
+    Names of weights, and results without a ``packed_layout``, do not change.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -74,9 +70,11 @@ def keep_sequences_apart(model: nn.Module) -> int:
     around: dict[int, nn.Module] = {}
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
-            around.update((id(mixer), layer) for mixer in recurrent_mixers(layer))  # an inner layer comes later
+            # modules() yields outer layers first, so the innermost layer around a mixer stays
+            around.update((id(mixer), layer) for mixer in recurrent_mixers(layer))
     for mixer in mixers:
-        mixer.forward = MethodType(_forward, mixer)  # of the instance: a deep copy binds it to the copied module
+        mixer.forward = MethodType(_forward, mixer)  # a bound method: a deep copy of it is bound to the copied module
+    # The decoder layer gets ``packed_layout`` as an argument, also when it is recomputed in the backward pass.
     for layer in {id(each): each for each in around.values()}.values():
         layer.register_forward_pre_hook(_enter, with_kwargs=True)
         layer.register_forward_hook(_leave, always_call=True)
@@ -93,9 +91,9 @@ def _leave(_layer: nn.Module, _args: Any, _output: Any) -> None:
     _current.layout = None
 
 
-@torch.compiler.disable  # buckets have other shapes in every row
+@torch.compiler.disable  # the shapes of buckets differ in every row, and would recompile it each time
 def _forward(mixer: Any, *args: Any, **kwargs: Any) -> Any:
-    """The layer's own forward, on each sequence of a packed row; without a layout on its whole input."""
+    """The layer's own forward, on each sequence of a packed row or on a plain batch."""
     layout = _current.layout
     if layout is None:
         return type(mixer).forward(mixer, *args, **kwargs)

@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A model in evaluation mode, without recomputed activations (a CUDA graph cannot hold them).
+    """Sets a model to evaluation mode, which also turns off gradient checkpointing, and restores its mode.
 
     Example:
         >>> layer = nn.Dropout()
@@ -37,10 +37,11 @@ _compiled = _Compiled()
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """In this thread, layers of ``compile_layers`` run uncompiled: for shapes that change with every call.
+    """In this thread, layers of ``compile_layers`` run without ``torch.compile``.
 
-    ``torch.compiler.set_stance`` holds for all threads, and two that use it side by side may leave it set for ever.
+    For inputs whose shapes change with every call, which would recompile them each time.
     """
+    # Not torch.compiler.set_stance: it holds for all threads, and two that use it at once may never restore it.
     before, _compiled.off = _compiled.off, True
     try:
         yield
@@ -49,7 +50,7 @@ def uncompiled() -> Iterator[None]:
 
 
 def runs_compiled() -> bool:
-    """Whether compiled layers run compiled in this thread.
+    """Whether layers of ``compile_layers`` run compiled in this thread: False inside ``uncompiled``.
 
     Example:
         >>> with uncompiled():
@@ -63,13 +64,14 @@ def runs_compiled() -> bool:
 
 @contextmanager
 def whole_float32() -> Iterator[None]:
-    """float32 products without TF32, whose error depends on the shape and would hide a difference.
+    """Float32 matrix products without TF32, in the whole process, for numerical checks.
 
     Example:
         >>> with whole_float32():
         ...     torch.get_float32_matmul_precision()
         'highest'
     """
+    # TF32's error depends on the shapes, and is larger than the differences that such a check looks for.
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

@@ -1,22 +1,23 @@
 """Attention over packed rows, registered with transformers as the attention function ``logitless_packed``.
 
-Equal to running every sequence alone. No [T, T] mask is built and nothing synchronises, because the host knows the
-sequences' lengths. Which kernel runs:
+Equal to running every sequence alone. Lengths are known on the host, so no [T, T] mask is built and the GPU is not
+synchronised. The first line that applies chooses the kernel. "Half precision" is bfloat16 or float16 on CUDA, without
+dropout, and heads of a size that the kernel supports:
 
-- Sequences of equal length: torch's SDPA on a batch, whose fastest kernel needs one (on an H200 half the time of the
-  next).
-- Other rows in bfloat16 or float16 on CUDA: torch's variable-length kernel.
-- All other rows: SDPA on batches of sequences of similar length, padded on the right, where a causal mask hides it.
-- Softcap (Gemma 2) or sinks (gpt-oss): ``prefix_attention`` in 16 bits on CUDA, else ``scored_attention``, which holds
-  the scores in memory. Chunked attention (Llama 4) is plain attention within pieces of the sequences.
-- Shared prompts (an ``AttentionLayout``): ``prefix_attention`` in 16 bits on CUDA, which reads a prompt once; else the
-  prompt's rows are repeated for attention alone.
-- Without a layout (decoding with a cache): SDPA, with grouped queries folded so that keys and values are not repeated.
+- completions that share a prompt (an ``AttentionLayout``), half precision, not chunked: ``prefix_attention``, which
+  computes a prompt once. Otherwise the prompt is repeated for this operation, and one of the next lines applies.
+- softcap (Gemma 2) or sinks (gpt-oss): ``prefix_attention`` in half precision, else ``scored_attention``, which
+  materialises the scores.
+- sequences of equal length without a window: torch's SDPA on them as a batch.
+- half precision: torch's variable-length attention.
+- anything else: SDPA on padded batches of sequences of similar length.
 
-Under sequence parallelism (``sequence_group``) an all-to-all before and after attention exchanges tokens for heads.
+Chunked attention (Llama 4) is causal attention within chunks of the sequences. Without a layout (decoding with a cache)
+the function is transformers' SDPA attention. Ranks that share a row (``sequence_group``, Ulysses) exchange tokens for
+heads before attention, and back after it.
 
-Not supported: position biases (ALiBi). For those use ``attention="eager"``, ``"sdpa"`` or ``"flex_attention"``, which
-build transformers' block-diagonal mask from restarting positions.
+Not supported: position biases (ALiBi). Use ``attention="eager"``, ``"sdpa"`` or ``"flex_attention"``, with which
+transformers builds a block-diagonal mask from positions that restart at 0.
 """
 
 import importlib.util
@@ -45,15 +46,14 @@ PACKED = "logitless_packed"
 _OTHER_ATTENTION = 'Load the model with attention="eager", "sdpa" or "flex_attention".'
 _UNSUPPORTED = {"position_bias": "a position bias (ALiBi)"}
 KINDS = {"full_attention", "sliding_attention", "chunked_attention", "moe", "mlp", *RECURRENT}
-"""What transformers calls kinds of layers that a packed row may go through; ``moe`` and ``mlp`` (Nemotron-H) have no
-attention."""
+"""transformers' ``layer_types`` that packed rows support; ``moe`` and ``mlp`` (Nemotron-H) have no attention."""
 
 _BESIDE_A_MIXER = {
     "hybrid": "full_attention",
     "hybrid_sliding": "sliding_attention",
     "linear_attention": "full_attention",
 }
-"""The kind of the attention inside a layer of a recurrent kind: beside a mixer (Falcon-H1) or shared (Zamba 2)."""
+"""Kind of the attention in a layer that is also recurrent (Falcon-H1), or that shares its attention (Zamba 2)."""
 
 
 def packed_attention(
@@ -79,13 +79,13 @@ def packed_attention(
         layout: of the row.
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
-        sliding_window: tokens a token sees, itself included; None for all.
-        chunk: length in tokens of the chunks of a sequence; a token sees its own chunk only. None for no chunks.
-        softcap: largest absolute score.
-        sinks: [H] a score of each query head that joins its softmax and has no value.
+        sliding_window: number of tokens that a token attends to, itself included; None for all.
+        chunk: each sequence is divided into chunks of this many tokens, and a token attends to its own chunk only.
+        softcap: bound of the absolute scores.
+        sinks: for each query head, a score that is part of the softmax and has no value.
 
     Raises:
-        InputError: the layout is of another number of tokens.
+        InputError: the layout has another number of tokens than the inputs.
 
     Example:
         >>> q = k = v = torch.randn(1, 1, 5, 8)
@@ -98,6 +98,8 @@ def packed_attention(
     if (softcap is not None or sinks is not None) and _shared_kernel_runs(query, key, value, dropout):
         return _by_kernel(query, key, value, layout.attention, scaling, sliding_window, softcap, sinks)
     window = None if sliding_window is None or sliding_window >= layout.max_length else sliding_window
+    # Sequences of equal length need no copy to be a batch, and SDPA's fastest kernel takes only batches: on an H200 it
+    # needs half the time of the variable-length kernel.
     as_batch = layout.is_even and window is None
     plain = softcap is None and sinks is None
     dtype = _dtype(query)
@@ -121,9 +123,9 @@ def shared_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "1 T H F"]:
-    """Causal attention within each sequence of a row in which completions share their prompt.
+    """Causal attention within each sequence of a packed row whose completions share prompts.
 
-    Equal to ``packed_attention`` of the row with every prompt repeated; a prompt's gradient is summed over its
+    Equal to ``packed_attention`` on the row with every prompt repeated. Gradients of a prompt are summed over its
     completions in float32.
 
     Args, Raises: as ``packed_attention``.
@@ -159,13 +161,14 @@ def _by_kernel(
     q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
     out, log_sum_exp = prefix_attention(q, k, v, layout, scale=scaling, window=window, softcap=softcap)
     if sinks is not None:
-        share = torch.sigmoid(log_sum_exp - sinks.float())  # of the attention weights that is not the sink's
+        # exp(lse) / (exp(lse) + exp(sink)): what remains of the softmax weights when the sink joins the denominator
+        share = torch.sigmoid(log_sum_exp - sinks.float())
         out = (out * share[..., None]).to(dtype)
     return out[None]
 
 
 def _dtype(query: Tensor) -> torch.dtype:
-    """Of the products."""
+    """The dtype of the matrix products: autocast's, or the query's."""
     return torch.get_autocast_dtype("cuda") if query.is_cuda and torch.is_autocast_enabled("cuda") else query.dtype
 
 
@@ -205,7 +208,7 @@ def _of_batch(
     softcap: float | None,
     sinks: Float[Tensor, "H"] | None,
 ) -> Float[Tensor, "S L H F"]:
-    """Causal attention of a batch of sequences."""
+    """Causal attention on a batch of sequences, padded on the right."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     length = query.shape[2]
     mask = None if window is None or window >= length else _window_mask(length, window, query.device)
@@ -232,7 +235,7 @@ def _window_mask(length: int, window: int, device: torch.device) -> Bool[Tensor,
 
 @cache
 def _variable_length_arguments() -> frozenset[str]:
-    """Names that this torch's ``varlen_attn`` takes; empty where there is none."""
+    """Parameters of the installed torch's ``varlen_attn``; empty if it has none."""
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
@@ -286,7 +289,7 @@ def _variable_length(
     return out
 
 
-@torch.compiler.disable  # a kernel for lengths that change with every row; compiled code around it calls it as it is
+@torch.compiler.disable  # lengths differ in every row, and would recompile it each time
 def _attention_layer(
     module: nn.Module,
     query: Tensor,
@@ -301,7 +304,7 @@ def _attention_layer(
     sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in every layer."""
+    """The attention function that transformers calls in every layer."""
     for name, meaning in _UNSUPPORTED.items():
         if kwargs.get(name) is not None:
             raise UnavailableError(
@@ -314,7 +317,7 @@ def _attention_layer(
         ranks, rank = (1, 0) if sequence_group is None else (dist.get_world_size(sequence_group), sequence_group.rank())
         query = _tuned_by_position(module, query, packed_layout, rank)
         if sequence_group is not None:
-            repeats = max(1, ranks // key.shape[1])  # a key head that several ranks need
+            repeats = max(1, ranks // key.shape[1])  # with fewer key heads than ranks, several ranks share a key head
             key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
             query, key, value = (exchanged(x, sequence_group, split=1, join=2) for x in (query, key, value))
             sinks = None if sinks is None else sinks.chunk(ranks)[rank]
@@ -330,10 +333,10 @@ def _attention_layer(
 
 
 def _seen(module: nn.Module, sliding_window: int | None, is_causal: bool | None) -> dict[str, int | None]:
-    """The mask of a layer, as arguments of ``packed_attention``.
+    """The layer's window and chunk, as arguments of ``packed_attention``.
 
     Raises:
-        UnavailableError: the mask is none of those that ``packed_attention`` has.
+        UnavailableError: the mask is not causal, of an unknown kind, or its window or chunk size is not known.
     """
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     index, config = getattr(module, "layer_idx", None), getattr(module, "config", None)
@@ -358,10 +361,8 @@ def _seen(module: nn.Module, sliding_window: int | None, is_causal: bool | None)
 def _tuned_by_position(
     module: Any, query: Float[Tensor, "1 H T E"], layout: PackedLayout | AttentionLayout, rank: int
 ) -> Float[Tensor, "1 H T E"]:
-    """Queries of Llama 4's layers without rotary embedding, scaled by their position in their sequence.
-
-    The layer has scaled them by their position in the row, which is undone here.
-    """
+    """Llama 4's attention temperature (in layers without rotary embedding) by position in the sequence."""
+    # The layer has already scaled the queries by their position in the row; the quotient below corrects that.
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 
@@ -382,7 +383,10 @@ def _decode_grouped(
     scaling: float | None,
     dropout: float,
 ) -> Float[Tensor, "B 1 H F"]:
-    """One new token per row: the query heads of a group become rows of queries of their key head."""
+    """Decoding of one token per sequence, without repeating keys and values.
+
+    The query heads that share a key head become the query positions of that head.
+    """
     rows, heads, _, width = query.shape
     folded = query.reshape(rows, key.shape[1], heads // key.shape[1], width)
     out = F.scaled_dot_product_attention(folded, key, value, attn_mask=attention_mask, dropout_p=dropout, scale=scaling)

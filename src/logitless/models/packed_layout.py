@@ -1,7 +1,7 @@
-"""The sequences of a packed row, and their conversion to padded batches and back.
+"""The sequences of a packed row, and their division into padded batches of similar length (buckets).
 
-Attention in plain torch and recurrent layers take a batch [sequences, longest, ...]. Sequences are grouped into buckets
-of similar length, so that a batch has little padding. Padding is on the right, where a causal layer does not see it.
+Plain torch attention and recurrent layers take a batch [sequences, longest, ...]. Buckets of similar length keep
+padding low. Padding is on the right, where a causal layer's real tokens never attend to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ _MAX_PADDING = 1.25  # padded tokens a bucket may hold per real token
 
 @dataclass(frozen=True)
 class Bucket:
-    """Sequences of similar length, as one padded batch.
+    """Sequences of similar length that form one padded batch.
 
     Args:
         num_sequences: sequences in the bucket.
-        max_length: length they are padded to.
-        tokens: [n] index into T of the bucket's tokens; None when they are all of T, in order.
-        slots: [n] index into ``num_sequences * max_length`` of each; None when there is no padding.
+        max_length: length that they are padded to.
+        tokens: [n] index into T of the bucket's tokens; None if the bucket is the whole row, in order.
+        slots: [n] index of each token in the flattened batch, ``num_sequences * max_length``; None without padding.
     """
 
     num_sequences: int
@@ -38,7 +38,7 @@ class Bucket:
     slots: Int[Tensor, "n"] | None
 
     def side_by_side(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "S L *rest"]:
-        """The bucket's sequences as a batch [num_sequences, max_length, ...], padded with zeros."""
+        """The bucket's sequences as a batch [num_sequences, max_length, ...], padded with zeros on the right."""
         if self.tokens is not None:
             x = x.index_select(0, self.tokens)
         if self.slots is not None:
@@ -46,23 +46,21 @@ class Bucket:
         return x.reshape(self.num_sequences, self.max_length, *x.shape[1:])
 
     def end_to_end(self, batch: Float[Tensor, "S L *rest"]) -> Float[Tensor, "n *rest"]:
-        """The tokens of such a batch, packed: in the bucket's order, without padding."""
+        """The inverse of ``side_by_side``: the batch's tokens in the bucket's order, without padding."""
         batch = batch.flatten(0, 1)
         return batch if self.slots is None else batch.index_select(0, self.slots)
 
 
 @dataclass(frozen=True)
 class PackedLayout:
-    """The lengths of a packed row's sequences; every layer gets it as a keyword argument.
-
-    Index tensors are computed at first use, once a forward pass.
+    """The lengths of the sequences in a packed row; every attention layer gets it as a keyword argument.
 
     Args:
-        lengths: B positive numbers, on the host.
+        lengths: of the B sequences, at least 1 each; on the host.
         device: of the model.
 
     Raises:
-        InputError: a length below 1, or none at all.
+        InputError: a length below 1, or no sequence.
 
     Example:
         >>> layout = PackedLayout((3, 3, 100))
@@ -84,22 +82,22 @@ class PackedLayout:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T."""
+        """T, tokens of the row."""
         return sum(self.lengths)
 
     @cached_property
     def max_length(self) -> int:
-        """Of the longest sequence."""
+        """Length of the longest sequence."""
         return max(self.lengths)
 
     @cached_property
     def is_even(self) -> bool:
-        """Whether all sequences are of one length."""
+        """Whether all sequences have the same length."""
         return self.num_tokens == len(self.lengths) * self.max_length
 
     @cached_property
     def offsets(self) -> Int[Tensor, "O"]:
-        """[B + 1] int32: where each sequence starts and the last one ends."""
+        """[B + 1] int32: cumulative lengths from 0 on (``cu_seqlens``)."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
     @cached_property
@@ -109,7 +107,7 @@ class PackedLayout:
 
     @cached_property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The sequences sorted by length and cut so that no bucket holds more than 1.25 tokens per real token."""
+        """The sequences in buckets of similar length, of at most 1.25 tokens with padding per real token."""
         sizes = torch.tensor(self.lengths)
         starts = sizes.cumsum(0) - sizes
         groups = _groups_of_similar_length(self.lengths)
@@ -133,19 +131,22 @@ class PackedLayout:
 
     @cached_property
     def inverse(self) -> Int[Tensor, "T"] | None:
-        """[T] index into the buckets' tokens, one bucket after the other; None when that is the identity."""
+        """[T] index of each token in the concatenated buckets; None for the identity."""
         tokens = [bucket.tokens for bucket in self.buckets if bucket.tokens is not None]
         return torch.argsort(torch.cat(tokens)) if tokens else None
 
     def by_bucket(
         self, operation: Callable[..., Float[Tensor, "S L ..."]], *rows: Float[Tensor, "T ..."]
     ) -> Float[Tensor, "T ..."]:
-        """The result of an operation on batches of whole sequences, for a packed row.
+        """Applies an operation on padded batches to packed rows.
 
         Args:
-            operation: from one batch [sequences, longest, ...] for each of ``rows`` to a batch [sequences, longest,
-                ...]. A token's result must not depend on what stands behind it in its sequence.
-            rows: packed rows.
+            operation: takes one batch [sequences, longest, ...] for each of ``rows``, and returns a batch [sequences,
+                longest, ...]. It must be causal: a token's result does not depend on later tokens.
+            rows: its inputs, packed.
+
+        Returns:
+            The result, packed.
 
         Example:
             >>> layout = PackedLayout((1, 3))
@@ -157,9 +158,7 @@ class PackedLayout:
         return out if self.inverse is None else out.index_select(0, self.inverse)
 
     def cut(self, length: int) -> "PackedLayout":
-        """The same row with each sequence cut into pieces of ``length`` tokens, the last one shorter.
-
-        Attention in chunks is attention within these pieces.
+        """The layout of the same row with each sequence divided into chunks of at most ``length`` tokens.
 
         Example:
             >>> PackedLayout((3, 7)).cut(3).lengths
@@ -174,18 +173,18 @@ class PackedLayout:
 
 
 class WholeSequences(NamedTuple):
-    """The sequences of a row that share prompts, each in full."""
+    """Maps between a row with shared prompts and the row with every prompt repeated."""
 
     layout: PackedLayout
-    """Of the row with every prompt repeated."""
+    """The layout of the repeated row."""
     repeated: RepeatedRows
-    """Which rows of the stored row that one takes."""
+    """For each token of the repeated row, its index in the shared row."""
     kept: Int[Tensor, "T"]
-    """[T] where each stored row is found in it; one that is repeated is taken from its first place."""
+    """[T] for each token of the shared row, the index of its first copy in the repeated row."""
 
     @classmethod
     def of(cls, layout: AttentionLayout) -> "WholeSequences":
-        """Those of a layout, made once for all layers and passes.
+        """The maps of a layout, cached in it for all layers and passes.
 
         Example:
             >>> from logitless.types import PromptGroup
@@ -196,7 +195,7 @@ class WholeSequences(NamedTuple):
 
         def make() -> WholeSequences:
             whole, rows = layout.unshared()
-            repeated = RepeatedRows.of(rows.cpu())  # every row is taken: first[t] is a place of row t
+            repeated = RepeatedRows.of(rows.cpu())  # contains every token, so first[t] is the first copy of token t
             lengths = tuple(prompt for prompt, _ in whole.groups)
             device = layout.device
             return cls(PackedLayout(lengths, device), repeated.to(device), repeated.first.to(device))
@@ -206,7 +205,7 @@ class WholeSequences(NamedTuple):
 
 
 def _groups_of_similar_length(lengths: Sequence[int]) -> list[list[int]]:
-    """Sequences in buckets; a single bucket keeps their order."""
+    """Indices of the sequences of each bucket, sorted by length; in the order of the row if one bucket suffices."""
     if len(lengths) * max(lengths) <= _MAX_PADDING * sum(lengths):
         return [list(range(len(lengths)))]
     groups: list[list[int]] = []

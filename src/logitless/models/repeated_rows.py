@@ -1,7 +1,7 @@
-"""``x[index]`` with a deterministic gradient.
+"""``x[index]`` with repeated indices and a deterministic gradient.
 
-torch sums the gradients of a row that occurs several times with atomics, in any order and in the dtype of x. Here they
-are summed in the order of ``index``, in float32 (float64 for float64 inputs).
+torch sums the gradients of a repeated row with atomics, in no fixed order and in the dtype of x. Here they are summed
+in the order of ``index``, in float32 (float64 for float64 inputs).
 """
 
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from logitless.transfer import sent
 
 @dataclass(frozen=True)
 class RepeatedRows:
-    """An index of rows, with the positions of repeated rows.
+    """An index of rows, sorted for the gradient of its repeated rows. Build it with ``RepeatedRows.of``.
 
     Args:
         index: [U] rows of x.
-        first: [U'] the first position in ``index`` of every row that occurs.
-        again: of the K rows that occur several times, most frequent first: the rows [K], their first positions [K],
-            then for their second, third, ... occurrence the positions [J] of the J rows that have one. None if no row
-            occurs twice.
+        first: [U'] for each distinct row of the index, in ascending order, where in ``index`` it occurs first.
+        again: for the K rows that occur more than once, the most frequent first: the rows [K], their first occurrences
+            in ``index`` [K], then their second ones [K], their third ones [J] for the J <= K rows that have
+            one, and so on. None if no row is repeated.
 
     Example:
         >>> rows = RepeatedRows.of(torch.tensor([1, 1, 0]))
@@ -42,8 +42,8 @@ class RepeatedRows:
 
     @classmethod
     def of(cls, index: Int[Tensor, "U"]) -> "RepeatedRows":
-        """The rows of an index on the CPU."""
-        given = index.numpy()  # faster than torch for so few numbers
+        """From an index on the CPU."""
+        given = index.numpy()  # numpy is faster than torch on arrays this small
         order = np.argsort(given, kind="stable")
         ordered = given[order]
         starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(given)])
@@ -58,7 +58,7 @@ class RepeatedRows:
         return cls(index, first, tuple(map(torch.from_numpy, again)))
 
     def to(self, device: torch.device | str) -> "RepeatedRows":
-        """The same on another device, by one transfer."""
+        """A copy on another device, in one transfer."""
         tensors = [self.index, self.first, *(self.again or ())]
         index, first, *again = sent(torch.cat(tensors), device).split([len(each) for each in tensors])  # type: ignore[no-untyped-call]
         return RepeatedRows(index, first, tuple(again) or None)
@@ -66,7 +66,7 @@ class RepeatedRows:
     def take(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:
         """``x[index]``.
 
-        Gradient: to x, each row's the sum over its places, in their order and in float32; deterministic.
+        Gradient: to x, summed over the occurrences of each row in the order of ``index``, in float32; deterministic.
         """
         taken: Tensor = _Take.apply(x, self)  # type: ignore[no-untyped-call]
         return taken

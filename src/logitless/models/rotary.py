@@ -1,11 +1,11 @@
-"""Rotary embeddings whose frequencies depend on the sequence's length, computed for each sequence of a packed row.
+"""Rotary embeddings whose frequencies depend on the sequence's length, in packed rows.
 
-``longrope`` (Phi-3) has short factors up to ``original_max_position_embeddings`` tokens and long ones beyond.
-transformers chooses by the largest position of the batch, so that one long sequence of a packed row would change all
-others. ``separate_long_sequences`` gives every sequence the factors of its own length.
+``longrope`` (Phi-3) uses short factors for sequences of up to ``original_max_position_embeddings`` tokens, and long
+factors for longer ones. transformers chooses by the largest position of the batch, so one long sequence would change
+all the others in a packed row. ``separate_long_sequences`` makes it choose for each sequence.
 
-``dynamic`` (NTK) changes its frequencies with every length beyond ``max_position_embeddings``, and in transformers with
-the inputs before. Sequences that long are refused.
+``dynamic`` (NTK) changes the frequencies with every length above ``max_position_embeddings``, and in transformers they
+also depend on earlier calls. ``check_rotary_lengths`` refuses such sequences; shorter ones need nothing special.
 """
 
 from collections.abc import Mapping
@@ -21,10 +21,10 @@ from logitless.errors import UnavailableError
 
 
 class LongRotary(nn.Module):
-    """A ``longrope`` module of transformers, with short or long factors for each sequence of a row.
+    """transformers' ``longrope`` module, with short or long factors chosen for each sequence of a packed row.
 
-    A sequence starts where the position is 0, and is as long as its last position says. Equal in every bit to the
-    module alone with that sequence.
+    A sequence starts at each position 0, and its length is its last position + 1. The result is bitwise identical to
+    the module's on that sequence alone.
 
     Args:
         rotary: the module, called with ``(x, position_ids)``.
@@ -50,7 +50,8 @@ class LongRotary(nn.Module):
 
     def forward(self, x: Tensor, position_ids: Int[Tensor, "R L"]) -> Any:
         last_short = self.rotary.config.rope_parameters["original_max_position_embeddings"]
-        # The module goes by the largest position that it sees: below the bound, or one column beyond it.
+        # The module chooses by the largest position. Clamping forces the short factors; an extra column, which is
+        # dropped below, forces the long ones.
         short = self.rotary(x, position_ids.clamp(max=last_short - 1))
         long = self.rotary(x, F.pad(position_ids, (0, 1), value=last_short))
         is_long = (_sequence_length(position_ids) > last_short)[..., None]
@@ -60,10 +61,10 @@ class LongRotary(nn.Module):
 
 
 def separate_long_sequences(model: nn.Module) -> int:
-    """Put a ``LongRotary`` around every ``longrope`` module of a model, in place; returns how many.
+    """Wraps every ``longrope`` module of a model in a ``LongRotary``, in place; returns how many.
 
     Raises:
-        UnavailableError: only some of the layers have it.
+        UnavailableError: only some of the layers use longrope.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -89,7 +90,7 @@ def separate_long_sequences(model: nn.Module) -> int:
 
 
 def scaling_begins(model: PreTrainedModel) -> int:
-    """The longest sequence whose rotary frequencies are certain not to change, in tokens; 0 if unknown.
+    """``original_max_position_embeddings``: up to this length the rotary frequencies do not change; 0 if not set.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -100,14 +101,14 @@ def scaling_begins(model: PreTrainedModel) -> int:
 
 
 def check_rotary_lengths(model: PreTrainedModel, longest: int) -> None:
-    """Refuse a sequence so long that ``dynamic`` frequencies would change.
+    """Refuses sequences for which dynamic NTK scaling would change the frequencies.
 
     Args:
         model: a decoder.
-        longest: tokens of the longest sequence.
+        longest: length of the longest sequence.
 
     Raises:
-        UnavailableError: more than ``max_position_embeddings`` under dynamic scaling.
+        UnavailableError: it exceeds ``max_position_embeddings``, and the scaling is dynamic.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -126,14 +127,14 @@ def check_rotary_lengths(model: PreTrainedModel, longest: int) -> None:
 
 
 def _rope_parameters(model: PreTrainedModel) -> list[Mapping[str, Any]]:
-    """Rope parameters, of the whole model or of each kind of layer."""
+    """The config's ``rope_parameters``: one mapping for the model, or one for each layer type."""
     parameters = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
     nested = [each for each in parameters.values() if isinstance(each, Mapping)]
     return nested or [parameters]
 
 
 def _sequence_length(position_ids: Int[Tensor, "R L"]) -> Int[Tensor, "R L"]:
-    """The length of each token's sequence, as far as it is in this row."""
+    """The length of each token's sequence, taken as the position of its last token in the row + 1."""
     length = position_ids.shape[1]
     start = torch.where(position_ids == 0, torch.arange(length, device=position_ids.device), length)
     following = F.pad(start[:, 1:], (0, 1), value=length)

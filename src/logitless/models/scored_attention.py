@@ -1,4 +1,4 @@
-"""Attention in plain torch with a softcap and sinks, which SDPA lacks."""
+"""Attention in plain torch with a softcap and attention sinks, which SDPA lacks."""
 
 import torch
 import torch.nn.functional as F
@@ -17,20 +17,20 @@ def scored_attention(
     softcap: float | None = None,
     sinks: Float[Tensor, "H"] | None = None,
 ) -> Float[Tensor, "B H L F"]:
-    """Softmax attention with an optional softcap of the scores and optional sinks.
+    """Softmax attention with an optional softcap and optional attention sinks.
 
     ``out[t] = sum_s exp(z[t, s]) v[s] / (exp(sinks[h]) + sum_s exp(z[t, s]))``, ``z[t, s] = scaling * q[t] @ k[s]``
-    (with a softcap ``softcap * tanh(z / softcap)``); without sinks their term is 0.
+    (with a softcap ``softcap * tanh(z / softcap)``). Without sinks, the term ``exp(sinks[h])`` is 0.
 
-    Memory: the scores, H L S numbers of at least 32 bits a sequence.
+    Memory: the scores, H L S numbers of at least 32 bits per sequence.
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H.
-        mask: [..., L, S], True where a query sees a key; None: causal, where the last query sees all keys.
+        mask: [..., L, S], True where a query attends to a key; None: causal, with the last query at the last key.
         scaling: default ``E ** -0.5``.
         dropout: of the attention weights.
-        softcap: largest absolute score.
-        sinks: [H] a score that joins every softmax of its head and has no value.
+        softcap: bound of the absolute scores.
+        sinks: for each head, a score that is part of every query's softmax and has no value.
 
     Example:
         >>> q = k = v = torch.ones(1, 1, 2, 4)
@@ -47,7 +47,7 @@ def scored_attention(
     scores = (query @ key.transpose(2, 3)).to(wide) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, torch.finfo(wide).min)  # no -inf: a query that sees nothing has no NaN
+    scores = scores.masked_fill(~mask, torch.finfo(wide).min)  # not -inf: a fully masked query would become NaN
     if sinks is not None:
         of_sink = sinks.to(wide)[:, None, None].expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, of_sink], -1)

@@ -1,7 +1,6 @@
-"""The language model inside an image model: its config, and the names of its weights.
+"""Loads only the language model of a vision-language model: its config, and the names of its weights.
 
-Text without images uses the language model only, so an image model is loaded and saved as a plain language model,
-without its image tower. Qwen's three-part positions are equal for text: their rotary embedding is the plain one.
+Text-only prompts do not use the vision tower, so the language model is loaded, trained and saved as a plain causal LM.
 """
 
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ IMAGE_MODELS = {
     "gemma3", "gemma4", "internvl", "lfm2_vl", "llama4", "llava", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl",
     "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe",
 }  # fmt: skip
-"""transformers' names of image models whose language model is loaded alone; tests hold each to the whole model."""
+"""Supported vision-language models, as transformers' ``model_type``; tests compare each with the full model."""
 
 _SAME_AS = {
     "qwen2_vl_text": "qwen2",
@@ -22,22 +21,22 @@ _SAME_AS = {
     "qwen3_vl_text": "qwen3",
     "qwen3_vl_moe_text": "qwen3_moe",
 }
-"""Text configs of image models without a causal LM class of their own, and the equal architecture that has one."""
+"""Text configs for which transformers has no causal LM class, and the equivalent ``model_type`` that has one."""
 
 KEY_MAPPING = {
     r"^(?:model\.)?language_model\.(?:model\.)?(?!lm_head|model\.)": "model.",
     r"^(?:model\.)?language_model\.lm_head": "lm_head",
 }
-"""Weight names in image models' files (patterns, for any version of transformers) and the language model's names."""
+"""Regexes from weight names in checkpoints of vision-language models, of any version of transformers, to the LM's."""
 
 _ALWAYS: dict[str, dict[str, Any]] = {"qwen3_vl_moe_text": {"norm_topk_prob": True}}
-"""Config fields of the equal architecture that are fixed in the text model."""
+"""Settings that are hard-coded in such a text model, and config fields in the equivalent architecture."""
 
 _OF_IMAGES = ("mrope_section", "mrope_interleaved", "type")
 
 
 def text_half(config: Any) -> Any:
-    """The config of the language model of an image model; every other config as it is.
+    """The config of a vision-language model's language model; any other config is returned unchanged.
 
     Args:
         config: of transformers.
@@ -56,6 +55,7 @@ def text_half(config: Any) -> Any:
     if fields.get("dtype") is None:
         fields["dtype"] = getattr(config, "dtype", None)
     if kind != text.model_type:
+        # Qwen's M-RoPE has three position ids per token. They are equal for text, which makes it plain RoPE.
         rope = fields.get("rope_parameters") or {}
         fields["rope_parameters"] = {name: value for name, value in rope.items() if name not in _OF_IMAGES}
         fields |= _ALWAYS.get(text.model_type, {})
@@ -64,14 +64,13 @@ def text_half(config: Any) -> Any:
 
 @contextmanager
 def conversions_of(image_model: Any, text: Any) -> Iterator[None]:
-    """Inside, weights of a language model are converted as those of the image model that its files are of.
-
-    Qwen3-VL's experts lie transposed in its files, those of Qwen3 do not.
+    """While active, transformers converts the language model's weights as those of the vision-language checkpoint.
 
     Args:
-        image_model: config of the files.
+        image_model: config of the checkpoint.
         text: its ``text_half``.
     """
+    # Needed because the layouts differ: a Qwen3-VL checkpoint stores its experts transposed, one of Qwen3 does not.
     name = AutoModelForCausalLM._model_mapping[type(text)].__name__
     conversions = conversion_mapping.get_checkpoint_conversion_mapping(image_model.model_type)
     if image_model.text_config.model_type not in _SAME_AS or conversions is None:

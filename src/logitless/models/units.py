@@ -1,4 +1,4 @@
-"""The parts of a model that are gathered together when its weights are sharded: layers, decoder, LM head."""
+"""The FSDP units of a causal LM: modules whose sharded weights are all-gathered together."""
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -9,15 +9,16 @@ from logitless.models.lm_head import backbone, causal_lm
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The units of a causal LM in the order of its forward: layers, decoder (embedding, last norm), LM head.
+    """The modules to shard: each layer, then the decoder (embedding and final norm), then the LM head.
 
-    A tied LM head is the decoder's embedding and no unit of its own. Adapters belong to the layer that they are in.
+    A tied LM head is not a unit, because its weight is the decoder's embedding. Adapters belong to their layer's unit.
 
     Args:
-        model: PEFT-wrapped or not.
+        model: a causal LM, with or without PEFT.
 
     Raises:
-        UnavailableError: the architecture does not mark its layers, or has weights outside of these.
+        UnavailableError: the model has no layers of transformers' ``GradientCheckpointingLayer``, or has weights
+            outside the units.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
