@@ -34,6 +34,21 @@ def test_threads_that_wait_soon_sleep_unless_the_user_says_otherwise_and_recipes
     assert spin_count(GOMP_SPINCOUNT="77") == "77"
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="needs a pseudo-terminal")
+def test_on_a_terminal_it_says_that_a_command_is_loading_and_erases_the_line():
+    import pty
+
+    terminal, end = pty.openpty()
+    command = [sys.executable, "-m", "logitless", "recipes", "list"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=end, check=True)
+    os.close(end)
+    assert os.read(terminal, 1000) == b"logitless recipes: loading ...\r\x1b[K"
+    os.close(terminal)
+    assert b"quickstart" in done.stdout
+    silent = subprocess.run(command, capture_output=True, check=True)
+    assert silent.stderr == b""
+
+
 def test_without_a_command_it_shows_what_to_begin_with(capsys):
     assert main([]) == 2
     assert "logitless recipes copy quickstart" in capsys.readouterr().err

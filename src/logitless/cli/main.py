@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:  # the others' imports take time and are not needed
-            with _uncollected():
+            with _uncollected(), _loading(name):
                 importlib.import_module(module_of(name)).add_arguments(command)
     if not given:
         parser.print_help(sys.stderr)
@@ -107,6 +107,19 @@ def _uncollected() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextmanager
+def _loading(command: str) -> Iterator[None]:
+    """Say on a terminal that a command is being imported: torch and transformers take seconds."""
+    shows = sys.stderr.isatty() and "torch" not in sys.modules
+    if shows:
+        print(f"logitless {command}: loading ...", end="", file=sys.stderr, flush=True)
+    try:
+        yield
+    finally:
+        if shows:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
 class _Version(argparse.Action):
