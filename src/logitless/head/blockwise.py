@@ -1,7 +1,6 @@
 """Logits in tiles under a memory budget, and sums of gradients over tiles; for ``chunked``, ``divergence_chunked``.
 
-A tile spans all rows unless they exceed the budget, so that a block of the weight's gradient is one product, rounded
-once.
+A tile spans all rows if the budget allows it: each block of the weight's gradient is then one product, rounded once.
 """
 
 import functools
@@ -24,27 +23,27 @@ from logitless.types import LMHead
 logger = logging.getLogger("logitless")
 
 CPU_BUDGET = 256 * 2**20
-"""Default memory budget off CUDA, in bytes."""
+"""The default memory budget on other devices than CUDA, in bytes."""
 
 CUDA_SHARE = 32
-"""The default budget on CUDA is this fraction of the device's memory: 4.4 GiB of 140, 0.75 GiB of 24."""
+"""The default budget on CUDA is the device's memory divided by this: 4.4 GiB of 140, 0.75 GiB of 24."""
 
 MIN_ROWS, MIN_COLUMNS = 16, 512
 """Tiles are not made smaller than this, however small the budget."""
 
 FLOOR = -1e4
-"""Stands for -inf in differences of logits: its exp is exactly 0, and 0 times it is 0."""
+"""Replaces -inf in differences of logits: its exp is exactly 0, and 0 times it is 0 and not NaN."""
 
 
 class Tile(NamedTuple):
-    """Rows and columns of the largest block of logits."""
+    """Number of rows and columns of a full tile of logits."""
 
     rows: int
     columns: int
 
 
 def tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int) -> Tile:
-    """The tile of which three fit into the budget: all rows and some columns where that is possible.
+    """The largest tile of which three fit into the budget: all rows and some columns if possible.
 
     Example:
         >>> tile(1000, 50_000, torch.float32, 12 * 1000 * 10_300)
@@ -58,7 +57,7 @@ def tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int)
 
 
 def even(columns: int, vocabulary: int) -> int:
-    """At most so many columns, of which the last block has about as many.
+    """A block width of at most ``columns`` for which the last block is about as wide as the others.
 
     Example:
         >>> even(4096, 5000), even(4096, 300)
@@ -71,21 +70,21 @@ def even(columns: int, vocabulary: int) -> int:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for temporaries by default."""
+    """The default memory budget in bytes."""
     if device.type != "cuda":
         return CPU_BUDGET
     return torch.cuda.get_device_properties(device).total_memory // CUDA_SHARE
 
 
 class Call(NamedTuple):
-    """The arguments of a call that are no tensors.
+    """The arguments of a call other than tensors.
 
     Args:
         product: the dtype that operands are rounded to.
-        narrow: the dtype in which the wide products then take them.
-        wide: the dtype of their results, of logits and of every sum.
-        one_pass: whether kernels go over a tile, each once, in place of torch's operations.
-        gain: factor of the wide products that undoes the mean error of matrix units that truncate (docs/numerics.md).
+        narrow: the dtype of these operands in products over the vocabulary.
+        wide: the dtype of the products' results, of logits and of every sum.
+        one_pass: whether kernels that read a tile once replace torch's operations.
+        gain: factor of the products that corrects the mean error of matrix units that truncate (docs/numerics.md).
         inside: logits are ``outside * tanh(inside * product)``, or with None ``outside * product``.
     """
 
@@ -101,7 +100,7 @@ class Call(NamedTuple):
 
 
 class HeadBlock(NamedTuple):
-    """All columns of this rank's head, or some."""
+    """This rank's LM head, or a block of its vocabulary (columns of the logits)."""
 
     weight: Tensor
     bias: Tensor | None
@@ -110,13 +109,13 @@ class HeadBlock(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Rows, as the products take them.
+    """Rows of hidden states, converted for the products.
 
     Args:
-        hidden: [n, D], in the dtype of the wide products.
+        hidden: [n, D] in ``Call.narrow``.
         low: [n, R] lora_scale * hidden @ lora_a.T, in the logits' dtype, or None.
-        target: [n] index among the columns of a tile.
-        outside: [n] what multiplies the logits last, or None for 1.
+        target: [n] index relative to the tile's first column.
+        outside: [n] the last factor of the logits, or None for 1.
     """
 
     hidden: Tensor
@@ -138,7 +137,7 @@ def call_of(
     one_pass: bool,
     group: ProcessGroup | None = None,
 ) -> tuple[Call, Tensor | None]:
-    """The arguments of a call that are no tensors, and ``Rows.outside``."""
+    """The ``Call`` and ``Rows.outside`` for a call's arguments."""
     wide = logits_dtype(hidden.dtype)
     last = (head.scale if head.softcap is None else head.softcap) / temperature
     outside: Tensor | None
@@ -161,7 +160,7 @@ def call_of(
 
 
 def at(index: slice | Tensor, *columns: Any) -> list[Any]:
-    """Some rows of each column; None stays None."""
+    """Index each of ``columns``; None stays None."""
     return [None if column is None else column[index] for column in columns]
 
 
@@ -173,7 +172,7 @@ def rows_of(hidden: Tensor, head: HeadBlock, target: Tensor, outside: Tensor | N
 
 
 def block_of(head: HeadBlock, shard: Shard, columns: slice, call: Call) -> HeadBlock:
-    """Some columns of a shard, as the products take them: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
+    """Some columns of a shard, converted for the products: ``weight`` narrow, ``bias`` and ``lora_b`` wide."""
     among_all = slice(shard.first + columns.start, shard.first + columns.stop)
     return HeadBlock(
         weight=shard.weight[columns].to(call.product).to(call.narrow),
@@ -184,12 +183,18 @@ def block_of(head: HeadBlock, shard: Shard, columns: slice, call: Call) -> HeadB
 
 
 def multiplied(factor: Tensor, call: Call) -> Tensor:
-    """A LoRA factor as the products take it: rounded like the weight, in the logits' dtype."""
+    """A LoRA factor converted for the products: rounded like the weight, in the logits' dtype."""
     return factor.to(call.product).to(call.wide)
 
 
 class Scored(NamedTuple):
-    """Values of each row that the forward saves: ``Partial.top`` and ``others``, the sum over all v, the results."""
+    """Values of each row that the forward saves.
+
+    Args:
+        top, others: as in ``Partial``.
+        normaliser: sum over the whole vocabulary of exp(logit - top).
+        logp, entropy: the results.
+    """
 
     top: Tensor
     others: Tensor
@@ -214,24 +219,24 @@ def scored(partial: Partial) -> Scored:
 
 
 class LogitGradient(Protocol):
-    """The gradient that reaches the products' output, a tile at a time: ``factor * u``.
+    """The gradient by the products' output, one tile at a time: ``factor * u``.
 
     Args:
-        factor: [n] of each row.
+        factor: [n] one number per row.
     """
 
     @property
     def factor(self) -> Tensor: ...
 
     def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:
-        """u of some rows and the columns of a block: in the logits' dtype (if ``wide``), and as operand."""
+        """u of some rows and a block's columns: in the logits' dtype (only if ``wide``), and in that of operands."""
         ...
 
 
 def gradients(
     head: HeadBlock, rows: Rows, gradient: LogitGradient, needed: Sequence[bool], call: Call, size: Tile
 ) -> tuple[Tensor | None, ...]:
-    """Gradients of hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
+    """Gradients by hidden (of these rows), weight, bias, lora_a and lora_b; None where not needed."""
     sums = _Sums(head, rows, gradient, needed, call)
     is_dtensor = is_sharded(head.weight)
     of_weight = None
@@ -241,7 +246,7 @@ def gradients(
         of_shard = torch.zeros_like(shard.weight, dtype=dtype) if sums.for_weight else None
         for columns in slices(len(shard.weight), size.columns):
             block = block_of(head, shard, columns, call)
-            # in place if the gradient's dtype is wide; else a copy, rounded once
+            # a view if the gradient's dtype is wide; else a copy, which is rounded once
             of_block = None if of_shard is None else of_shard[columns].to(call.wide)
             for some in slices(len(rows.target), size.rows):
                 sums.add(some, shard.first + columns.start, block, of_block)
@@ -263,7 +268,7 @@ def gradients(
 class _Sums:
     """Sums of gradients over tiles, in the logits' dtype; None where not needed.
 
-    With float16 the weight's gradient is divided by ``unit``, the largest factor, so that small values survive.
+    With float16 the weight's gradient is summed divided by ``unit``, the largest factor: small values do not underflow.
     """
 
     def __init__(
@@ -283,7 +288,7 @@ class _Sums:
             self.of_lora_b = torch.zeros_like(head.lora_b, dtype=call.wide) if for_lora_b else None
 
     def add(self, some: slice, first_column: int, block: HeadBlock, of_weight: Tensor | None) -> None:
-        """Add a tile, the weight's gradient to ``of_weight``."""
+        """Add one tile's gradients; that of the weight goes into ``of_weight``."""
         factor = self.factor[some]
         wide = self.of_bias is not None or self.of_lora_b is not None or self.of_low is not None
         u, narrow = self.gradient.of_tile(some, first_column, block, wide=wide)
@@ -300,7 +305,7 @@ class _Sums:
             self.of_low[some].addmm_(u, block.lora_b)
 
     def of_hidden_and_lora_a(self) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients that are sums over all columns, those of the group's other ranks included."""
+        """Gradients by hidden and lora_a, summed over all columns, including those of the group's other ranks."""
         call, of_hidden, of_lora_a = self.call, self.of_hidden, None
         if self.of_low is not None and self.lora_a is not None:
             if self.for_lora_a:
@@ -317,14 +322,14 @@ class _Sums:
 
 
 def logits_of(z: Tensor, rows: Rows, call: Call) -> Tensor:
-    """The logits of a tile, made of its product in place."""
+    """Turn a tile's product into its logits, in place."""
     if call.inside is not None:
         z.mul_(call.inside).tanh_()
     return z if rows.outside is None else z.mul_(rows.outside[:, None])
 
 
 def anchor(z: Tensor, target: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
-    """Take each row's maximum off a tile of logits, in place, and its target out of the sums; ``Partial``'s ends.
+    """Subtract each row's maximum from a tile of logits, in place, and remove its target from the sums.
 
     Args:
         z: [n, columns] logits; becomes ``z - top``, and FLOOR at the target.
@@ -334,7 +339,7 @@ def anchor(z: Tensor, target: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
     Returns:
         ``Partial.top`` and ``Partial.target_logit``.
     """
-    # a shard of padding, masked with -inf, needs a finite maximum too
+    # a tile may be all -inf (a shard of padding): its maximum must be finite too
     top = z.amax(1).clamp(min=torch.finfo(z.dtype).min)
     owned, column = owned_column(target, z.shape[1])
     target_logit = torch.where(owned, z.gather(1, column).squeeze(1), 0)
@@ -372,7 +377,7 @@ def owned_column(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def write_target(matrix: Tensor, target: Tensor, value: Tensor) -> None:
-    """Set each row's target column, if it is in the tile."""
+    """Set each row's target column to ``value``, if it is in the tile."""
     owned, column = owned_column(target, matrix.shape[1])
     matrix.scatter_(1, column, torch.where(owned, value, matrix.gather(1, column).squeeze(1))[:, None])
 
@@ -382,7 +387,7 @@ def slices(length: int, step: int) -> Iterator[slice]:
 
 
 def _multiplied_in(hidden: Tensor) -> torch.dtype:
-    """The dtype of the operands of wide products: hidden's if the device can multiply it into float32."""
+    """``Call.narrow``: the dtype of hidden if the device can multiply it into float32, else float32."""
     if hidden.dtype in (torch.float32, torch.float64) or _float32_output(hidden.device, hidden.dtype):
         return hidden.dtype
     return torch.float32

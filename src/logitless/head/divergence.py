@@ -1,4 +1,4 @@
-"""Two streams of hidden states: divergences between their distributions, over the whole vocabulary."""
+"""Divergences between two models' next-token distributions, from their hidden states, over the whole vocabulary."""
 
 import functools
 import logging
@@ -35,7 +35,7 @@ def token_divergence(
     backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
     memory_budget: int | None = None,
 ) -> TokenDivergence:
-    """How far each token's next-token distribution is from a teacher's, exactly over the whole vocabulary.
+    """The divergence of each token's next-token distribution from a teacher's, exact over the whole vocabulary.
 
     With p the student's and q the teacher's distribution, m = (1 - beta) p + beta q, and KL(a || b) = sum a log(a / b):
 
@@ -44,18 +44,16 @@ def token_divergence(
         jensen_shannon    beta KL(q || m) + (1 - beta) KL(p || m)
         total_variation   sum |p - q| / 2
 
-    ``jensen_shannon`` is TRL's ``generalized_jsd_loss`` of each token: beta=0 switches to the forward KL and beta=1 to
-    the reverse KL, which are not the limits of the formula: near both ends it goes to 0, as ``beta KL(q || p)`` and as
-    ``(1 - beta) KL(p || q)``.
+    ``jensen_shannon`` is TRL's ``generalized_jsd_loss`` per token. As there, beta=0 is the forward KL and beta=1 the
+    reverse KL. The formula itself goes to 0 at both ends, as ``beta KL(q || p)`` and as ``(1 - beta) KL(p || q)``.
 
     Gradient: of ``divergence``, ``logp`` and ``entropy``, to the student's hidden, weight, bias and LoRA factors that
     require grad; exactly 0 from rows whose incoming gradients are 0. None to the teacher and the temperatures.
 
-    Padded vocabularies: where the heads have V and W tokens, both distributions are over the first min(V, W), as if the
-    others had logits of -inf. Such tokens are rows that a model was padded with, which the tokenizer never gives, and a
-    divergence over tokens that one side does not have would be infinite. ``logp`` is then the log-prob among the common
-    tokens, a little above that of ``token_scores``; gradients of the tokens beyond are 0. Two tokenizers cannot be told
-    apart here: compare them before.
+    Padded vocabularies: if the heads have V and W tokens, both distributions are over the first min(V, W), as if the
+    others had logits of -inf; with tokens that one side lacks a divergence would be infinite. The others must be
+    padding that the tokenizer never produces. ``logp`` is then a little larger than that of ``token_scores``, and the
+    gradients of these tokens are 0. The function cannot notice that two tokenizers differ: compare them before.
 
     Args:
         hidden: [N, D] of the student; its dtype is that of its products, inside autocast too.
@@ -64,7 +62,7 @@ def token_divergence(
         teacher_head: the teacher's LM head, or its weight [W, E].
         target: [N] integers in range(min(V, W)), or None for no log-probs.
         kind: the divergence.
-        beta: the teacher's share of the mixture, in [0, 1], 0.5 by default; for ``jensen_shannon`` alone.
+        beta: the teacher's share of the mixture, in [0, 1], 0.5 by default; only for ``jensen_shannon``.
         temperature: divides the student's logits; a positive number, or one per row.
         teacher_temperature: the same for the teacher; None for the student's.
         backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``auto`` takes ``chunked``.
@@ -83,15 +81,15 @@ def token_divergence(
         five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
         hidden's gradient and a scaled copy of hidden if the weight is trained; a second copy of the weight's gradient
         if the student's vocabulary is the larger one.
-    Products (chunked), of 2 N V D or 2 N V E operations: the forward needs one of each stream, for Jensen-Shannon and
-        total variation two. The backward needs one of each to form the logits again, then the student's two: hidden's
-        gradient, and a block of the weight's gradient at a time.
-    Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
-    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. A row then
-        has the same bits whatever the number of rows, if torch's product gives a row the same bits at every place among
-        64: seen for widths and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the
-        last bits of results may depend on the number of rows, and those of gradients on every device. A NaN stays in
-        its row, except in the weight's gradient. Equal streams are exactly 0 apart.
+    Products (chunked), of 2 N V D or 2 N V E operations: the forward needs one per stream, for Jensen-Shannon and total
+        variation two. The backward needs one per stream to recompute the logits, and two of the student's for the
+        gradients of hidden and weight.
+    Accumulation: float32 or wider. On other devices than CUDA, float16 and bfloat16 operands are multiplied in float32.
+    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. Its results
+        are batch-invariant if torch's product of 64 rows gives a row the same bits at every place: observed for widths
+        and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the last bits of results
+        may depend on the number of rows; those of gradients may on every device. A NaN stays in its row, except in the
+        weight's gradient. The divergence of equal streams is exactly 0.
 
     Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1 (the generalised Jensen-Shannon divergence).
 
@@ -128,36 +126,36 @@ def score_centering(
     backend: Literal["auto", "reference", "chunked", "fused"] = "auto",
     memory_budget: int | None = None,
 ) -> CenteredScores:
-    """The term that gives the policy's score mean 0 under a sampler with other weights.
+    """The term that makes the policy's score function average to 0 under a sampler with other weights.
 
-    With p the policy's and q the sampler's distribution, and sg for "without gradient":
+    With p the policy's and q the sampler's distribution, and sg for stop-gradient:
 
         centering = sum_v sg(q_v - p_v) log p_v
         loss of a token with advantage A:  -A logp + A centering
 
-    Tokens are sampled from q, under which the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, not 0 as
-    on-policy. The term takes that mean away, without a ratio. So the part of an advantage that does not depend on the
-    token (a baseline that is off, an easy prompt) adds exactly 0 on average, as on-policy and whatever the staleness.
-    What A owes to the token itself is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy
+    Tokens are sampled from q. Under q the score ``grad log p(y)`` has the mean ``sum_v q_v grad log p_v``, which is 0
+    on-policy. The term subtracts it, without an importance ratio. So the part of an advantage that does not depend on
+    the token (a biased baseline, an easy prompt) adds exactly 0 on average, whatever the staleness. The part that
+    depends on the token is averaged under q: the mean gradient is ``-Cov_q(A, grad log p)``, on-policy
     ``-Cov_p(A, grad log p)``.
 
-    Gradient: to the policy's hidden, weight, bias and LoRA factors, by its logits ``q - p``: that of -KL(q || p). It is
-    exactly 0, in every bit, where both streams have the same hidden states, head and temperature. None to the sampler.
+    Gradient: to the policy's hidden, weight, bias and LoRA factors; by its logits ``q - p``, as of -KL(q || p). It is
+    exactly 0 if both streams have the same hidden states, head and temperature. None to the sampler.
 
     Args:
-        hidden, head, target, temperature, backend, memory_budget: as of ``token_divergence``; the policy.
-        sampler_hidden: [N, E] that the sampler's weights give for the same tokens.
+        hidden, head, target, temperature, backend, memory_budget: as for ``token_divergence``, of the policy.
+        sampler_hidden: [N, E] hidden states of the sampler's weights for the same tokens.
         sampler_head: the sampler's LM head, or its weight [W, E].
-        sampler_temperature: what divided the sampler's logits; None for ``temperature``. q is the whole softmax: a
-            sampler cut by top-k or top-p has another distribution.
+        sampler_temperature: the temperature that tokens were sampled with; None for ``temperature``. q is the whole
+            softmax, which is not the distribution of a sampler with top-k or top-p.
 
     Returns:
         float32 vectors of length N (float64 for float64 hidden states).
 
     Raises:
-        InputError, UnavailableError: as of ``token_divergence``.
+        InputError, UnavailableError: as ``token_divergence``.
 
-    Equals, Memory, Products, Accumulation, Determinism, padded vocabularies: as of ``token_divergence`` with
+    Equals, Memory, Products, Accumulation, Determinism, padded vocabularies: as for ``token_divergence`` with
         ``forward_kl``.
 
     Source: arXiv 2609.20807.
@@ -215,7 +213,7 @@ def _streams(
     name: str,
     memory_budget: int | None,
 ) -> tuple[Stream, Stream, Tensor | None, int]:
-    """Both streams checked, the second without gradient; the targets as int64; the common vocabulary."""
+    """Check both streams; returns them (the second without gradient), int64 targets, and the common vocabulary."""
     for of, (_, head, _) in (("the student's", own), (f"the {name}'s", other)):
         if is_sharded(head if isinstance(head, Tensor) else head.weight):
             raise UnavailableError(
@@ -278,7 +276,7 @@ def _measured(
     backend: str,
     memory_budget: int | None,
 ) -> Measured:
-    """What the chosen backend gives."""
+    """Check the backend's name and run it."""
     if backend not in ("auto", "reference", "chunked", "fused"):
         raise InputError(
             needed="a backend 'auto', 'reference', 'chunked' or 'fused'",

@@ -1,8 +1,8 @@
-"""Two streams by blocks of the vocabulary, on any device, within a memory budget.
+"""Divergences of two models by blocks of the vocabulary, on any device, within a memory budget.
 
-Equal to ``divergence_reference`` to rounding. A tile holds the logits of both streams over the same rows and columns.
-The KL divergences and centering are sums that one pass over the vocabulary gives; Jensen-Shannon and total variation
-need both normalisers first, and so a second pass. The backward forms the logits of both streams again.
+Equal to ``divergence_reference`` up to rounding. Logits of both streams are computed for the same rows and columns, one
+tile at a time. KL divergences and centering need one pass over the vocabulary; Jensen-Shannon and total variation need
+both normalisers first, and so a second pass. The backward recomputes the logits of both streams.
 """
 
 import functools
@@ -42,17 +42,17 @@ from logitless.head.vocab_parallel import Partial, merged
 from logitless.second_derivative import refuse_second_derivative
 
 BUFFERS = 5
-"""Tiles that are alive at once, at most."""
+"""The largest number of tiles in memory at once."""
 
 CPU_ROWS, CPU_COLUMNS = 64, 4096
-"""The forward's tiles on the CPU: rows in this number always, so that a row's bits do not depend on how many there are,
-and columns up to this, so that a tile stays in the cache."""
+"""The forward's tiles on the CPU: always this many rows, so that a row's bits do not depend on the number of rows, and
+at most this many columns, so that a tile stays in the cache."""
 
 NOMINAL_ROWS = 8192
-"""Rows that the forward's tiles have room for elsewhere."""
+"""Rows that set the width of the forward's tiles on other devices."""
 
 FAR = 80.0
-"""Log-ratios are cut here before they are exponentiated: exp(-80) is nothing beside 1, and exp(80) is finite."""
+"""Log-ratios are clamped to this before they are exponentiated: 1 + exp(-80) rounds to 1, and exp(80) is finite."""
 
 
 def measured(
@@ -63,10 +63,10 @@ def measured(
     measure: Measure,
     memory_budget: int | None = None,
 ) -> Measured:
-    """The measure over the first ``vocabulary`` tokens, and the scores of both streams, a block of columns at a time.
+    """The measure over the first ``vocabulary`` tokens, and both streams' scores, one block of columns at a time.
 
-    Sums leave out the target y, which enters by its log-probs, so that results and gradients stay exact where both
-    probabilities of it are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
+    Sums omit the target y, which is added by its log-probs: results and gradients stay accurate when both probabilities
+    of y are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
 
         forward KL    sum_{v != y} q (d_q - d_p) - (log Z_q - log Z_p) sum_{v != y} q + q_y (log q_y - log p_y)
 
@@ -91,7 +91,7 @@ def measured(
 
 
 class _Plan(NamedTuple):
-    """What a call fixes besides tensors."""
+    """The arguments of a call other than tensors."""
 
     call: Call
     call_teacher: Call
@@ -101,7 +101,7 @@ class _Plan(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """One stream as it is multiplied: its head, cut to the common vocabulary, and its rows."""
+    """One stream, converted for the products: its head, cut to the common vocabulary, and its rows."""
 
     head: HeadBlock
     rows: Rows
@@ -120,8 +120,8 @@ class _PairSums(NamedTuple):
 
     Args:
         student, teacher: each stream's own.
-        gap: sum of exp(d_w) (d_w - d_o) with w the stream whose probabilities weigh and o the other; d is relative to
-            the maxima of these columns. inf where o excludes a token that w does not.
+        gap: sum of exp(d_w) (d_w - d_o), with w the stream whose probabilities are the weights and o the other one; d
+            is relative to the maxima of these columns. inf where o excludes a token that w does not.
     """
 
     student: Partial
@@ -130,10 +130,11 @@ class _PairSums(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """What the forward leaves of each row: ``Scored`` of both streams, the value, and the value's share of v != y.
+    """What the forward saves of each row: ``Scored`` of both streams, the measure's value, and ``expected``.
 
-    ``expected`` is sum_{v != y} p_v g_v, with g_v the derivative of the measure by p_v: the reverse KL's own sum,
-    KL(p || mixture) for Jensen-Shannon, and for total variation sum p_v sign(p_v - q_v) / 2.
+    ``expected`` is sum_{v != y} p_v g_v, with g_v the derivative of the measure by p_v. For the reverse KL it is the
+    value's own sum over v != y, for Jensen-Shannon KL(p || mixture), for total variation sum p_v sign(p_v - q_v) / 2.
+    The forward KL and centering do not use it.
     """
 
     student: Scored
@@ -214,7 +215,7 @@ class _Measured(torch.autograd.Function):
 
 
 def forward_tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budget: int, device: torch.device) -> Tile:
-    """The forward's tile; its columns, and on the CPU its rows, do not depend on the number of rows, and so no bits do.
+    """The forward's tile. Its columns, and on the CPU its rows too, do not depend on the number of rows.
 
     Example:
         >>> forward_tile(3, 151_936, torch.float32, 2**28, torch.device("cpu"))
@@ -238,7 +239,7 @@ def _side(
     vocabulary: int,
     size: Tile | None = None,
 ) -> _Side:
-    """A stream cut to the common vocabulary; on the CPU padded to whole tiles of rows, where their size is given."""
+    """A stream cut to the common vocabulary; on the CPU padded to full tiles of rows if ``size`` is given."""
     bias, lora_b = at(slice(vocabulary), head.bias, head.lora_b)
     head = HeadBlock(head.weight[:vocabulary], bias, head.lora_a, lora_b)
     if size is None or hidden.device.type != "cpu" or not len(hidden):
@@ -249,7 +250,7 @@ def _side(
         outside = None if outside is None else pad(outside, (0, missing), value=1.0)
     if head.lora_a is None:
         return _Side(head, rows_of(hidden, head, target, outside, call), call)
-    # LoRA's first product a tile of rows at a time: its bits depend on their number as well.
+    # LoRA's first product is computed per tile of rows as well, since its bits depend on the number of rows.
     low = [rows_of(hidden[some], head, target, None, call).low for some in slices(len(hidden), size.rows)]
     return _Side(head, Rows(hidden.to(call.narrow), torch.cat(low), target, outside), call)  # type: ignore[arg-type]
 
@@ -260,7 +261,7 @@ def _cut(part: Any, num_rows: int) -> Any:
 
 
 def _like(gradient: Tensor | None, leaf: Tensor | None) -> Tensor | None:
-    """The gradient in its leaf's dtype, 0 for the tokens beyond the common vocabulary."""
+    """The gradient in the dtype of its leaf, with 0 for tokens outside of the common vocabulary."""
     if gradient is None or leaf is None:
         return None
     beyond = len(leaf) - len(gradient)
@@ -302,7 +303,7 @@ def _kl_of_others(gap: Tensor, weighing: Scored, other: Scored) -> Tensor:
 
 
 def _weighted(weight: Tensor, value: Tensor) -> Tensor:
-    """Their product, where a weight of 0 is 0 times anything."""
+    """``weight * value``, and 0 where the weight is 0 even if the value is infinite."""
     return torch.where(weight == 0, 0, weight * value)
 
 
@@ -368,7 +369,7 @@ def _second_pass(
 
 
 def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:
-    """Logits of one tile less their rows' maximum over all columns, FLOOR at the target."""
+    """Logits of one tile minus their row's maximum over all columns; FLOOR at the target."""
     top = of.top[rows]
     z = _relative(side.logits(rows, first_column, block), top, masked=block.bias is not None)
     write_target(z, side.rows.target[rows] - first_column, torch.full_like(top, FLOOR))
@@ -376,7 +377,7 @@ def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: i
 
 
 def _tile_terms(z: Tensor, y: Tensor, of_z: Tensor, of_y: Tensor, measure: Measure) -> Tensor:
-    """The second pass's two sums of one tile, [2, n], of logits less their maxima, which it overwrites."""
+    """The second pass's two sums of one tile, [2, n], from logits minus their maxima, which it overwrites."""
     if measure.kind == "jensen_shannon":
         ratio = (y - z).sub_(of_y.log() - of_z.log())
         terms = _jensen_shannon(z.exp_().div_(of_z), y.exp_().div_(of_y), ratio, measure.beta)
@@ -387,7 +388,7 @@ def _tile_terms(z: Tensor, y: Tensor, of_z: Tensor, of_y: Tensor, measure: Measu
 
 
 def _relative(z: Tensor, top: Tensor, *, masked: bool) -> Tensor:
-    """Logits less their rows' maximum, in place."""
+    """Logits minus their row's maximum, in place."""
     z -= top[:, None]
     return z.clamp_(min=FLOOR) if masked else z
 
@@ -448,12 +449,12 @@ class _Gradient:
         self.factor = factor if inside is None else factor * inside
 
     def _at_target(self, row: _Row) -> tuple[Tensor, Tensor]:
-        """sum_v p_v g_v over all v, and D_y, made of sums over v != y."""
+        """(sum_v p_v g_v over all v, D_y), computed from sums over v != y."""
         p, q, kind, beta = row.student, row.teacher, *self._measure
         log_p, log_q = p.logp.clamp(min=FLOOR), q.logp.clamp(min=FLOOR)
         p_y, rest = log_p.exp(), p.others / p.normaliser
         if kind in ("forward_kl", "centering"):
-            likely = torch.maximum(log_p, log_q) > -0.5  # the difference is taken of the smaller numbers
+            likely = torch.maximum(log_p, log_q) > -0.5  # then subtract the complements, which are smaller
             change = torch.where(likely, q.others / q.normaliser - rest, p_y - log_q.exp())
             return row.expected, change if kind == "forward_kl" else -change
         if kind == "reverse_kl":
@@ -465,7 +466,7 @@ class _Gradient:
         return row.expected + p_y * sign, p_y * (sign * rest - row.expected)
 
     def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """u of one tile, and as operand; ``BUFFERS`` tiles."""
+        """u of one tile, in the logits' dtype and in that of operands; needs ``BUFFERS`` tiles of memory."""
         call, some = self._student.call, self._student.rows.cut(rows, first_column)
         z, tanh = product(some, block, call), None
         if call.inside is not None:
@@ -500,7 +501,7 @@ class _Gradient:
         return u, u.to(call.narrow)
 
     def _measures(self, rows: slice, columns: slice, z: Tensor, p: Tensor) -> Tensor:
-        """D of one tile, in a buffer of its own, of the student's logits less their maximum and its probabilities."""
+        """D of one tile, in a new buffer, from the student's logits z minus their maximum and its probabilities p."""
         kind, beta = self._measure
         y = self._teacher_logits(rows, columns)
         expected = self._expected[rows, None]
@@ -517,8 +518,8 @@ class _Gradient:
         return change if kind == "forward_kl" else change.neg_()
 
     def _teacher_logits(self, rows: slice, columns: slice) -> Tensor:
-        """Less their maximum."""
-        if self._at_hand is None or self._at_hand[0] != columns:  # one block of columns meets several tiles of rows
+        """The teacher's logits of one tile, minus their row's maximum."""
+        if self._at_hand is None or self._at_hand[0] != columns:  # one block serves several tiles of rows
             self._at_hand = columns, self._teacher.block(columns)
         block = self._at_hand[1]
         y = self._teacher.logits(rows, columns.start, block)

@@ -1,4 +1,4 @@
-"""What backends of two streams are given, and what they give."""
+"""Arguments and results of the backends that compare two models' distributions (two streams of hidden states)."""
 
 from typing import Literal, NamedTuple
 
@@ -10,11 +10,11 @@ Kind = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation", 
 
 
 class Measure(NamedTuple):
-    """What is measured between the two distributions of a token.
+    """What to compute of the two distributions of a token.
 
     Args:
         kind: the divergence, or ``centering``.
-        beta: the teacher's share of the mixture, strictly between 0 and 1; of ``jensen_shannon`` alone.
+        beta: the teacher's share of the mixture, strictly between 0 and 1; only for ``jensen_shannon``.
     """
 
     kind: Kind
@@ -22,7 +22,7 @@ class Measure(NamedTuple):
 
 
 class Stream(NamedTuple):
-    """Checked arguments of one model: hidden states [N, D], its head, and a number or [N] that divides its logits."""
+    """Checked arguments of one model: hidden states [N, D], its LM head, and its temperature (a number or [N])."""
 
     hidden: Tensor
     head: LMHead
@@ -30,7 +30,7 @@ class Stream(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a backend gives: [N] each; the log-probs are None without targets."""
+    """The results of a backend, [N] each; the log-probs are None without targets."""
 
     value: Tensor
     logp: Tensor | None

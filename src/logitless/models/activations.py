@@ -1,14 +1,14 @@
-"""What each decoder layer keeps of its forward pass for the backward, chosen to fit into a number of bytes.
+"""What each decoder layer keeps of its forward pass for the backward pass, chosen to fit a memory budget.
 
     keep         everything
-    selective    outputs of products and attention; those of norms and elementwise kernels are recomputed (row-invariant
-                 layers)
+    selective    results of products and attention; those of elementwise kernels and norms are recomputed (row-invariant
+                 layers only)
     recompute    the layer's input; everything else is recomputed
-    host         the layer's input, in the host's memory
+    host         as recompute, with the input in host memory
 
-Gradients are bitwise identical in every mode if the kernels are deterministic. The bytes that a layer keeps of a token,
-and on a GPU those that its backward pass needs, are measured on the model in two short passes a mode; both are
-proportional to the tokens.
+Gradients are bitwise identical in every mode, if the layer's kernels are deterministic. The bytes per token of a mode
+are measured on the model itself, in two short passes; on a GPU also what the backward pass needs while it runs. Both
+grow in proportion to the tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,21 +37,21 @@ MODE_WORDS: dict[str, str] = {
     "host": "on the host",
 }
 PROBE = {"cuda": (1024, 3072), "cpu": (16, 32)}
-"""Tokens of the two passes that measure, by device; on a GPU enough for rows to spare not to show."""
+"""Tokens of the two measuring passes, by device; on a GPU so many that spare rows in buffers do not matter."""
 
 
 # --- modes
 
 
 def set_modes(model: nn.Module, modes: Sequence[Mode]) -> None:
-    """Set every decoder layer's mode, which holds in training mode.
+    """Set the mode of every decoder layer, for use in training mode.
 
     Args:
         model: a transformers causal LM with any layers.
-        modes: one a layer, the first layer first.
+        modes: one per layer, the first layer first.
 
     Raises:
-        UnavailableError: layers that cannot be run a second time.
+        UnavailableError: the layers cannot be recomputed, or ``selective`` without row-invariant layers.
     """
     _set(model, modes, None)
 
@@ -86,12 +86,10 @@ def _layers(model: nn.Module) -> list[Any]:
 
 
 def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: Any) -> Any:
-    """A layer's forward pass, keeping what its mode says. transformers calls it in place of its checkpointing function.
-
-    A row-invariant layer is given the residual stream and what is still to be added to it. Where the layer's input is
-    kept, their sum is: half the bytes, and the bits that the layer's first norm would give it.
-    """
+    """Run a layer's forward pass and keep what its mode says: a checkpointing function of transformers."""
     of_rows = "rows" in getattr(layer, "keywords", {})
+    # A row-invariant layer gets the residual stream and what is still to be added to it. Keeping their sum instead
+    # takes half the bytes; the layer's first norm would compute the same bits.
     if of_rows and mode in ("recompute", "host") and args[1] is not None:
         args = (args[0] + args[1], None)
     kept: Any = _Recomputed(tally) if mode == "selective" else _Kept(tally)
@@ -107,7 +105,7 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
 
 
 class _Tally:
-    """Bytes of the distinct storages that are kept, without parameters."""
+    """Bytes of the distinct storages that are kept, without those of parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         self.storages: dict[int, int] = {}
@@ -120,7 +118,7 @@ class _Tally:
 
 
 class _Kept(saved_tensors_hooks):
-    """Counts the bytes that are kept."""
+    """Keeps every saved tensor, and counts it if there is a tally."""
 
     def __init__(self, tally: _Tally | None) -> None:
         def pack(tensor: Tensor) -> Tensor:
@@ -141,10 +139,10 @@ class _Kept(saved_tensors_hooks):
 
 
 class _OnHost(saved_tensors_hooks):
-    """Keeps saved tensors in the host's memory, page-locked if they come from a GPU.
+    """Keeps saved tensors in host memory, page-locked if they come from a GPU."""
 
-    Both copies are queued on the GPU, behind what makes a tensor and before what reads it: the host waits for neither.
-    """
+    # Both copies are queued on the GPU, after the kernel that writes a tensor and before the one that reads it, so the
+    # host waits for neither.
 
     def __init__(self) -> None:
         def pack(tensor: Tensor) -> tuple[torch.device, Tensor]:
@@ -154,29 +152,32 @@ class _OnHost(saved_tensors_hooks):
         super().__init__(pack, lambda kept: kept[1].to(kept[0], non_blocking=True))
 
 
-# --- what kernels of ours made, recomputed
+# --- recomputing the results of our own kernels
 
 _current: "_Recomputed | None" = None
 
 
 def recipes_are_kept() -> bool:
-    """Whether ``can_be_recomputed`` has an effect here."""
+    """Whether ``can_be_recomputed`` has an effect here: a layer in mode ``selective`` is running."""
     return _current is not None
 
 
 def can_be_recomputed(out: Tensor, again: Callable[[], Tensor]) -> None:
-    """Said of a kernel's result: what wants to keep it may keep ``again`` instead, which must not refer to ``out``."""
+    """Register a function that recomputes a kernel's result, to be kept instead of the result.
+
+    Args:
+        out: the result.
+        again: recomputes it; must not refer to ``out``.
+    """
     if _current is not None:
         _current.offers[_place(out)] = (out, again)
 
 
 class _Recomputed(saved_tensors_hooks):
-    """Keeps a recipe for each tensor that has one.
-
-    What was offered lives until the layer is done, so that its place in memory is not that of something else.
-    """
+    """Keeps the function of ``can_be_recomputed`` instead of each tensor that has one."""
 
     def __init__(self, tally: _Tally | None) -> None:
+        # registered results live until the layer is done, so that no other tensor gets their address
         self.offers: dict[tuple[Any, ...], tuple[Tensor, Callable[[], Tensor]]] = {}
 
         def pack(tensor: Tensor) -> Tensor | Callable[[], Tensor]:
@@ -205,16 +206,16 @@ def _place(tensor: Tensor) -> tuple[Any, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
-# --- how many bytes, and which modes they are enough for
+# --- measuring bytes, and choosing modes that fit
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Bytes of one token in one layer.
+    """Bytes per token of one layer.
 
     Args:
-        kept: from its forward to its backward pass.
-        worked_on: besides, while its backward pass runs; known on GPUs alone.
+        kept: from the layer's forward to its backward pass.
+        worked_on: in addition, while its backward pass runs; measured on GPUs only.
     """
 
     kept: float
@@ -222,10 +223,10 @@ class Cost:
 
 
 def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
-    """The cost of a layer in each of its modes, measured: the mean over the layers.
+    """Measure the memory of one layer in each mode that it supports, as a mean over the layers.
 
     Args:
-        model: in training mode, on its device, without gradients; nothing of it is changed.
+        model: in training mode, on its device, without gradients; it is not changed.
 
     Example:
         >>> from logitless.models.loading import load_model
@@ -242,7 +243,8 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
         for mode in _modes_of(layers):
             (kept0, peak0), (kept1, peak1) = (_kept_and_peak(model, mode, tokens) for tokens in (few, many))
             kept = (kept1 - kept0) / (many - few)
-            # in short rows a part of it may be a weight's: what is needed grows as fast as it is in the longer row
+            # Part of a short pass's peak may belong to a weight and hide the growth with tokens: take at least the mean
+            # per token of the longer pass.
             needed = max((peak1 - peak0) / (many - few) - kept, (peak1 - kept1) / many)
             found[mode] = Cost(kept / len(layers), max(0.0, needed))
     return found
@@ -250,7 +252,7 @@ def costs_per_token(model: nn.Module) -> dict[Mode, Cost]:
 
 @contextmanager
 def _modes_restored(layers: Sequence[Any]) -> Iterator[None]:
-    """Restore the layers' modes at the end: whether they checkpoint, and by which function."""
+    """Restore the layers' modes afterwards: whether they checkpoint, and by which function."""
     before = [(layer.gradient_checkpointing, getattr(layer, "_gradient_checkpointing_func", None)) for layer in layers]
     try:
         yield
@@ -263,7 +265,7 @@ def _modes_restored(layers: Sequence[Any]) -> Iterator[None]:
 
 @contextmanager
 def _gradients_in_place(model: nn.Module) -> Iterator[None]:
-    """Inside, trained parameters on a GPU have gradients to add to, so that no pass allocates them."""
+    """Inside, trained parameters on a GPU have gradients of zeros, so that their allocation is not measured."""
     bare = [p for p in model.parameters() if p.requires_grad and p.grad is None and p.is_cuda]
     for parameter in bare:
         parameter.grad = torch.zeros_like(parameter, dtype=gradient_dtype(parameter))
@@ -275,9 +277,9 @@ def _gradients_in_place(model: nn.Module) -> Iterator[None]:
 
 
 def _kept_and_peak(model: nn.Module, mode: Mode, tokens: int) -> tuple[int, int]:
-    """By all layers, of one sequence; the second number, of a GPU's memory, is 0 elsewhere.
+    """(bytes that all layers keep, peak of GPU memory or 0 elsewhere) for one sequence.
 
-    The last layer's output and what shapes alone decide are not counted apart.
+    The last layer's output and tensors that depend on shapes only are not subtracted.
     """
     tally = _Tally(model)
     _set(model, [mode] * len(_layers(model)), tally)
@@ -299,13 +301,13 @@ def _kept_and_peak(model: nn.Module, mode: Mode, tokens: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class ActivationPlan:
-    """The number of layers in each mode.
+    """The mode of each layer, and the memory that these modes need.
 
     Args:
-        modes: one a layer.
-        kept_bytes: of the tokens that the plan is for, when the forward pass ends.
+        modes: one per layer.
+        kept_bytes: at the end of the forward pass.
         num_bytes: at the peak of the backward pass.
-        num_tokens: of a packed row.
+        num_tokens: length of the packed row.
 
     Example:
         >>> costs = {"keep": Cost(100.0, 30.0), "selective": Cost(60.0, 50.0), "recompute": Cost(10.0, 120.0),
@@ -324,9 +326,9 @@ class ActivationPlan:
     def with_counts(
         cls, costs: Mapping[Mode, Cost], counts: Mapping[Mode, int], *, num_tokens: int
     ) -> "ActivationPlan":
-        """So many layers of each mode; those that make most anew are the first, which the backward pass reaches last.
+        """The plan with so many layers of each mode; those that recompute most come first.
 
-        While a layer's backward pass runs, what the layers after it kept has been given back.
+        The backward pass reaches the first layers last, when the layers after them have freed what they kept.
 
         Example:
             >>> costs = {"keep": Cost(100.0, 30.0), "recompute": Cost(10.0, 120.0)}
@@ -343,20 +345,19 @@ class ActivationPlan:
 
     @classmethod
     def of(cls, costs: Mapping[Mode, Cost], *, num_layers: int, num_tokens: int, budget: int) -> "ActivationPlan":
-        """The modes that fit into ``budget`` and make the least anew.
-
-        A layer that is recomputed from its input costs a third of its products more, one recomputed elementwise a few
-        per cent: first as few as possible of the former, then of the latter.
+        """The plan that fits into ``budget`` with the least recomputation.
 
         Args:
-            costs: of ``costs_per_token``.
+            costs: as from ``costs_per_token``.
             num_layers: of the model.
-            num_tokens: of a packed row.
+            num_tokens: length of the packed row.
             budget: bytes.
 
         Raises:
-            ConfigurationError: the budget is too small for anything.
+            ConfigurationError: no plan fits.
         """
+        # Recomputing a layer from its input adds a third to its products, ``selective`` a few per cent: first as few
+        # as possible of the former, then of the latter.
         least: int | None = None
         for num_host in range(num_layers + 1):
             for num_recomputed in range(num_layers - num_host + 1):
@@ -391,9 +392,8 @@ def fit_activations(model: nn.Module, *, num_tokens: int, budget: int) -> Activa
 
     Args:
         model: in training mode, on its device, without gradients.
-        num_tokens: the most that a packed row has.
-        budget: bytes that the layers may take together, at the peak of the backward pass; elsewhere than on a GPU, of
-            what they keep for it.
+        num_tokens: of the longest packed row.
+        budget: bytes for all layers together: on a GPU at the peak of the backward pass, elsewhere at its start.
     """
     layers = _layers(model)
     plan = ActivationPlan.of(costs_per_token(model), num_layers=len(layers), num_tokens=num_tokens, budget=budget)

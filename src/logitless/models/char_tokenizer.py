@@ -18,12 +18,12 @@ def character_tokenizer(
 ) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, in the format that ``AutoTokenizer`` reads.
 
-    Ids: pad 0, BOS 1, EOS 2, then the characters in the order of ``alphabet``. No token is added to a text. A
-    character outside of the alphabet raises, so that no text is changed without notice.
+    Ids: pad 0, BOS 1, EOS 2, then the characters in the order of ``alphabet``. Encoding adds no special tokens, and
+    raises on a character outside of the alphabet.
 
     Args:
         alphabet: every character of the task, each once.
-        removed: texts that get no token at all, such as the fixed part of a task's instruction, in this order.
+        removed: texts that are deleted before encoding, in this order, such as the fixed part of an instruction.
         pad_token, bos_token, eos_token: the special tokens.
 
     Returns:

@@ -1,7 +1,7 @@
-"""Whether a tokenizer's EOS token is what its chat template ends a turn with, and the repair where it is not.
+"""Check that a tokenizer's EOS token ends the turns of its chat template, and repair the tokenizer if not.
 
-A policy that was taught to end its turns with another token goes on to the limit of every completion: it never samples
-the EOS token. Converted tokenizers (GGUF) and those of base models are like that.
+A policy that was trained to end its turns with another token never samples EOS: every completion runs to the length
+limit. Converted tokenizers (GGUF) and those of base models have this fault.
 """
 
 import logging
@@ -16,17 +16,17 @@ _ANSWER = "(what the policy says)"
 
 
 def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
-    """Make the token that ends the turns of a chat template the tokenizer's EOS token, and say so; in place.
+    """Make the token that ends the turns of the chat template the tokenizer's EOS token, in place, with a warning.
 
-    A tokenizer stays as it is where it has no chat template, where the template renders no plain conversation, and
-    where nothing stands behind a conversation's last turn.
+    The tokenizer is not changed if it has no chat template, if the template cannot render a plain conversation, or if
+    it writes nothing after the last turn.
 
     Args:
         tokenizer: with an EOS token.
         name: of the tokenizer, for messages.
 
     Raises:
-        ConfigurationError: turns end with text that is no token of its own.
+        ConfigurationError: turns end with text that is not a token.
 
     Example:
         >>> from logitless.models.char_tokenizer import character_tokenizer
@@ -57,13 +57,13 @@ def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
 
 
 def _behind_the_last_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """What a chat template writes behind the policy's answer; None where it cannot be told."""
+    """The text that the chat template writes after the policy's answer; None if it cannot be found."""
     if not tokenizer.chat_template:
         return None
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
-    except Exception:  # a template is a program of the tokenizer's author: it may refuse or fail in any way
+    except Exception:  # a template is a program: it can raise anything
         return None
     _, found, behind = text.partition(_ANSWER)
     return behind if found else None

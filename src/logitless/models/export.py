@@ -1,4 +1,4 @@
-"""A model's weights by name, one tensor at a time, under the model's or its files' names. Engines load these."""
+"""A model's weights, one named tensor at a time, for engines: under the model's own names or those of its files."""
 
 import re
 from collections.abc import Iterator
@@ -16,19 +16,19 @@ from logitless.models.lm_head import causal_lm
 
 
 def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Every weight by its name in the transformers model, adapters merged; the model is not changed.
+    """Every weight under its name in the transformers model, with adapters merged; the model is not changed.
 
-    A sharded weight is made whole by all ranks together, which read in step.
-    ``W + scale * B @ A`` in the dtype of W where a layer has an adapter; one merged weight is held at a time. A tied
-    weight comes once, under its first name. What is not adapted is the model's own tensor, not a copy. Buffers that
-    files hold, such as the correction bias of a router, come last, in their own dtype.
+    A layer with an adapter gives ``W + scale * B @ A`` in the dtype of W, one merged weight at a time; other weights
+    are the model's own tensors, not copies. A tied weight comes once, under its first name. Persistent buffers, such as
+    a router's correction bias, come last, in their own dtype. Sharded weights are gathered: all ranks must iterate
+    together.
 
     Args:
         model: a transformers model, PEFT-wrapped or not.
-        dtype: that weights are rounded to, once: the sum is then in float32. None: each in its own.
+        dtype: of the weights, rounded once: adapters are then added in float32. None: each weight's own dtype.
 
     Raises:
-        InputError: an adapter that is not one low-rank product (a bias of its own, several at once).
+        InputError: a layer with DoRA, or with several active adapters.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -63,16 +63,16 @@ def merged_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Ite
 
 
 def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """``merged_tensors`` under the names in checkpoint files, which servers know.
+    """``merged_tensors`` under the names of checkpoint files, which servers load.
 
-    transformers fuses some weights when it loads a checkpoint, such as those of a layer's experts; here they are taken
-    apart as its ``save_pretrained`` does it, one at a time.
+    transformers fuses some weights when it loads a checkpoint, such as those of a layer's experts. Here they are split
+    again as ``save_pretrained`` does it, one at a time.
 
     Args:
-        model, dtype: of ``merged_tensors``.
+        model, dtype: as for ``merged_tensors``.
 
     Raises:
-        InputError: see there.
+        InputError: as ``merged_tensors``.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -85,7 +85,7 @@ def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) ->
     """
     inner = causal_lm(model)
     joined = _joined_patterns(inner)
-    waiting: dict[str, Tensor] = {}  # weights that a file holds as one
+    waiting: dict[str, Tensor] = {}  # weights that are a single one in the files
     for name, tensor in merged_tensors(model, dtype=dtype):
         if any(pattern.search(name) for pattern in joined):
             waiting[name] = tensor
@@ -96,7 +96,7 @@ def checkpoint_tensors(model: nn.Module, *, dtype: torch.dtype | None = None) ->
 
 
 def _joined_patterns(model: PreTrainedModel) -> list[re.Pattern[str]]:
-    """Patterns of names of weights that are several in the model and one in a file."""
+    """Patterns of weights of which several in the model are a single one in the files."""
     found = getattr(model, "_weight_conversions", None)
     conversions = get_model_conversion_mapping(model, add_legacy=False) if found is None else found
     joining = [c for c in conversions if isinstance(c, WeightConverter) and len(c.target_patterns) > 1]
@@ -104,7 +104,7 @@ def _joined_patterns(model: PreTrainedModel) -> list[re.Pattern[str]]:
 
 
 def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of files by their plain names, those of a module that is trained whole beside adapters once."""
+    """The persistent buffers under their plain names; of ``modules_to_save`` those of the trained copy."""
     for name, module in model.named_modules():
         path = [part for part in name.split(".") if part and part != "base_layer"]
         if "original_module" in path:
@@ -118,7 +118,7 @@ def _buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def adapter_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The adapter's weights alone, under the names of PEFT's ``adapter_model.safetensors``.
+    """The adapter's weights only, under the names of PEFT's ``adapter_model.safetensors``.
 
     Args:
         model: PEFT-wrapped.
@@ -144,14 +144,14 @@ def _rounded(weight: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torch.dtype | None) -> Tensor:
-    """A weight plus the changes of its module's adapters.
+    """A weight with its adapter merged.
 
     Args:
-        layer: the outermost of these adapters.
+        layer: the outermost LoRA layer around the weight's module.
         which: the weight's name in the module.
-        weight: without them.
-        name: of the weight in the model.
-        dtype: of ``merged_tensors``.
+        weight: the weight without adapter.
+        name: the weight's name in the model, for messages.
+        dtype: as for ``merged_tensors``.
     """
     lora: Any = layer
     while getattr(lora, "parameter_name", "weight") != which and hasattr(lora.base_layer, "base_layer"):
@@ -173,7 +173,7 @@ def _merged(layer: nn.Module, which: str, weight: Tensor, name: str, dtype: torc
 
 
 def _change(lora: Any, adapter: str) -> Tensor:
-    """``scale * B @ A`` in the dtype of the factors, in the shape of the weight."""
+    """``scale * B @ A`` in the dtype of the factors and the shape of the weight."""
     if not hasattr(lora, "parameter_name"):
         return whole(lora.get_delta_weight(adapter))
     experts = lora.num_experts

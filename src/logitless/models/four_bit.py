@@ -1,10 +1,10 @@
-"""A frozen base in four bits, for LoRA on a small card: every linear layer of the decoder, by bitsandbytes (NF4).
+"""A frozen base model in four bits, for LoRA on a small GPU: every linear layer of the decoder, by bitsandbytes (NF4).
 
-    weight ~ absmax of its 64 neighbours * one of 16 levels
+    weight ~ absmax of its block of 64 * one of 16 levels
 
-Equal to LoRA on the weights that four bits can say, which are not the model's own: they are off by about a tenth of
-their spread. Embedding, norms and LM head keep their dtype. Gives up: bitwise identical sampling and training (the
-products are a library's, and differ with the number of rows), and merging: an adapter belongs to the rounded base.
+LoRA trains on the rounded weights, which differ from the model's own by about a tenth of their standard deviation.
+Embedding, norms and LM head keep their dtype. Not supported: bitwise identical sampling and training, because the
+library's products depend on the number of rows; and merging, because an adapter belongs to the rounded base.
 """
 
 from collections.abc import Iterator
@@ -19,21 +19,21 @@ from logitless.models.lm_head import backbone
 FourBit: TypeAlias = Literal["nf4"]
 
 BITS_A_WEIGHT = 4 + 8 / 64 + 32 / (64 * 256)
-"""Four, and an absmax for 64 of them, itself in eight bits with a float32 absmax for 256."""
+"""Four bits, an absmax of eight bits for 64 weights, and a float32 absmax for 256 of those."""
 
 
 def quantize(model: nn.Module, kind: FourBit, device: torch.device) -> None:
-    """Exchange the decoder's linear layers for ones in four bits, in place; one at a time is on the device whole.
+    """Replace the decoder's linear layers by four-bit ones, in place; nothing is done on the meta device.
 
-    On the meta device nothing is done.
+    Only one unquantized layer at a time is on the device.
 
     Args:
-        model: a causal LM without adapters, its weights where they were read.
+        model: a causal LM without adapters, its weights on the device where they were loaded.
         kind: the levels; NF4's are quantiles of a normal distribution (Dettmers et al. 2023, arXiv:2305.14314).
-        device: of the layers afterwards.
+        device: of the four-bit layers.
 
     Raises:
-        UnavailableError: bitsandbytes is absent, or has no kernels for this device.
+        UnavailableError: bitsandbytes is not installed, or has no kernels for this device.
     """
     if device.type == "meta":
         return
@@ -47,18 +47,18 @@ def quantize(model: nn.Module, kind: FourBit, device: torch.device) -> None:
             quant_type=kind,
             device="meta",
         )
-        small.support_avx512bf16_for_cpu = False  # it repacks weights on first use, and has no gradient afterwards
+        small.support_avx512bf16_for_cpu = False  # that path repacks weights on first use and has no gradient
         if layer.bias is not None:
             small.bias = nn.Parameter(layer.bias.detach().to(device), requires_grad=False)
         weight = layer.weight.detach()
         small.weight = bitsandbytes.nn.Params4bit(weight, requires_grad=False, quant_type=kind).to(device)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, small)
-    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # by which PEFT knows what it adapts
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]  # PEFT reads this flag
 
 
 def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
-    """The linear layers that are, or on the meta device would be, in four bits: the decoder's, without adapters.
+    """The decoder's linear layers without adapters: those that ``quantize`` replaces or has replaced.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -75,7 +75,7 @@ def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """Of a parameter, those that four bits a weight hold counted one by one.
+    """The number of weights in a parameter; packed four-bit weights are counted one by one.
 
     Example:
         >>> num_weights(torch.ones(2, 3))
@@ -86,7 +86,7 @@ def num_weights(parameter: Tensor) -> int:
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """By four bits a weight, of a model on the meta device, which holds them whole."""
+    """Bytes that ``quantize`` would save, for a model on the meta device."""
     weights = [layer.weight for _, layer in base_linears(model) if layer.weight.is_floating_point()]
     return sum(int(weight.numel() * (weight.element_size() - BITS_A_WEIGHT / 8)) for weight in weights)
 

@@ -1,8 +1,8 @@
-"""A model and its tokenizer out of one GGUF file, dequantized: what llama.cpp runs, as transformers trains it.
+"""A model and its tokenizer from one GGUF file (the format of llama.cpp), dequantized to plain weights.
 
-The tokenizer is built from the file's own metadata, not by transformers' conversion, which makes ``bos`` the end token,
-drops the pad token and splits white space as GPT-2 does whatever the model's rule is. Gives up what it cannot build as
-the model's own: sentencepiece vocabularies and byte-level ones whose way of splitting is not listed in ``_SPLITS``.
+The tokenizer is built here from the file's metadata. The conversion of transformers makes ``bos`` the end token, drops
+the pad token and always splits white space as GPT-2 does. Not supported: sentencepiece vocabularies, and byte-level
+ones whose pre-tokenizer is not in ``_SPLITS``.
 """
 
 import importlib.util
@@ -27,7 +27,7 @@ _CONTROL, _USER_DEFINED, _UNKNOWN = 3, 4, 2  # of tokenizer.ggml.token_type
 
 @dataclass(frozen=True)
 class _Splitting:
-    """How a byte-level tokenizer cuts a text before its merges, by the name that GGUF has for it."""
+    """How a byte-level tokenizer splits a text before its merges."""
 
     pre_tokenizer: Callable[[], Any]
     normalizer: Callable[[], Any] | None = None
@@ -40,7 +40,7 @@ def _bytes(*, use_regex: bool) -> Any:
 
 
 def _by_pattern(digits: str) -> Callable[[], Any]:
-    """The split of Llama 3 and of Qwen 2, which differ in how many digits stay together."""
+    """The split of Llama 3 and Qwen 2, which differ in ``digits``, the pattern of digits that stay together."""
     pattern = (
         rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|"
         r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -52,7 +52,7 @@ def _by_pattern(digits: str) -> Callable[[], Any]:
 
 _SPLITS = {
     "gpt-2": _Splitting(lambda: _bytes(use_regex=True)),
-    # Digits are cut off first: the white space before one stays a token of its own.
+    # Digits are split off first, so white space before a digit stays a token of its own.
     "smollm": _Splitting(
         lambda: pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _bytes(use_regex=True)])
     ),
@@ -62,10 +62,10 @@ _SPLITS = {
 
 
 def gguf_file(source: object) -> Path | None:
-    """The GGUF file that a model's source names, downloaded where it is ``owner/name/file.gguf`` of the hub.
+    """The GGUF file that a model's source names; ``owner/name/file.gguf`` is downloaded from the hub.
 
     Returns:
-        Its path; None where the source is no GGUF file.
+        Its path; None if the source is not a GGUF file.
 
     Raises:
         ConfigurationError: there is no such file.
@@ -112,29 +112,29 @@ def gguf_config(path: Path) -> Any:
     try:
         file = path.stat()
         config = deepcopy(_config(path, file.st_mtime_ns, file.st_size))
-    except Exception as error:  # of a damaged file anything
+    except Exception as error:  # a damaged file can raise anything
         raise ConfigurationError(
             needed="a GGUF file of an architecture that transformers reads",
             given=f"{str(path)!r}: {type(error).__name__}: {' '.join(str(error).split())}",
             remedy="Get the file again, or give the model as a folder with safetensors.",
         ) from error
-    config._name_or_path = str(path)  # the file's own title stands there, which nobody can load
+    config._name_or_path = str(path)  # transformers puts the file's title here, which cannot be loaded
     return config
 
 
 @lru_cache(maxsize=4)
 def _config(path: Path, *_of_file: int) -> Any:
-    """Read once: each reading goes through the whole vocabulary, seconds of Python."""
+    """Cached, because each read goes through the whole vocabulary, which takes seconds."""
     return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
 
 
 def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """The model of a GGUF file with plain weights, and transformers' report of what was not found.
+    """The model of a GGUF file with plain weights, and transformers' report of missing weights.
 
     Args:
         path: of the file.
-        config: of ``gguf_config``.
-        options: of ``from_pretrained``.
+        config: from ``gguf_config``.
+        options: further arguments of ``from_pretrained``.
     """
     from transformers import GgufConfig
 
@@ -147,7 +147,7 @@ def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTra
         output_loading_info=True,
         **options,
     )
-    # Nothing is quantized any more: what is saved from here is an ordinary model.
+    # The weights are plain now, so that the model is saved as an ordinary one.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -156,7 +156,7 @@ def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTra
 
 
 def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
-    """The tokenizer that a GGUF file's metadata describe.
+    """Build the tokenizer that a GGUF file's metadata describe.
 
     Raises:
         ConfigurationError: the file is damaged, or describes a tokenizer that cannot be built exactly.
@@ -211,7 +211,7 @@ def gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
 
 
 def _metadata(path: Path) -> dict[str, Any]:
-    """What a file says of its tokenizer, by the names behind ``tokenizer.ggml.``, and ``context_length``."""
+    """A file's metadata on its tokenizer, by name without ``tokenizer.ggml.``, and its ``context_length``."""
     from gguf import GGUFReader
 
     try:
@@ -223,7 +223,7 @@ def _metadata(path: Path) -> dict[str, Any]:
         }
         architecture = fields["general.architecture"].contents()
         length = fields.get(f"{architecture}.context_length")
-    except Exception as error:  # of a damaged file anything: struct, Unicode, memory map, missing keys
+    except Exception as error:  # a damaged file can raise anything: struct, Unicode, memory map, missing keys
         raise ConfigurationError(
             needed="a GGUF file", given=f"{str(path)!r}: {type(error).__name__}: {error}", remedy="Get the file again."
         ) from error

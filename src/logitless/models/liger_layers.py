@@ -1,8 +1,8 @@
-"""Liger's kernels for the layers of a model (RMSNorm, rotary embedding, gated MLP), taken only after a check.
+"""Liger's kernels for the layers of a model (RMSNorm, rotary embedding, gated MLP), installed only after a check.
 
-Before the model is touched, two of its layers are built in float32 with random weights and run on one batch, plain and
-with the kernels: logits and gradient norm must agree to 1e-3, or nothing is exchanged and the start is refused. Head
-and loss stay logitless's own. Rotary embedding is exchanged for the whole process, as Liger does it.
+Before the model is changed, two layers of its architecture with random float32 weights run on one batch, with and
+without the kernels. Logits and gradient norm must agree to 1e-3; otherwise nothing is replaced and an error is raised.
+LM head and loss stay logitless's own. The rotary embedding is replaced for the whole process, as Liger does it.
 """
 
 import copy
@@ -19,16 +19,16 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.seeded import seeded
 
 TOLERANCE = 1e-3
-"""Largest difference of a logit over the largest logit, and of the gradient norm over itself."""
+"""Largest difference allowed: of a logit relative to the largest logit, and of the gradient norm relative to itself."""
 
 _VOCABULARY, _TOKENS = 128, 64
 
 
 def install_liger_layers(model: nn.Module) -> None:
-    """Exchange the layers of a causal language model, PEFT-wrapped or not, in place.
+    """Replace the layers of a causal language model, PEFT-wrapped or not, in place.
 
     Raises:
-        UnavailableError: Liger is absent, does not know the family, or its kernels fail the check on this device.
+        UnavailableError: Liger is not installed, does not support the family, or fails the check on this device.
     """
     inner: Any = causal_lm(model)
     device = next(model.parameters()).device
@@ -40,14 +40,14 @@ def install_liger_layers(model: nn.Module) -> None:
 
 
 def check_liger_layers(config: Any, device: torch.device) -> tuple[float, float]:
-    """Compare two layers of a model with plain ones.
+    """Compare two layers with Liger's kernels to plain ones.
 
     Args:
-        config: of transformers.
+        config: the model's transformers config.
         device: that the layers will run on.
 
     Returns:
-        Differences of logits and gradient norm, as fractions.
+        Relative differences of logits and gradient norm.
 
     Raises:
         UnavailableError: one of them is above ``TOLERANCE``, or the kernels do not run.
@@ -93,7 +93,7 @@ def _exchange(model: nn.Module) -> None:
     families = [module for module in modules if module.__name__.startswith("transformers.models.")]
     classes = [(m, name, kind) for m in families for name, kind in vars(m).items() if isinstance(kind, type)]
     apply(model=model, **{name: value for name, value in wanted.items() if name in known})
-    for module, name, kind in classes:  # the model's layers are exchanged by now; other models keep theirs
+    for module, name, kind in classes:  # the model has its kernels by now; later models get plain classes
         setattr(module, name, kind)
 
 

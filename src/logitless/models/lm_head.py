@@ -1,7 +1,8 @@
-"""A causal language model in two: its backbone, run on packed tokens, and its LM head as tensors.
+"""The two halves of a causal language model: the backbone, run on packed tokens, and the LM head as an ``LMHead``.
 
-``lm_head`` finds the head by transformers' names. Names do not prove it, so ``verify_lm_head`` and ``verify_packing``
-compare numbers with the model's own forward pass and refuse a model that differs.
+``lm_head`` finds the head by transformers' names for attributes and config fields. A name can mislead, so
+``verify_lm_head`` and ``verify_packing`` compare numbers with the model's own forward pass and refuse a model where
+they differ.
 """
 
 import inspect
@@ -30,16 +31,17 @@ _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _WINDOWED = {"sliding_attention", "chunked_attention", "hybrid_sliding"}
-_SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` is a factor, everyone else's a divisor
+_SCALING_MULTIPLIES = {"hyperclovax"}  # its `logits_scaling` multiplies; that of other models divides
 
 
 def is_peft(model: nn.Module) -> bool:
-    """Whether PEFT wraps the model; the model inside it has a ``peft_config`` as well."""
+    """Whether the model is a PEFT wrapper."""
+    # the model inside the wrapper has a `peft_config` too
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 class AttentionHeads(NamedTuple):
-    """How many heads of queries, and of keys and values, a model's attention has, and the width of each."""
+    """Number of query heads, number of key/value heads, and head dimension of a model's attention."""
 
     query: int
     key: int
@@ -47,7 +49,7 @@ class AttentionHeads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """Those of a transformers text config; the most and widest where layers differ (Gemma 4).
+        """Read them from a transformers text config; the maximum of each where layers differ (Gemma 4).
 
         Example:
             >>> from transformers import LlamaConfig
@@ -65,8 +67,8 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     """The transformers causal LM inside a PEFT wrapper, or the model itself.
 
     Raises:
-        InputError: neither of the two.
-        UnavailableError: an adapter that is not inside the layers (prompt learning).
+        InputError: not a transformers model.
+        UnavailableError: an adapter outside of the layers (prompt learning).
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -127,16 +129,15 @@ def backbone_hidden(
     Args:
         model: a transformers causal LM, PEFT-wrapped or not, with any attention implementation; with
             ``logitless_packed`` no mask is built.
-        inputs: T tokens of B sequences, on the model's device; each prompt once where ``why_unshared`` says nothing
-            against it.
-        group: ranks that share the row, after ``check_sequence_group``; each reads ``rows_of_rank``.
+        inputs: T tokens of B sequences, on the model's device; ``SharedInputs`` only if ``why_unshared`` returns None.
+        group: ranks that split the packed row, checked by ``check_sequence_group``; each runs its ``rows_of_rank``.
 
     Returns:
-        [T, D] in the decoder's dtype; take the rows ``inputs.source`` for the head. With a group this rank's rows.
+        [T, D] in the decoder's dtype; the LM head needs the rows ``inputs.source``. With a group, this rank's rows.
 
     Raises:
         UnavailableError: the model's attention cannot be packed this way, or a sequence is so long that dynamic rotary
-            scaling would turn it by other frequencies.
+            scaling would change its frequencies.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -166,7 +167,7 @@ def backbone_hidden(
 
 
 def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
-    """The tokens of a packed row that a rank reads; every rank has as many, the last ones partly padding.
+    """The slice of a packed row that one rank runs; slices are equally long, and the last may extend past the end.
 
     Example:
         >>> rows_of_rank(5, 1, 2)
@@ -177,11 +178,11 @@ def rows_of_rank(num_tokens: int, rank: int, num_ranks: int) -> slice:
 
 
 def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
-    """Refuse a model whose sequences cannot be split over so many ranks.
+    """Refuse a model whose sequences cannot be split over ``num_ranks`` ranks.
 
     Raises:
-        UnavailableError: the heads cannot be dealt out, other attention than the packed one, or rotary frequencies that
-            each rank would have to know the whole sequence for.
+        UnavailableError: the number of heads does not divide, the attention is not ``packed``, or the model has
+            row-invariant layers, longrope or recurrent layers.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -209,7 +210,7 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
 
 
 def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedInputs | SharedInputs:
-    """Inputs with one more sequence, without targets, so that all ranks have as many tokens."""
+    """Append a padding sequence without targets, so that the row has ``num_tokens`` tokens."""
     more = num_tokens - len(inputs.input_ids)
     if not more:
         return inputs
@@ -225,7 +226,7 @@ def _filled_up(inputs: PackedInputs | SharedInputs, num_tokens: int) -> PackedIn
 
 
 def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedInputs) -> dict[str, Any]:
-    """Forward arguments that keep packed sequences apart, besides restarting positions."""
+    """The decoder's arguments that keep sequences apart, besides positions that restart."""
     config, device = decoder.config.get_text_config(), inputs.input_ids.device
     attention = config._attn_implementation
     layout: AttentionLayout | PackedLayout
@@ -236,12 +237,13 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
     if hasattr(decoder, "row_invariant"):
         return {"packed_layout": layout}
     if attention == PACKED:
-        # The layout does the work; NaN so that a layer which adds the mask anyway is noticed.
+        # The layout separates the sequences. The mask is NaN so that a layer that adds it anyway is noticed.
         mask = torch.full((1, 1, 1, 1), float("nan"), device=device)
         return {"attention_mask": mask, "packed_layout": layout}
     for_mixers = {"packed_layout": layout} if recurrent_mixers(decoder) else {}
     if not _takes_mask(decoder):
         return for_mixers  # transformers makes a mask for each kind of layer from the positions
+    # transformers uses a mask of four dimensions as it is
     allowed = (_shared_mask(layout) if isinstance(layout, AttentionLayout) else _packed_mask(layout))[None, None]
     if attention == "sdpa":
         return {"attention_mask": allowed, **for_mixers}
@@ -250,7 +252,7 @@ def _packing_arguments(decoder: PreTrainedModel, inputs: PackedInputs | SharedIn
 
 
 def _takes_mask(decoder: PreTrainedModel) -> bool:
-    """Whether one attention mask serves all layers of a decoder."""
+    """Whether one [T, T] mask serves all of a decoder's layers."""
     config = decoder.config.get_text_config()
     kinds = getattr(config, "layer_types", None) or []
     windowed = any(kind not in KINDS - _WINDOWED for kind in kinds) or (
@@ -260,7 +262,7 @@ def _takes_mask(decoder: PreTrainedModel) -> bool:
 
 
 def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
-    """The mask of a packed row: which token sees which."""
+    """True where a token (row) may attend to another one (column)."""
     lengths = torch.tensor(layout.lengths, device=layout.device)
     sequence = torch.repeat_interleave(
         torch.arange(len(layout.lengths), device=layout.device), lengths, output_size=layout.num_tokens
@@ -269,16 +271,16 @@ def _packed_mask(layout: PackedLayout) -> Bool[Tensor, "T T"]:
 
 
 def _shared_mask(layout: AttentionLayout) -> Bool[Tensor, "T T"]:
-    """The mask of a packed row with shared prompts."""
+    """``_packed_mask`` for completions that attend to a shared prompt."""
     pieces, rows = layout.segments, torch.arange(layout.num_tokens)
     last_seen_by = torch.repeat_interleave(pieces.last_seen_by, pieces.length)
     return (rows[:, None] < last_seen_by).tril().to(layout.device)
 
 
 def why_unshared(model: nn.Module) -> str | None:
-    """Why completions of a model cannot share their prompt's tokens in a packed row; None if they can.
+    """Why completions cannot share their prompt's tokens in a packed row, in words; None if they can.
 
-    Layers that a name promises to be causal attention are asked for numbers: a few tokens, with and without sharing.
+    Besides names it compares numbers: a few tokens are run with and without sharing.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -311,10 +313,10 @@ def why_unshared(model: nn.Module) -> str | None:
 
 
 def check_positions(decoder: PreTrainedModel) -> None:
-    """Refuse a decoder whose positions cannot restart in a packed row.
+    """Refuse a decoder whose positions cannot restart inside a packed row.
 
     Raises:
-        UnavailableError: it takes none.
+        UnavailableError: it takes no ``position_ids``.
 
     Example:
         >>> from transformers import GPT2Config, GPT2Model
@@ -329,7 +331,7 @@ def check_positions(decoder: PreTrainedModel) -> None:
 
 
 def lm_head(model: nn.Module) -> LMHead:
-    """The LM head of a causal LM in its current state: while adapters are off it has no LoRA factors.
+    """The LM head of a causal LM in its current state: without LoRA factors while adapters are off.
 
     ``logits = scale * (hidden @ weight.T + bias + lora_scale * (hidden @ lora_a.T) @ lora_b.T)``, then the softcap.
 
@@ -391,7 +393,7 @@ def _softcap(config: Any) -> float | None:
 
 
 def _active_module(layer: Any) -> Any:
-    """The module that a ``modules_to_save`` wrapper runs, or the module itself."""
+    """The module that a ``modules_to_save`` wrapper currently runs, or the layer itself."""
     if not hasattr(layer, "modules_to_save") or not hasattr(layer, "original_module"):
         return layer
     if layer.disable_adapters or not layer.active_adapters:
@@ -426,14 +428,14 @@ def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
 
 
 def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
-    """Compare the model's own logits of a few tokens with the formula of ``LMHead``; raise where they differ.
+    """Compare the model's own logits of a few tokens with the formula of ``LMHead``.
 
     Args:
-        model: a causal LM on its device; meta models have no numbers and are not checked.
+        model: a causal LM on its device; a meta model has no numbers and is not checked.
         head: default ``lm_head(model)``.
 
     Raises:
-        UnavailableError: the model turns hidden states into logits in a way LMHead does not express.
+        UnavailableError: they differ: the model computes logits in a way that LMHead does not express.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -457,16 +459,14 @@ def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
 
 
 def verify_packing(model: nn.Module) -> None:
-    """Check that packed sequences do not see each other and equal the same sequences run alone.
-
-    One of them lies across the length where rotary frequencies may change, the others below it.
+    """Check that packed sequences do not affect each other and give the hidden states of the same sequences run alone.
 
     Args:
-        model: a causal LM on its device; meta models have no numbers and are not checked.
+        model: a causal LM on its device; a meta model has no numbers and is not checked.
 
     Raises:
-        UnavailableError: they see each other (recurrent layers, a mask built from something else than positions), or
-            the result differs from running alone (rotary frequencies that follow the longest sequence).
+        UnavailableError: sequences affect each other (recurrent layers, a mask that is not built from positions), or
+            the result differs from running alone (rotary frequencies that depend on the longest sequence).
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -476,6 +476,7 @@ def verify_packing(model: nn.Module) -> None:
     if _is_meta(inner):
         return
     dtype = next(inner.parameters()).dtype
+    # The first sequence crosses the length where rotary frequencies may change; the others stay below it.
     inputs = _probe(inner, (7, 3, 6), first_position=max(0, scaling_begins(inner) - 3))
     lengths, first = list(inputs.lengths), inputs.lengths[0]
     ids = inputs.input_ids.clone()
@@ -492,7 +493,7 @@ def verify_packing(model: nn.Module) -> None:
                 )
             ]
         )
-    # Experts multiply the tokens that chose them: other sequences change how many, and with that a product's last bits.
+    # An expert multiplies all tokens routed to it. Other sequences change their number, and so a product's last bits.
     experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
     leak = not _close(beside_another[first:], together[first:], dtype, ulps=1000.0 if experts else 2.0)
     if leak or not _close(together, alone, dtype):
@@ -507,7 +508,7 @@ def verify_packing(model: nn.Module) -> None:
 
 
 def _logits(hidden: Tensor, head: LMHead) -> Tensor:
-    """Logits by the formula of ``LMHead``, with products in the dtype of the weight as in the model."""
+    """The formula of ``lm_head``, with products in the dtype of the weight as in the model itself."""
     hidden = hidden.to(head.weight.dtype)
     logits = F.linear(hidden, head.weight, head.bias).double()
     if head.lora_a is not None and head.lora_b is not None:

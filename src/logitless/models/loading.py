@@ -1,8 +1,7 @@
-"""Any transformers causal language model and its tokenizer, checked before a run depends on them.
+"""Load any transformers causal language model and its tokenizer, and check both before a run starts.
 
-Weights come from a hub name or a local folder, as safetensors only (a pickle runs code when it is read), from a GGUF
-file, or are drawn at random from a config under a seed. On the meta device nothing is read or drawn: enough for a dry
-run.
+Weights come from the safetensors of a hub name or local folder (never from a pickle, which can run code), from a GGUF
+file, or at random from a config and a seed. On the meta device there are no weights: enough for a dry run.
 """
 
 import logging
@@ -58,26 +57,26 @@ def load_model(
     four_bit: FourBit | None = None,
     empty: bool = False,
 ) -> PreTrainedModel:
-    """A causal language model with its weights, its LM head and its packing verified.
+    """Load a causal language model and verify its LM head and its packing.
 
     Args:
         source: hub name, local folder, ``config.json`` file, GGUF file (a path, or ``owner/name/file.gguf`` of the
             hub), or a mapping with ``model_type`` and the config's fields.
         dtype: of the weights.
         device: where the model ends up; on ``meta`` only shapes exist.
-        attention: ``packed`` (own, no mask is built) or one of transformers', packed by a block-diagonal mask.
+        attention: ``packed`` (ours, no mask is built) or one of transformers', packed by a block-diagonal mask.
         trust_remote_code: run code that the model repository ships.
-        random_weights: draw the weights instead of reading them.
+        random_weights: initialize the weights at random instead of reading them.
         seed: of the random weights; the global generators are left alone.
-        four_bit: round the decoder's linear layers to four bits a weight, one after the other on their way to the
-            device; for a base that is not trained.
-        empty: leave the weights on ``meta``, unread, and have all else on the CPU as it would be beside them; for a
-            process that gets them from another one.
+        four_bit: quantize the decoder's linear layers to four bits, one at a time as they move to the device; for a
+            frozen base model.
+        empty: leave the weights on ``meta``, unread, and put everything else on the CPU; for a process that gets the
+            weights from another one.
 
     Raises:
         ConfigurationError: the source does not exist, has no safetensors, or lacks weights.
-        UnavailableError: this architecture cannot run with this attention, has layers whose state cannot be kept in its
-            sequence, its LM head is not an LMHead, or there is nothing to round with.
+        UnavailableError: the architecture cannot run with this attention, has recurrent layers whose packed sequences
+            cannot be kept apart, its LM head is not an LMHead, or bitsandbytes is missing for ``four_bit``.
 
     Example:
         >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
@@ -119,19 +118,19 @@ def load_model(
     _check_recurrence(model, keep_sequences_apart(model))
     verify_lm_head(model)
     verify_packing(model)
-    if four_bit is not None:  # after the checks, for products in four bits differ by more than their tolerance
+    if four_bit is not None:  # after the checks: four-bit products differ by more than their tolerance
         quantize(model, four_bit, torch.device(device))
         model.to(device)
     return model
 
 
 def stored_dtype(source: ModelSource, *, trust_remote_code: bool = False) -> torch.dtype | None:
-    """The dtype of a model's files, as its config says; None where it does not.
+    """The dtype of a model's weights according to its config; None if the config has none.
 
-    Weights that are read to the CPU in this dtype are the files themselves, mapped into memory.
+    Weights that are loaded to the CPU in this dtype are the files, mapped into memory, and not a copy.
 
     Args:
-        source, trust_remote_code: of ``load_model``.
+        source, trust_remote_code: as for ``load_model``.
 
     Example:
         >>> stored_dtype({"model_type": "llama", "dtype": "bfloat16"})
@@ -141,18 +140,17 @@ def stored_dtype(source: ModelSource, *, trust_remote_code: bool = False) -> tor
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model; it must know how a text ends.
+    """Load a model's tokenizer, which must have an EOS token; a pad token is not needed.
 
-    A pad token is not needed: nothing is padded but an engine's prompts, and there the EOS token stands in, masked.
-    Where turns of the chat template end with another token than EOS, that token takes its place (``mend_end_token``).
+    If the chat template ends its turns with another token, that becomes the EOS token (``mend_end_token``).
 
     Args:
         source: hub name, local folder, or GGUF file.
         trust_remote_code: run code that the repository ships.
 
     Raises:
-        ConfigurationError: the source does not exist, the tokenizer has no EOS token, or it is no token that ends the
-            turns of the chat template.
+        ConfigurationError: the source does not exist, the tokenizer has no EOS token, or turns of the chat template end
+            with text that is not a token.
 
     Example:
         >>> import tempfile
@@ -190,7 +188,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
 
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer whose ids the model has no embedding for; a model may have spare rows.
+    """Refuse a tokenizer with ids that the model has no embedding for; the model may have more rows than ids.
 
     Raises:
         ConfigurationError: the tokenizer's largest id is not below the number of embedding rows.
@@ -214,8 +212,8 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 def disable_dropout(model: nn.Module) -> int:
     """Set every dropout probability of a model to 0, in its modules and its config; returns how many were not.
 
-    So is the noise of routers' inputs (Mixtral's ``router_jitter_noise``). With either, the first step's ratio to
-    ``logp_old`` would not be 1.
+    The noise on routers' inputs (Mixtral's ``router_jitter_noise``) becomes 0 too. With either, the importance ratio
+    of the first step would not be 1.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
@@ -243,8 +241,8 @@ def disable_dropout(model: nn.Module) -> int:
 def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
     """``torch.compile`` each decoder layer in place; returns how many.
 
-    The layers share their code, so this compiles one layer, twice: for the first row's shape and for any shape.
-    Attention over a packed row stays outside, a kernel of its own.
+    Layers share their code, so torch compiles only twice: for the first row's shape, then for any shape. Packed
+    attention is a kernel of its own and is not compiled.
 
     Args:
         model: a causal LM, PEFT-wrapped or not.
@@ -305,10 +303,10 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
 
 
 def _built(config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
-    """A model of a config with new weights; whatever an architecture raises, the config is at fault."""
+    """A model with new weights, from a config."""
     try:
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, **options)
-    except Exception as error:
+    except Exception as error:  # an architecture can raise anything for a bad config
         raise ConfigurationError(
             needed=f"a config that a model of type {config.model_type} can be built from",
             given=f"{type(error).__name__}: {_in_one_line(error)}",
@@ -325,11 +323,11 @@ def _built(config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
 
 
 def _without_weights(source: ModelSource, config: Any, options: Mapping[str, Any], *, reads: bool) -> PreTrainedModel:
-    """The model that would be read or drawn, but for its weights: buffers that its code makes, and how it generates."""
+    """The model with every parameter on ``meta``; its buffers and generation config are as with weights."""
     plain = nn.Module.register_parameter
 
     def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and not parameter.is_meta:  # one that is tied stays one
+        if parameter is not None and not parameter.is_meta:  # if tied: already replaced
             parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
         plain(module, name, parameter)
 
@@ -340,7 +338,7 @@ def _without_weights(source: ModelSource, config: Any, options: Mapping[str, Any
     finally:
         nn.Module.register_parameter = plain  # type: ignore[method-assign]
     if reads:
-        with suppress(OSError):  # there is none: it follows from the config
+        with suppress(OSError):  # without such a file the one made from the config stays
             model.generation_config = GenerationConfig.from_pretrained(str(source))
     return model
 
@@ -362,7 +360,7 @@ def _check_path(source: str | Path) -> None:
 
 
 def _check_recurrence(model: PreTrainedModel, num_kept_apart: int) -> None:
-    """A state that runs along the row would pass from one packed sequence into the next."""
+    """Refuse layers whose recurrent state would pass from one packed sequence into the next."""
     config = model.config.get_text_config()
     kinds = list(getattr(config, "layer_types", None) or ())
     recurrent = [kind for kind in kinds if kind in RECURRENT]
@@ -378,7 +376,7 @@ def _check_recurrence(model: PreTrainedModel, num_kept_apart: int) -> None:
 
 
 def _check_attention_softcap(config: Any, attention: Attention) -> None:
-    """SDPA leaves a softcap out without a word."""
+    """Refuse SDPA for attention with a softcap, which it silently ignores."""
     cap = getattr(config.get_text_config(), "attn_logit_softcapping", None)
     if cap is not None and attention == "sdpa":
         raise UnavailableError(
@@ -389,7 +387,7 @@ def _check_attention_softcap(config: Any, attention: Attention) -> None:
 
 
 def _check_temperature(config: Any, attention: Attention) -> None:
-    """Llama 4 scales queries by their place in the row, which packed attention alone puts right."""
+    """Refuse other attention for Llama 4, whose queries are scaled by position: only ours restarts it per sequence."""
     if getattr(config.get_text_config(), "attn_temperature_tuning", False) and attention != "packed":
         raise UnavailableError(
             needed="attention that knows each token's place in its sequence (attn_temperature_tuning)",
@@ -409,7 +407,7 @@ def _check_attention_interface(config: Any) -> None:
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is None or kind._supports_attention_backend:
         return
-    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):  # its layers would not ask for ours
+    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS"):  # its layers would not use ours
         raise UnavailableError(
             needed="an architecture with replaceable attention",
             given=f"{kind.__name__} with attention 'packed'",
@@ -418,7 +416,7 @@ def _check_attention_interface(config: Any) -> None:
 
 
 def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
-    """The model of a config with the weights of files that are of ``whole``: of an image model, or of the same."""
+    """The model of ``config`` with weights from files of ``whole``: the same config, or that of an image model."""
     of_image_model = whole is not config
     folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
     if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):

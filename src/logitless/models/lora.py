@@ -1,4 +1,4 @@
-"""Low-rank adapters through PEFT, and the frozen reference policy: the same model with its adapters off, or a copy."""
+"""LoRA through PEFT, and the frozen reference policy: the same model with its adapters off, or a copy."""
 
 import copy
 import warnings
@@ -20,18 +20,18 @@ from logitless.models.seeded import seeded
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """What to adapt and how much, under PEFT's names where they have one.
+    """Options of LoRA, under PEFT's names where it has one.
 
     Args:
         rank: R.
         alpha: the product of the factors is multiplied by alpha / rank.
-        targets: names of linear modules, or every linear module but the LM head, and in Falcon-H1 and Nemotron-H
-            ``out_proj`` of Mamba layers, which PEFT does not adapt. Of a mixture also of expert weights, of which each
-            expert gets factors of its own, and of routers (``lora_targets``).
+        targets: names of linear modules; in a mixture of experts also of expert weights, where each expert gets its own
+            factors, and of routers (``lora_targets``). ``all-linear``: every linear module but the LM head, and but
+            ``out_proj`` in Falcon-H1 and Nemotron-H, which PEFT cannot adapt in Mamba layers.
         use_rslora: multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
-        dropout: probability with which an input of the factors is 0, in passes that take a gradient alone: what
-            scores and samples is the whole policy, so that the first step's ratio is not 1.
-        modules_to_save: ends of the names of modules that are trained whole beside the adapters; ``norm`` is every
+        dropout: probability with which an input of the factors is set to 0, only in passes with gradient. Sampling and
+            scoring have no dropout, so the importance ratio of the first step is not 1.
+        modules_to_save: ends of the names of modules that are fully trained beside the adapters; ``norm`` is every
             norm.
 
     Raises:
@@ -65,13 +65,13 @@ class LoraOptions:
 
 
 def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Module:
-    """Freeze the model and put trainable float32 adapters into it; the policy is unchanged until they are trained.
+    """Freeze the model and add trainable float32 adapters; the policy is unchanged until they are trained.
 
-    Modules that are trained whole are copies in float32: the base model's own stay for the reference.
+    ``modules_to_save`` are trained as float32 copies; the reference uses the base model's own.
 
     Args:
-        model: a causal LM, changed in place; one that already carries an adapter gets it merged first, so that the
-            reference (adapters off) is the policy the training starts from.
+        model: a causal LM, changed in place. An adapter that it already has is merged first, so that the reference
+            (adapters off) is the policy that training starts from.
         options: rank, scale and targets.
         seed: of the A factors; B starts at 0. The global generators are left alone.
 
@@ -79,8 +79,8 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         The PEFT model around it.
 
     Raises:
-        ConfigurationError: no module has a target's name, or that of a module to save; the LM head or the embedding is
-            changed while they are tied; the LM head has an adapter with dropout; a module to save is quantized.
+        ConfigurationError: a target or module to save names no module; LM head or embedding would change while they are
+            tied; the adapter of the LM head or of experts has dropout; a module to save is quantized.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -135,7 +135,7 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
 
 
 _FUSED_OUTPUT = {"falcon_h1", "nemotron_h"}
-"""Whose Mamba layers hand the weight of ``out_proj`` to a kernel that knows no adapter; PEFT refuses one there."""
+"""Model types whose Mamba layers pass ``out_proj.weight`` to a fused kernel; PEFT refuses an adapter there."""
 
 
 def _not_adapted(model: nn.Module) -> list[str] | None:
@@ -143,7 +143,7 @@ def _not_adapted(model: nn.Module) -> list[str] | None:
 
 
 class GradientDropout(nn.Dropout):
-    """Dropout in passes that take a gradient; every other pass is that of the whole policy.
+    """Dropout in passes with gradient; the identity in all others.
 
     Example:
         >>> with torch.no_grad():
@@ -156,7 +156,7 @@ class GradientDropout(nn.Dropout):
 
 
 def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
-    """A model with adapters that ``save_adapters`` wrote, not yet merged and not trainable.
+    """Add adapters that ``save_adapters`` wrote to a model; they are neither merged nor trainable.
 
     Args:
         model: the base model they were trained on, changed in place.
@@ -195,12 +195,12 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 
 
 def save_adapters(model: nn.Module, folder: str | Path, state: Mapping[str, Tensor] | None = None) -> None:
-    """Write the adapters alone, in PEFT's format with safetensors.
+    """Write only the adapters, in PEFT's format with safetensors.
 
     Args:
         model: PEFT-wrapped.
-        folder: that need not exist.
-        state: its weights by name, where the model does not hold them whole.
+        folder: created if it does not exist.
+        state: the model's full weights by name, if its own are sharded.
 
     Raises:
         InputError: the model has none.
@@ -228,7 +228,7 @@ def save_adapters(model: nn.Module, folder: str | Path, state: Mapping[str, Tens
 
 
 def merge_adapters(model: nn.Module) -> nn.Module:
-    """The plain causal LM whose weights include the adapters (rounded to the dtype of its weights).
+    """The plain causal LM with the adapters merged into its weights, in their dtype.
 
     Raises:
         InputError: the model has no adapters.
@@ -247,7 +247,7 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Inside, the model and its LM head are those of the base model.
+    """Inside, the model computes as the base model: adapters are off, also that of the LM head.
 
     Raises:
         InputError: the model has no adapters.
@@ -268,12 +268,11 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
-    """A copy of the model that is never trained: the reference of full fine-tuning.
+    """A frozen copy of the model in evaluation mode: the reference of full fine-tuning.
 
     Args:
-        model: left as it is.
-        dtype: of the copy's weights; default as they are. Buffers stay as they are: rounded rotary frequencies would
-            turn late positions by other angles than the policy's.
+        model: not changed.
+        dtype: of the copy's weights; default as they are. Buffers keep their dtype.
 
     Example:
         >>> copied = frozen_copy(nn.Linear(2, 2), dtype=torch.bfloat16)
@@ -283,6 +282,7 @@ def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     copied = copy.deepcopy(model).requires_grad_(False).eval()
     copied.zero_grad(set_to_none=True)
     if dtype is not None:
+        # no buffers: rounded rotary frequencies would rotate late positions by other angles than the policy's
         for parameter in copied.parameters():
             parameter.data = parameter.data.to(dtype)
     return copied
@@ -295,7 +295,7 @@ def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:
     name = next(name for name, module in causal_lm(model).named_modules() if module is output).rsplit(".", 1)[-1]
     embedding = next(name for name, module in causal_lm(model).named_modules() if module is inputs).rsplit(".", 1)[-1]
     targets = () if isinstance(options.targets, str) else options.targets
-    whole = {each for each in (name, embedding) if each.endswith(options.modules_to_save)}  # as PEFT finds them
+    whole = {each for each in (name, embedding) if each.endswith(options.modules_to_save)}  # as PEFT matches names
     if name in targets or whole:
         changed = name if name in {*targets, *whole} else embedding
         raise ConfigurationError(
@@ -323,7 +323,7 @@ def _check_modules_to_save(model: nn.Module, options: LoraOptions) -> None:
 
 
 def _set_dropout(model: nn.Module) -> None:
-    """Exchange the dropout of every adapter for ``GradientDropout``."""
+    """Replace the dropout of every adapter by ``GradientDropout``."""
     head = causal_lm(model).get_output_embeddings()
     for module in model.modules():
         for name, dropout in dict(getattr(module, "lora_dropout", {})).items():

@@ -1,4 +1,4 @@
-"""The targets of LoRA in a mixture of experts, whose expert weights and routers are not linear modules."""
+"""LoRA targets in a mixture of experts, whose expert weights and routers are not linear modules."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,16 +10,16 @@ from logitless.models.lm_head import causal_lm
 from logitless.models.router import router_modules
 
 _PEFT_RENAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Names that PEFT takes for those of experts or routers before transformers fused them, wherever a module has one."""
+"""Names that PEFT renames in any module, as names of experts or routers from before transformers fused these."""
 
 
 @dataclass(frozen=True)
 class LoraTargets:
-    """Targets as PEFT takes them: ends of the names of modules and parameters.
+    """PEFT's ``target_modules`` and ``target_parameters``: ends of the names of what is adapted.
 
     Args:
         modules: linear modules.
-        parameters: weights of other modules; each expert gets factors of its own.
+        parameters: weights of other modules; each expert gets its own factors.
     """
 
     modules: tuple[str, ...]
@@ -41,7 +41,7 @@ def expert_weights(model: nn.Module) -> list[str]:
 
 
 def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linear"]) -> LoraTargets:
-    """Translate a recipe's targets for a mixture of experts.
+    """Resolve a recipe's targets in a mixture of experts.
 
     Args:
         model: a mixture, not PEFT-wrapped.
@@ -49,7 +49,7 @@ def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linea
             but the LM head, and every expert weight; no router.
 
     Raises:
-        ConfigurationError: one that names nothing.
+        ConfigurationError: a target names nothing.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM

@@ -1,13 +1,15 @@
-"""Several autograd functions as one node of autograd's graph, which saves CPU time.
+"""Several autograd functions as a single node of autograd's graph, to save host time.
 
-A row-invariant decoder layer is nine autograd functions. As nine nodes they cost the CPU more than launching their
-kernels. ``one_node`` runs the functions without autograd, records which output is whose input, gives autograd a single
-node, and replays the record backwards. Kernels, their order and every bit of the results are the same.
+A row-invariant decoder layer is nine autograd functions. As nine nodes they cost the host more time than launching
+their kernels. ``one_node`` runs them without autograd, records which result went into which function, gives autograd a
+single node, and runs the recorded functions' backwards in reverse order. Kernels, their order and all results are
+bitwise identical.
 
-Tensors that the functions save are saved by that node, so that hooks on saved tensors (``activations``) see them; with
-``recomputed`` the node saves its inputs only and runs the functions again.
-Inside, only these functions have gradients: a tensor changed by plain torch between them would lose its gradient.
-Second derivatives are refused.
+What the functions save is saved by that node, where hooks on saved tensors (``activations``) see it. Under
+``recomputed`` the node saves only its inputs and runs the functions again in its backward.
+
+Tensors must go from one function to the next unchanged: a plain torch operation in between has no gradient. Second
+derivatives are refused.
 """
 
 import threading
@@ -25,7 +27,7 @@ Function = type[torch.autograd.Function]
 
 
 class _Recording(threading.local):
-    """The node that functions of this thread join, and whether nodes save their inputs only."""
+    """Per thread: the node that functions are recorded in, and whether nodes save only their inputs."""
 
     node: "_Node | None" = None
     again: bool = False
@@ -35,10 +37,10 @@ _recording = _Recording()
 
 
 def apply(function: Function, *args: Any) -> Any:
-    """``function.apply(*args)``: part of the surrounding node, or its forward alone if no gradient is wanted.
+    """``function.apply(*args)``, recorded in the surrounding node if there is one; without gradients only the forward.
 
     Args:
-        function: whose backward takes None for nothing that it is given, as ``one_node`` gives it no zeros.
+        function: its backward must accept None for an absent gradient, since no zeros are filled in.
         args: of its forward.
     """
     node = _recording.node
@@ -55,8 +57,8 @@ def one_node(
     """``run(*given)`` as one node.
 
     Args:
-        run: calls ``apply``, and nothing else that is to be differentiated.
-        given: tensors that it is called with.
+        run: calls ``apply``, and no other operation that is to be differentiated.
+        given: the tensors that it is called with.
         parameters: every other tensor that may need a gradient.
 
     Example:
@@ -80,11 +82,8 @@ def one_node(
 
 @contextmanager
 def recomputed() -> Iterator[None]:
-    """Inside, a node saves its inputs only, and runs its functions again in the backward pass.
-
-    As ``torch.utils.checkpoint`` does it, without what that takes on the host for any code at all: a millisecond a
-    layer. What runs must be the same the second time, as kernels without chance are.
-    """
+    """Inside, a node saves only its inputs and runs its functions again in its backward; they must be deterministic."""
+    # like torch.utils.checkpoint, but without its bookkeeping, which takes the host a millisecond a layer
     before, _recording.again = _recording.again, True
     try:
         yield
@@ -93,8 +92,7 @@ def recomputed() -> Iterator[None]:
 
 
 def gradients_wanted() -> bool:
-    """Whether operations here are to be differentiated, by autograd or by the surrounding node, inside which autograd
-    is off.
+    """Whether the code that runs now is differentiated, by autograd or by a surrounding node (where autograd is off).
 
     Example:
         >>> with torch.no_grad():
@@ -105,10 +103,10 @@ def gradients_wanted() -> bool:
 
 
 def refuse_twice() -> None:
-    """Raise in the backward of these functions if it is itself to be differentiated.
+    """Refuse second derivatives; call it in the backward of these functions.
 
     Raises:
-        UnavailableError: it runs under ``create_graph=True``.
+        UnavailableError: the backward runs under ``create_graph=True``.
     """
     refuse_second_derivative(
         "layers", given="row-invariant layers or their attention", remedy="Load the model with its own layers."
@@ -116,7 +114,7 @@ def refuse_twice() -> None:
 
 
 class Context:
-    """The context of a function's forward and backward, in place of autograd's."""
+    """Stands in for autograd's context in a function's forward and backward."""
 
     saved_tensors: tuple[Tensor | None, ...] = ()
     needs_input_grad: tuple[bool, ...] = ()
@@ -125,22 +123,22 @@ class Context:
         self.saved_tensors = tensors
 
     def set_materialize_grads(self, value: bool) -> None:
-        """No effect: missing gradients are never replaced by zeros."""
+        """Does nothing: an absent gradient is always None."""
 
 
 class _Node:
-    """The record of the functions: tensors are numbered, inputs first."""
+    """A record of functions in the order in which they ran. Tensors are numbered, the inputs first."""
 
     def __init__(self, inputs: Sequence[Tensor], needed: Sequence[bool]) -> None:
         self.numbers = {id(each): i for i, each in enumerate(inputs) if needed[i]}
         self.parameters = [(i, each) for i, each in enumerate(inputs) if needed[i] and type(each) is nn.Parameter]
-        self.alive: list[Any] = list(inputs)  # so that no two tensors have one id
+        self.alive: list[Any] = list(inputs)  # kept alive, so that no two tensors share an id
         self.count = self.num_inputs = len(inputs)
         self.steps: list[tuple[Function, Context, list[int | None], list[int]]] = []
         self.outputs: list[int | None] = []
 
     def run(self, function: Function, args: tuple[Any, ...]) -> Any:
-        """Run a function's forward and record its outputs."""
+        """Run a function's forward and record its results."""
         numbers, context, sources = self.numbers, Context(), list[int | None]()
         for each in args:
             source = numbers.get(id(each))
@@ -158,7 +156,7 @@ class _Node:
         return made
 
     def finish(self, outs: tuple[Tensor, ...]) -> list[Tensor | None]:
-        """Drop all references to tensors; returns those that the functions saved."""
+        """Drop all references to tensors; returns those that the functions saved, in order."""
         self.outputs = [self.numbers.get(id(each)) for each in outs]
         self.numbers, self.alive = {}, []
         saved: list[Tensor | None] = []
@@ -168,7 +166,7 @@ class _Node:
         return saved
 
     def backward(self, saved: Sequence[Tensor | None], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the inputs; parameters with a float32 sum have theirs added to it."""
+        """Gradients of the inputs; those of parameters with a float32 sum are added to that sum instead."""
         found: list[Tensor | None] = [None] * self.count
         end = len(saved)
         for number, grad in zip(self.outputs, grads, strict=True):
@@ -202,7 +200,7 @@ def _sum(before: Tensor | None, more: Tensor) -> Tensor:
 def _recorded(
     run: Callable[..., tuple[Tensor, ...]], num_given: int, inputs: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple["_Node", tuple[Tensor, ...]]:
-    """Run functions and record them; returns the record and the outputs."""
+    """Run the functions in a new node; returns the node and their results."""
     node = _recording.node = _Node(inputs, needed)
     try:
         return node, run(*inputs[:num_given])

@@ -1,8 +1,7 @@
-"""A reward model: a transformers classifier that reads a conversation and gives a number.
+"""A reward model: a transformers sequence classifier that scores a conversation.
 
-The whole conversation goes through the model's own chat template, several of like length at a time. It reads
-safetensors alone and runs no code of a repository's. Gives up: what is wrong with the model's taste; a policy that is
-trained against it finds out.
+The whole conversation is rendered with the classifier's own chat template. Only safetensors are loaded, and no code of
+a repository is run. A reward model can be gamed: a policy that is trained against it learns to exploit its errors.
 """
 
 import functools
@@ -23,21 +22,21 @@ from logitless.types import Verdict
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModel(TextReward):
-    """What a classifier says of prompt and completion: its logit, or the probability of a class.
+    """The score that a classifier gives prompt and completion: its logit, or the probability of a class.
 
-    A completion that does not fit into the model with its prompt is `ungradable`. A number that is not finite is an
-    `error`.
+    A completion that is too long for the model, together with its prompt, is `ungradable`. A score that is not finite
+    is an `error`.
 
     Args:
-        source: hub name or folder of a sequence classifier with its tokenizer; safetensors alone are read.
-        output: logit: of the one class; sigmoid: of that logit; class: the probability of class `index`.
-        index: of the class, where there are several.
-        device: auto, cpu, cuda, cuda:1, ...; another than the policy's keeps its memory apart.
+        source: hub name or folder of a sequence classifier with its tokenizer; only safetensors are loaded.
+        output: logit: of a model with one class; sigmoid: of that logit; class: the probability of class `index`.
+        index: the class, for `output: class`.
+        device: auto, cpu, cuda, cuda:1, ...; another device than the policy's takes none of its memory.
         dtype: of its weights.
         template: plain text with `{prompt}` and `{completion}`, used instead of the tokenizer's chat template.
-        max_tokens: that it reads; null: the model's positions.
-        tokens_per_batch: that it reads at once, padding included; memory and speed only.
-        ungradable_score: of a completion that is too long: a score that no wrong answer falls below.
+        max_tokens: of prompt and completion together; null: the model's number of positions.
+        tokens_per_batch: tokens of one forward pass, padding included; changes memory and speed only.
+        ungradable_score: of a completion that is too long; no wrong answer should score less.
 
     Raises:
         ConfigurationError: a template without its fields, or a limit that is not positive.
@@ -71,10 +70,10 @@ class RewardModel(TextReward):
             )
 
     def check(self, columns: Columns) -> None:
-        """The model can be loaded, and has the class.
+        """Check that the model can be loaded and has the classes that `output` needs.
 
         Raises:
-            UnavailableError: it cannot be loaded, or its device is not there.
+            UnavailableError: it cannot be loaded, or its device does not exist.
             ConfigurationError: it has other classes, or there is neither a template nor a chat template.
         """
         del columns
@@ -94,7 +93,7 @@ class RewardModel(TextReward):
             )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text; texts of like length are read together."""
+        """One verdict per text; texts of similar length share a forward pass."""
         loaded = self._loaded()
         whole = [self._rendered(p, t, loaded.tokenizer) for p, t in zip(batch.prompts, texts, strict=True)]
         ids = loaded.tokenizer(whole, add_special_tokens=self.template is not None)["input_ids"]
@@ -143,7 +142,8 @@ class _Loaded:
     tokenizer: PreTrainedTokenizerBase
 
     def pads(self, ids: Sequence[Sequence[int]]) -> bool:
-        """Whether rows can be padded: the model finds the end of each by a token that is in none."""
+        """Whether rows can be padded: there is a pad token, and no row contains it."""
+        # the model takes the last token that is not padding as the end of a row
         pad = self.model.config.pad_token_id
         return pad is not None and not any(pad in row for row in ids)
 
@@ -170,7 +170,7 @@ def _load(_pid: int, source: str, device: str, dtype: str) -> _Loaded:
 
 
 def _batches(lengths: Sequence[int], budget: int, *, pads: bool) -> list[list[int]]:
-    """Rows that are read together: of like length where they can be padded, else of the same."""
+    """Indices of rows by batch: of similar length if rows can be padded, else of equal length."""
     found: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: (lengths[i], i)):
         fits = found and (len(found[-1]) + 1) * lengths[i] <= budget

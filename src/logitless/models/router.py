@@ -1,7 +1,7 @@
-"""The routers of a mixture of experts: finding and freezing them, and reading their logits and choices in a pass.
+"""The routers of a mixture of experts: finding them, freezing them, and recording their choices in a forward pass.
 
-A router gives each token a logit for each expert, and chooses the experts that process it. A pass is summarised by sums
-over its tokens, so that micro-batches and ranks add up to an optimizer step.
+A router gives each token one logit per expert and sends it to the experts that it chooses. Statistics are sums over
+tokens, so that those of micro-batches and ranks add up to those of the optimizer step.
 """
 
 import sys
@@ -40,14 +40,14 @@ def router_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def freeze_routers(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
-    """Stop training the routers. Gradients still flow through the weights of chosen experts to the hidden states.
+    """Stop training the routers; gradients still flow through the weights of chosen experts to the hidden states.
 
     Args:
         model: changed in place.
-        dtype: that routers are rounded to, where the weights around them will be; None: as they are.
+        dtype: to round the routers to, as the weights around them will be; None: unchanged.
 
     Raises:
-        ConfigurationError: the model has no routers, or one of them has an adapter or is trained whole beside adapters.
+        ConfigurationError: the model has no routers, or one has an adapter or is among ``modules_to_save``.
 
     Example:
         >>> from transformers import MixtralConfig, MixtralForCausalLM
@@ -75,11 +75,11 @@ def freeze_routers(model: nn.Module, *, dtype: torch.dtype | None = None) -> Non
 
 
 class Choice(NamedTuple):
-    """Logits and choices of one router in one pass.
+    """The output of one router in one forward pass.
 
     Args:
         logits: [T, E].
-        experts: [T, K] that it chose.
+        experts: [T, K] indices of the chosen experts.
     """
 
     logits: Float[Tensor, "T E"]
@@ -87,13 +87,13 @@ class Choice(NamedTuple):
 
 
 class Routers:
-    """Reads the routers of a mixture during forward passes.
+    """Records what the routers of a mixture of experts choose while its layers run.
 
     Args:
-        model: whose routers have hooks from now on; PEFT-wrapped or not.
+        model: PEFT-wrapped or not; its routers get forward hooks.
 
     Attributes:
-        num_layers: with a router.
+        num_layers: layers with a router.
         num_experts: E.
         experts_per_token: K.
 
@@ -112,8 +112,8 @@ class Routers:
         reading: list[list[Choice]] = []
 
         def hook(_module: nn.Module, _given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            # Outside of ``read``, as where the backward recomputes a layer, nothing is kept. No operation here: within
-            # a recomputed layer autograd would count it.
+            # Outside of ``read`` nothing is recorded, as when the backward recomputes a layer. No tensor operation
+            # here: a checkpointed layer must run the same operations both times.
             if reading:
                 reading[-1].append(Choice(output[0], output[2]))
 
@@ -127,12 +127,12 @@ class Routers:
 
     @classmethod
     def of(cls, model: nn.Module) -> "Routers | None":
-        """Those of a model; None where it has none that can be read."""
+        """``Routers(model)``, or None if the model has no routers that can be read."""
         return cls(model) if _readable(model) else None
 
     @contextmanager
     def read(self) -> Iterator[list[Choice]]:
-        """Inside, every forward pass appends its routers' choices to the list, layer by layer, with gradients."""
+        """Inside, a forward pass appends the choices of its routers to the list, layer by layer, differentiable."""
         choices: list[Choice] = []
         self._reading.append(choices)
         try:
@@ -143,13 +143,13 @@ class Routers:
 
 @dataclass(frozen=True)
 class RoutingSums:
-    """Logits and choices of a pass's routers, summed over its tokens.
+    """Router statistics of a forward pass, summed over its tokens.
 
     Args:
-        probability: [E] the softmax of the logits, added over layers; differentiable.
-        counted: [E] tokens whose most probable experts (K of them) an expert is among, added over layers.
-        load: [L, E] tokens that a layer sent to an expert.
-        entropy: of the softmax, nats, added over layers.
+        probability: [E] the softmax of the logits, summed over layers; differentiable.
+        counted: [E] tokens that have the expert among their K most probable ones, summed over layers.
+        load: [L, E] tokens that each layer sent to each expert.
+        entropy: of the softmax, in nats, summed over layers.
     """
 
     probability: Float[Tensor, "E"]
@@ -159,12 +159,12 @@ class RoutingSums:
 
     @classmethod
     def zero(cls, routers: Routers, device: torch.device) -> "RoutingSums":
-        """The sums of no tokens."""
+        """The sums over no tokens."""
         each = torch.zeros(routers.num_experts, dtype=torch.float64, device=device)
         return cls(each, each, each.repeat(routers.num_layers, 1), each[0])
 
     def __add__(self, other: "RoutingSums") -> "RoutingSums":
-        """The sums of both."""
+        """The sums over the tokens of both."""
         return RoutingSums(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     def detach(self) -> "RoutingSums":
@@ -177,19 +177,19 @@ class RoutingSums:
         return torch.cat([part.flatten() for part in vars(self.detach()).values()])
 
     def unflat(self, flat: Float[Tensor, "F"]) -> "RoutingSums":
-        """The inverse of ``flat``."""
+        """The inverse of ``flat``, for sums of the same shapes as these."""
         parts = vars(self).values()
         split = flat.split([part.numel() for part in parts])  # type: ignore[no-untyped-call]
         return RoutingSums(*(new.view_as(part) for new, part in zip(split, parts, strict=True)))
 
 
 def routing_sums(choices: Sequence[Choice], weight: Float[Tensor, "T"]) -> RoutingSums:
-    """Sum the choices of a pass.
+    """Sum the router outputs of a forward pass over its tokens.
 
     Gradient: of ``probability``, to the logits. Counts are float64, and exact.
 
     Args:
-        choices: of its routers, at least one.
+        choices: one per router, at least one.
         weight: how often each token counts (``token_copies``).
     """
     parts = [_Sums.apply(each.logits, each.experts, weight) for each in choices]  # type: ignore[no-untyped-call]
@@ -200,12 +200,13 @@ def routing_sums(choices: Sequence[Choice], weight: Float[Tensor, "T"]) -> Routi
 
 
 class _Sums(Function):
-    """The sums of one router. It keeps the logits for the backward, not their softmax, which may be twice as large."""
+    """The sums of one router."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Float[Tensor, "T E"], experts: Int[Tensor, "T K"], weight: Float[Tensor, "T"]
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        # the logits and not their softmax, which may be twice as large
         ctx.save_for_backward(logits, weight)
         log_probability = _log_softmax(logits)
         probability = log_probability.exp()
@@ -229,13 +230,13 @@ def _log_softmax(logits: Tensor) -> Tensor:
 
 
 def _count(experts: Int[Tensor, "T K"], weight: Float[Tensor, "T"], num_experts: int) -> Float[Tensor, "E"]:
-    """How often each expert was chosen; float64, where whole numbers are exact in any order of summation."""
+    """How often each expert was chosen; in float64, where whole numbers add up exactly in any order."""
     counts = torch.zeros(num_experts, dtype=torch.float64, device=experts.device)
     return counts.scatter_add_(0, experts.flatten(), weight.double()[:, None].expand_as(experts).flatten())
 
 
 def token_copies(inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T"]:
-    """[T] the number of sequences that contain each token of a packed row; on the CPU.
+    """How many sequences contain each token of a packed row; on the CPU.
 
     Example:
         >>> from logitless.types import PromptGroup
@@ -251,7 +252,7 @@ def token_copies(inputs: PackedInputs | SharedInputs) -> Float[Tensor, "T"]:
 
 
 def _pieces(group: PromptGroup) -> list[tuple[int, int]]:
-    """(sequences, tokens) of each piece of a group, in the order of their rows."""
+    """(number of sequences, number of tokens) of each contiguous piece of a group, in packed order."""
     if not group.completions:
         return [(1, group.prompt)]
     below = [_pieces(branch) for branch in group.branches]
@@ -263,12 +264,12 @@ def _sequences(group: PromptGroup) -> int:
 
 
 def router_loss_coefficient(model: nn.Module, loss: float | str | None) -> float:
-    """The coefficient of the load-balancing loss; 0 if it is not computed.
+    """The coefficient of the load-balancing loss; 0 means that the loss is not computed.
 
     Args:
         model: PEFT-wrapped or not.
-        loss: the number; ``config``: ``router_aux_loss_coef`` of the model's config where that has
-            ``output_router_logits`` set, as transformers adds the loss, else 0; None: 0.
+        loss: the coefficient; None: 0; ``config``: as in transformers, ``router_aux_loss_coef`` of the model's config
+            if ``output_router_logits`` is set there, else 0.
 
     Raises:
         ConfigurationError: a number above 0 for a model for which transformers has no such loss.
@@ -298,19 +299,19 @@ def router_loss_coefficient(model: nn.Module, loss: float | str | None) -> float
 
 
 def configured_router_loss(model: nn.Module) -> float:
-    """The coefficient in a mixture's config, whether or not the config enables the loss; 0 if it has none."""
+    """The coefficient in a model's config, even if the config leaves the loss off; 0 if there is none."""
     config: Any = causal_lm(model).config.get_text_config()
     return float(getattr(config, "router_aux_loss_coef", None) or 0.0) if _has_loss(model) else 0.0
 
 
 def _has_loss(model: nn.Module) -> bool:
-    """Whether transformers has a load-balancing loss for the model, and its routers can be read."""
+    """Whether transformers has the loss for this model, and its routers can be read."""
     module = sys.modules[type(causal_lm(model)).__module__]
     return hasattr(module, "load_balancing_loss_func") and bool(_readable(model))
 
 
 def _readable(model: nn.Module) -> list[nn.Module]:
-    """The router modules whose output is (logits, weights of the chosen experts, chosen experts)."""
+    """The modules whose outputs are (logits, weights of the chosen experts, chosen experts)."""
     inside = [each for module in router_modules(model).values() for each in module.modules()]
     return [module for module in inside if type(module).__name__.lower().endswith("topkrouter")]
 

@@ -1,4 +1,4 @@
-"""Random numbers of a seed of one's own, with every other draw of the process as if nothing had been drawn."""
+"""Seed torch for a block of code, without changing the random numbers of the rest of the process."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,9 +8,9 @@ import torch
 
 @contextmanager
 def seeded(seed: int, device: torch.device | str = "cpu") -> Iterator[None]:
-    """Numbers of this seed inside, on the CPU and on this device; their generators go on as they were afterwards.
+    """Inside, the generators of the CPU and the device have this seed; afterwards their state is restored.
 
-    Other GPUs are neither seeded nor started.
+    Other GPUs are neither seeded nor initialized.
 
     Example:
         >>> before = torch.random.get_rng_state()

@@ -1,8 +1,8 @@
-"""The value head of PPO: one linear layer on the hidden states that the LM head reads.
+"""The value head of PPO: one linear layer on the hidden states that the LM head uses.
 
-``V_t`` is predicted from ``hidden[t]``, the row that predicts ``target[t]``: what the return will be from token t on,
-as seen before t is drawn. The backbone is shared with the policy, so the value loss trains it too. A model that is
-saved stays a plain language model; the value head is a file of its own.
+``V_t`` predicts the return from token t on, before t is sampled, from ``hidden[t]``: the row that also predicts
+``target[t]``. The backbone is shared with the policy, so the value loss trains it too. The value head is saved in a
+file of its own; the saved model stays a plain language model.
 """
 
 from pathlib import Path
@@ -19,13 +19,11 @@ from logitless.models.lm_head import lm_head
 
 
 class ValueHead(nn.Module):
-    """A value for each hidden state, linear in it.
+    """A linear value of each hidden state; it starts at 0.
 
     ``V_t = hidden_t @ weight[0] + bias``
 
-    It starts at 0: the first advantages are then returns without the noise of a random function, and the value loss
-    reaches the backbone only as the head learns to point somewhere (``dV / dhidden = weight``). There is no dropout and
-    no autocast: rows are brought to the dtype of the weights first.
+    There is no dropout and no autocast: rows are converted to the dtype of the weights first.
 
     Args:
         width: D.
@@ -41,6 +39,8 @@ class ValueHead(nn.Module):
 
     def __init__(self, width: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
+        # From 0, the first advantages are returns without the noise of a random function, and the value loss reaches
+        # the backbone only as the head learns (dV / dhidden = weight).
         self.weight = nn.Parameter(torch.zeros(1, width, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, dtype=dtype))
 
@@ -50,10 +50,10 @@ class ValueHead(nn.Module):
 
 
 def value_head_for(model: nn.Module, source: Path | None = None) -> ValueHead:
-    """A value head that fits a causal LM: all 0, or as ``save_value_head`` wrote it.
+    """A value head for a causal LM: zeros, or loaded from a file of ``save_value_head``.
 
     Args:
-        model: on its device, PEFT-wrapped or not; on ``meta`` only the shapes of ``source`` are checked.
+        model: on its device, PEFT-wrapped or not; for a meta model only the shapes of ``source`` are checked.
         source: a ``value_head.safetensors``, or None for zeros.
 
     Raises:

@@ -10,23 +10,23 @@ from logitless.objective.inputs import shaped
 def load_balancing_loss(
     chosen: Float[Tensor, "E"], probability: Float[Tensor, "E"], *, experts_per_token: int
 ) -> Float[Tensor, ""]:
-    """transformers' load-balancing loss of a step, or the share of a part of it.
+    """transformers' load-balancing loss of an optimizer step, or one part's share of it.
 
     ``E * sum_e (chosen_e / R) * (probability_e / R)`` with ``R = sum_e chosen_e / experts_per_token``, the tokens of
-    the step times the layers with a router. At an even load it is ``experts_per_token``, its minimum.
+    the step times the layers with a router. An even load gives the minimum, ``experts_per_token``.
 
-    It is linear in ``probability``: with ``chosen`` of the whole step, the losses of any parts of the step add up to
-    the loss of the step, and so do their gradients.
+    It is linear in ``probability``: if ``chosen`` is that of the whole step, the losses of its parts add up to the loss
+    of the step, and so do their gradients.
 
-    Gradient: through ``probability``; a choice has none.
+    Gradient: through ``probability`` only.
 
     Args:
-        chosen: how many tokens of the whole step chose each expert, added over layers.
-        probability: the router's probability of each expert, added over tokens and layers: of the step or of a part.
+        chosen: number of tokens of the whole step that chose each expert, summed over layers.
+        probability: the router's probability of each expert, summed over layers and the tokens of the step or a part.
         experts_per_token: experts that each token chooses.
 
-    Source: Switch Transformer, arXiv:2101.03961 eqs. 4-6, with all layers' tokens in one sum, as
-    ``load_balancing_loss_func`` of transformers has it.
+    Source: Switch Transformer, arXiv:2101.03961 eqs. 4-6, with all layers' tokens in one sum, like
+    ``load_balancing_loss_func`` of transformers.
 
     Example:
         >>> import torch

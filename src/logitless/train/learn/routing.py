@@ -1,16 +1,15 @@
-"""The load-balancing loss of a step, and what a step's routers are known by.
+"""The load-balancing loss of an optimizer step, and the metrics of its routers.
 
     loss = coefficient * load_balancing_loss(chosen, probability)
 
-Both arguments are sums over every token that the step reads, on all ranks: those of prompts and completions, but for
-the last of each sequence, from which nothing is predicted. A token counts once for each sequence that it is in, whether
-the sequences share it in a packed row or not; padding never counts. So loss and gradient are those of one batch,
-however the step is cut.
+Both arguments are sums over every token of the step's prompts and completions, on all ranks, except the last token of
+each sequence, from which nothing is predicted. A token that sequences share in a packed row counts once per sequence;
+padding never counts. So loss and gradient do not depend on how the step is split into micro-batches.
 
-The gradient of a micro-batch needs ``chosen`` of the whole step before its backward. A rank therefore reads its
-micro-batches but the first once more, without gradient and without the head, before the step; the first one's own
-pass says the rest. That is exact, and costs a forward pass a micro-batch: up to a third of the step, and nothing where
-each rank has one micro-batch.
+The gradient of a micro-batch needs ``chosen`` of the whole step before its backward. So each rank first runs all its
+micro-batches but the first through the backbone without gradient; the first one is counted in its training pass. This
+is exact, and costs one more forward pass per further micro-batch: up to a third of the step, and nothing if each rank
+has one micro-batch.
 """
 
 from collections.abc import Iterable
@@ -43,7 +42,7 @@ class RouterLoss:
         self._settled = False
 
     def count(self, batches: Iterable[PackedBatch]) -> None:
-        """Count the chosen experts of micro-batches, each by a pass of the backbone without gradient."""
+        """Count the experts that micro-batches choose, each with a backbone pass without gradient."""
         for batch in batches:
             for sums in self._policy.routing_of(batch):
                 self._chosen = self._chosen + sums.counted
@@ -53,10 +52,10 @@ class RouterLoss:
         self._chosen, self._settled = self._ranks.sum_over_all(self._chosen), True
 
     def share(self, found: Iterable[RoutingSums]) -> Float[Tensor, ""]:
-        """What a micro-batch adds to the loss, its coefficient included; differentiable.
+        """A micro-batch's share of the loss, times the coefficient; differentiable.
 
         Args:
-            found: of its pass. The first micro-batch of the step is counted here, unless ``settle`` was called.
+            found: sums of its forward pass. The step's first micro-batch is counted here, unless ``settle`` was called.
         """
         sums = list(found)
         if not self._settled:
@@ -72,13 +71,13 @@ class RouterLoss:
 def routing_numbers(
     found: Iterable[RoutingSums], policy: Policy, *, coefficient: float = 0.0, ranks: Ranks = Ranks.alone()
 ) -> dict[str, Tensor]:
-    """The numbers of a step's routers, float64, by the names of ``metrics.py``; none of a dense model.
+    """A step's router metrics, float64, by the names of ``metrics.py``; empty for a dense model.
 
     Args:
-        found: of the micro-batches of this rank, without gradient.
-        policy: that was trained.
+        found: sums of this rank's micro-batches, without gradient.
+        policy: the trained policy.
         coefficient: of the load-balancing loss.
-        ranks: that trained together; a collective.
+        ranks: that train together; this is a collective.
     """
     routers = policy.routers
     if routers is None:
