@@ -196,7 +196,7 @@ def plain_scores(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def plain_logits(problem: Problem) -> Tensor:
-    """Full logits as everyone writes them first."""
+    """Full logits [N, V] in plain PyTorch."""
     head = problem.head
     z = problem.hidden @ head.weight.T
     if head.lora_a is not None and head.lora_b is not None:

@@ -62,7 +62,7 @@ def _on(num_ranks, folder, changes, resume=False, status=0, **signalled):
 
 
 def _assert_alike(one, several, num_ranks, *, tolerance=1e-5):
-    """What was drawn is equal; numbers are, to rounding; several ranks each had tokens, where there is a number."""
+    """Completions are equal, metrics up to rounding; in steps of several ranks, more than one had tokens."""
     for (_, rows), (_, found) in zip(one.read_rollouts(), several.read_rollouts(), strict=True):
         for row, other in zip(rows, found, strict=True):
             same = ("prompt_id", "completion", "finish_reason", "reward", "verdicts")

@@ -63,7 +63,7 @@ def load_prompts(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """The prompts of a data set, tokenized as every engine reads them.
+    """The prompts of a data set, tokenized in the same way for every engine.
 
     The chat template writes its own special tokens. Plain text gets the start token that the tokenizer adds, if any,
     and no end token.
