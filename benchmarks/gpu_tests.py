@@ -3,12 +3,14 @@
     python benchmarks/gpu_tests.py                       # those that need several: results/multi-gpu.json
     python benchmarks/gpu_tests.py --marker gpu          # those that need one: results/gpu.json
     python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
+    python benchmarks/gpu_tests.py --marker gpu --workers 28 --spread    # each worker has one of the machine's GPUs
 
 The file is rewritten after every test and failures are printed at once, so that an interrupted run still shows which
 tests failed.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,6 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--marker", choices=MARKERS, default="multi_gpu", help="one GPU, or several")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time (pytest-xdist)")
+    parser.add_argument("--spread", action="store_true", help="a GPU for each worker, by its number")
     parser.add_argument("--output", type=Path, help="the JSON file")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or folders")
     options = parser.parse_args(arguments)
@@ -78,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short"]
     command += ["-m", MARKERS[options.marker]]
     command += ["-n", str(options.workers)] if options.workers > 1 else []
+    if options.spread:
+        os.environ["GPUS_OF_WORKERS"] = ",".join(map(str, range(torch.cuda.device_count())))
     status = pytest.main([*command, *options.tests], plugins=[counted])
     counted.write()
     return int(status)
