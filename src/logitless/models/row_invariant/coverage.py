@@ -8,8 +8,11 @@ from torch import nn
 
 from logitless.models.lm_head import backbone
 from logitless.models.rotary import LongRotary
+from logitless.models.row_invariant.experts import experts_of, router_of, uncovered_mixture
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+MIXTURES = ("qwen3_moe", "mixtral")
+FAMILIES = (*DENSE, *MIXTURES)
 GEMMA = ("gemma2", "gemma3_text")
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
@@ -52,16 +55,20 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
     found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
-    found.extend(_uncovered_modules(decoder))
+    found.extend(_uncovered_modules(decoder, config))
     return tuple(dict.fromkeys(found))
 
 
-def _uncovered_modules(decoder: Any) -> list[str]:
+def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
     found = []
     dtypes = set()
     for layer in decoder.layers:
         modules = [*modules_of(layer.self_attn, QKV), layer.self_attn.o_proj]
-        modules += [*modules_of(layer.mlp, GATE_UP), layer.mlp.down_proj]
+        if router_of(layer.mlp) is not None:
+            found.extend(uncovered_mixture(layer.mlp, config))
+            dtypes |= {weight.dtype for weight in experts_of(layer.mlp)[0].parameters()}
+        if (dense := dense_mlp(layer.mlp)) is not None:
+            modules += [*modules_of(dense, GATE_UP), dense.down_proj]
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:
@@ -80,6 +87,11 @@ def _uncovered_modules(decoder: Any) -> list[str]:
     if len(dtypes) > 1:
         found.append("weights of several dtypes: " + ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)))
     return found
+
+
+def dense_mlp(mlp: Any) -> Any:
+    """The MLP that every token goes through: this one, or the shared experts of a mixture; None if it has none."""
+    return mlp if router_of(mlp) is None else mlp._modules.get("shared_experts")
 
 
 def activation_of(config: Any) -> str:

@@ -33,10 +33,12 @@ from logitless.models.row_invariant.coverage import (
     GEMMA,
     QKV,
     activation_of,
+    dense_mlp,
     linear_of,
     modules_of,
     uncovered,
 )
+from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form, router_of
 from logitless.models.row_invariant.functions import Gate, HeadsAsRows, Rotary, add_and_norm, embedded, norm_and_add
 from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
@@ -212,13 +214,17 @@ class RowInvariantLayer(GradientCheckpointingLayer):
     Args:
         original: transformers' layer.
         form: of its attention.
+        mixture: the form of its experts; None for a dense layer.
         gemma: whether its norms are Gemma's.
         gelu: whether its activation is GELU, else SiLU.
     """
 
-    def __init__(self, original: nn.Module, form: AttentionForm, *, gemma: bool, gelu: bool) -> None:
+    def __init__(
+        self, original: nn.Module, form: AttentionForm, mixture: MixtureForm | None, *, gemma: bool, gelu: bool
+    ) -> None:
         _hold(self, original)
-        self.row_invariant_form, self.row_invariant_gemma, self.row_invariant_gelu = form, gemma, gelu
+        self.row_invariant_form, self.row_invariant_mixture = form, mixture
+        self.row_invariant_gemma, self.row_invariant_gelu = gemma, gelu
 
     def forward(self, hidden_states: Tensor, delta: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """(residual, delta) of the next layer."""
@@ -254,12 +260,16 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         return project(attended, [weights.out])[0]
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
-        width = weights.down.weight.shape[1]
-        product = project_gated(x, weights.gate_up, gelu=self.row_invariant_gelu)
+        dense = None if weights.down is None else self._dense(x, weights.gate_up, weights.down)
+        return dense if weights.mixture is None else mixture(x, weights.mixture, dense)
+
+    def _dense(self, x: Tensor, gate_up: list[Projection], down: Projection) -> Tensor:
+        width = down.weight.shape[1]
+        product = project_gated(x, gate_up, gelu=self.row_invariant_gelu)
         if product is not None:
-            return project(product, [weights.down])[0]
-        gate, up = _project(x, weights.gate_up, (width, width))
-        return project(apply(Gate, gate, up, self.row_invariant_gelu), [weights.down])[0]
+            return project(product, [down])[0]
+        gate, up = _project(x, gate_up, (width, width))
+        return project(apply(Gate, gate, up, self.row_invariant_gelu), [down])[0]
 
 
 @dataclass(frozen=True)
@@ -270,8 +280,9 @@ class _LayerWeights:
         index: of the layer.
         norms, eps: in order of use: two, or Gemma's four.
         head_norms: of queries and keys.
-        qkv, gate_up: one or several projections.
+        qkv, gate_up: one or several projections; no ``gate_up`` where all experts are chosen by the router.
         out, down: last projections of attention and MLP.
+        mixture: the experts of a mixture, beside which ``gate_up`` and ``down`` are its shared experts.
     """
 
     index: int
@@ -281,11 +292,12 @@ class _LayerWeights:
     qkv: list[Projection]
     out: Projection
     gate_up: list[Projection]
-    down: Projection
+    down: Projection | None
+    mixture: MixtureWeights | None
 
     @classmethod
     def of(cls, layer: Any, *, gemma: bool) -> "_LayerWeights":
-        attention, mlp = layer.self_attn, layer.mlp
+        attention, dense, form = layer.self_attn, dense_mlp(layer.mlp), layer.row_invariant_mixture
         names = _GEMMA_NORMS if gemma else _NORMS
         norms = [layer._modules[name] for name in names]
         head_norms = None
@@ -299,15 +311,17 @@ class _LayerWeights:
             head_norms,
             [_projection(module) for module in modules_of(attention, QKV)],
             _projection(attention.o_proj),
-            [_projection(module) for module in modules_of(mlp, GATE_UP)],
-            _projection(mlp.down_proj),
+            [] if dense is None else [_projection(module) for module in modules_of(dense, GATE_UP)],
+            None if dense is None else _projection(dense.down_proj),
+            None if form is None else MixtureWeights.of(layer.mlp, form),
         )
 
     @property
     def tensors(self) -> list[Tensor]:
         of_heads = [] if self.head_norms is None else [self.head_norms.query, self.head_norms.key]
-        projections = [*self.qkv, self.out, *self.gate_up, self.down]
-        return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None)]
+        projections = [*self.qkv, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
+        of_experts = [] if self.mixture is None else self.mixture.tensors
+        return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None), *of_experts]
 
 
 @dataclass
@@ -356,6 +370,8 @@ class Installation:
         """
         decoder: Any = backbone(self.model)
         layers = decoder.layers[: decoder.config.num_hidden_layers]
+        if any(layer.row_invariant_mixture is not None for layer in layers):
+            return  # padding rows would be counted among those that the routers send to experts
         forms = dict.fromkeys(
             Form(form.heads.query, form.heads.key, form.heads.width, form.window)
             for form in (layer.row_invariant_form for layer in layers)
@@ -418,14 +434,16 @@ def install_row_invariant(model: nn.Module) -> Installation:
     tables, originals = RopeTables(decoder, [form.rope for form in forms]), [*decoder.layers, decoder]
     installation = Installation(model, (), gemma, tables, originals)
     for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
-        for owner, names in ((layer.self_attn, QKV), (layer.mlp, GATE_UP)):
+        dense = dense_mlp(layer.mlp)
+        for owner, names in ((layer.self_attn, QKV), *([] if dense is None else [(dense, GATE_UP)])):
             linears = [linear_of(module) for module in modules_of(owner, names)]
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
             _lay_adapters_end_to_end(modules_of(owner, names))
         kind = _of_family(RowInvariantLayer, layer.__class__)
-        decoder.layers[number] = kind(layer, form, gemma=gemma, gelu=ACTIVATIONS[activation_of(config)])
+        experts = None if router_of(layer.mlp) is None else mixture_form(layer.mlp, config)
+        decoder.layers[number] = kind(layer, form, experts, gemma=gemma, gelu=ACTIVATIONS[activation_of(config)])
     inner = causal_lm(model)
     setattr(inner, inner.base_model_prefix, _of_family(RowInvariantDecoder, decoder.__class__)(decoder, installation))
     return installation
@@ -436,7 +454,7 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
     kind = (getattr(config, "layer_types", None) or ["full_attention"] * (attention.layer_idx + 1))[attention.layer_idx]
     by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
     parameters = config.rope_parameters[kind] if by_kind else config.rope_parameters
-    whole = config.model_type in ("mistral", "phi3")
+    whole = config.model_type in ("mistral", "mixtral", "phi3")
     return AttentionForm(
         heads=Heads(
             config.num_attention_heads,

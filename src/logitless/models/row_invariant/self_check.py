@@ -36,7 +36,8 @@ from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.row_invariant import attention_check, linear, paged_attention
 from logitless.models.row_invariant.attention_check import AttentionProblem
-from logitless.models.row_invariant.coverage import GATE_UP, QKV, linear_of, modules_of
+from logitless.models.row_invariant.coverage import GATE_UP, QKV, dense_mlp, linear_of, modules_of
+from logitless.models.row_invariant.experts import router_of
 from logitless.models.row_invariant.layers import AttentionForm
 from logitless.models.row_invariant.linear import (
     LIBRARIES,
@@ -236,9 +237,13 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     for layer in decoder.layers:
         for modules in (modules_of(layer.self_attn, QKV), [layer.self_attn.o_proj]):
             _add_shapes(found, modules)
-        for modules in (modules_of(layer.mlp, GATE_UP), [layer.mlp.down_proj]):
-            _add_shapes(found, modules)
-        _add_gated_shape(found, layer)
+        if (router := router_of(layer.mlp)) is not None:
+            out_dtype = torch.float32 if layer.row_invariant_mixture.float32_router else None
+            found.setdefault(Shape.of(router.weight, getattr(router, "bias", None), out_dtype), False)
+        if (dense := dense_mlp(layer.mlp)) is not None:
+            for modules in (modules_of(dense, GATE_UP), [dense.down_proj]):
+                _add_shapes(found, modules)
+            _add_gated_shape(found, dense, gelu=layer.row_invariant_gelu)
     head = causal_lm(model).get_output_embeddings()
     weight = getattr(getattr(head, "base_layer", head), "weight", None)
     if weight is not None:
@@ -260,14 +265,14 @@ def _add_shapes(found: dict[Shape, bool], modules: Sequence[Any]) -> None:
         found.setdefault(Shape(columns, base.shape[1], base.dtype, base.dtype, False, base.device), True)
 
 
-def _add_gated_shape(found: dict[Shape, bool], layer: Any) -> None:
+def _add_gated_shape(found: dict[Shape, bool], mlp: Any, *, gelu: bool) -> None:
     """Add the shape of gate and up in one kernel, if there is neither a bias nor an adapter."""
-    modules = modules_of(layer.mlp, GATE_UP)
+    modules = modules_of(mlp, GATE_UP)
     if all(type(module) is nn.Linear and module.bias is None for module in modules):
         weight = end_to_end([module.weight for module in modules])
         shape = None if weight is None else Shape.of(weight, None)
         if shape is not None and shape in found and shape.columns % 2 == 0:
-            found.setdefault(shape._replace(gate="gelu" if layer.row_invariant_gelu else "silu"), True)
+            found.setdefault(shape._replace(gate="gelu" if gelu else "silu"), True)
 
 
 # --- products ---------------------------------------------------------------------------------------------------------

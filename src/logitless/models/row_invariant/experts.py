@@ -1,0 +1,374 @@
+"""A mixture of experts as one row-invariant function: router, choice, experts and their sum.
+
+    y = sum_k weight_k * down_k(act(gate_k(x)) * up_k(x))  (+ shared experts),  k over the chosen experts
+
+Each is a kernel with a fixed order of sums (``kernels/route.py``, ``kernels/experts.py``), so a token has the same
+router logits, experts and output alone, in any packed row, and decoded.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from logitless.float32_sums import add_product, float32_product, gradient_dtype, sums_in_float32
+from logitless.models.kernels.experts import (
+    Act,
+    LowRank,
+    Slots,
+    combined,
+    gated_products,
+    gated_products_backward,
+    grouped_product,
+    outer_products,
+)
+from logitless.models.kernels.route import Routing, Score, route, route_backward
+from logitless.models.one_node import apply, gradients_wanted, refuse_twice
+from logitless.models.row_invariant.linear import product
+
+SCORES: dict[str, Score] = {
+    "qwen3_moe": "softmax",
+    "olmoe": "softmax",
+    "mixtral": "softmax",
+    "glm4_moe": "sigmoid",
+    "gpt_oss": "softmax of the chosen",
+}
+"""How the routers of the supported mixtures score, by model type."""
+
+_ROUTERS = ("gate", "router")
+_WEIGHTS = ("gate_up_proj", "down_proj")
+
+
+class Adapter(NamedTuple):
+    """PEFT's factors for all experts of a weight [E, N, M].
+
+    Args:
+        a: [E * R, M].
+        b: [N, R * E], experts innermost.
+        scale: a number.
+    """
+
+    a: Tensor
+    b: Tensor
+    scale: float
+
+    def of(self, num_experts: int, dtype: torch.dtype) -> LowRank:
+        """The same by expert."""
+        a = self.a.to(dtype).view(num_experts, -1, self.a.shape[1])
+        b = self.b.to(dtype).view(self.b.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
+        return LowRank(a, b, self.scale)
+
+
+@dataclass(frozen=True)
+class MixtureForm:
+    """The configuration of a layer's mixture.
+
+    Args:
+        routing: how experts are chosen.
+        act: between an expert's products.
+        transposed: whether weights are stored [E, M, N].
+        float32_router: whether router logits are float32, else in the layer's dtype.
+    """
+
+    routing: Routing
+    act: Act
+    transposed: bool
+    float32_router: bool
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    """The weights of a layer's mixture, read from its modules at each call.
+
+    Args:
+        form: of the mixture.
+        router: [E, D].
+        router_bias, correction: [E], or None.
+        gate_up, down: of all experts.
+        gate_up_bias, down_bias: [E, N], or None.
+        gate_up_adapter, down_adapter: or None.
+        chosen: called with router logits, weights and numbers of the chosen experts; None if nobody listens.
+    """
+
+    form: MixtureForm
+    router: Tensor
+    router_bias: Tensor | None
+    correction: Tensor | None
+    gate_up: Tensor
+    down: Tensor
+    gate_up_bias: Tensor | None
+    down_bias: Tensor | None
+    gate_up_adapter: Adapter | None
+    down_adapter: Adapter | None
+    chosen: Callable[[Tensor, Tensor, Tensor], None] | None
+
+    @classmethod
+    def of(cls, mlp: Any, form: MixtureForm) -> "MixtureWeights":
+        """Of transformers' module, with PEFT's wrappers of its experts or without."""
+        router = router_of(mlp)
+        experts, adapters = experts_of(mlp)
+        return cls(
+            form,
+            router.weight,
+            getattr(router, "bias", None),
+            getattr(router, "e_score_correction_bias", None),
+            experts.gate_up_proj,
+            experts.down_proj,
+            getattr(experts, "gate_up_proj_bias", None),
+            getattr(experts, "down_proj_bias", None),
+            adapters.get("gate_up_proj"),
+            adapters.get("down_proj"),
+            _listeners(router),
+        )
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that may need a gradient."""
+        factors = [t for each in (self.gate_up_adapter, self.down_adapter) if each is not None for t in each[:2]]
+        named = (self.router, self.router_bias, self.gate_up, self.down, self.gate_up_bias, self.down_bias, *factors)
+        return [tensor for tensor in named if tensor is not None]
+
+
+def router_of(mlp: Any) -> Any:
+    """The router of a mixture; None for a dense MLP."""
+    return next((mlp._modules[name] for name in _ROUTERS if name in mlp._modules and "experts" in mlp._modules), None)
+
+
+def experts_of(mlp: Any) -> tuple[Any, dict[str, Adapter]]:
+    """The experts of a mixture without PEFT's wrappers, and the adapters of these by the name of the weight."""
+    module, adapters = mlp.experts, dict[str, Adapter]()
+    while hasattr(module, "base_layer"):
+        for name in module.active_adapters:
+            if name in module.lora_A and not module.disable_adapters:
+                a, b = module.lora_A[name].weight, module.lora_B[name].weight
+                adapters[module.parameter_name] = Adapter(a, b, module.scaling[name])
+        module = module.base_layer
+    return module, adapters
+
+
+def mixture_form(mlp: Any, config: Any) -> MixtureForm:
+    """The form of a supported mixture.
+
+    Example:
+        >>> from transformers import MixtralConfig, MixtralForCausalLM
+        >>> config = MixtralConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
+        ...                        num_key_value_heads=1, num_local_experts=2, num_experts_per_tok=1, vocab_size=11)
+        >>> mixture_form(MixtralForCausalLM(config).model.layers[0].mlp, config).routing
+        Routing(experts_per_token=1, score='softmax', normalized=True, scale=1.0, groups=1, chosen_groups=1)
+    """
+    router, (experts, _) = router_of(mlp), experts_of(mlp)
+    score = SCORES[config.model_type]
+    routing = Routing(
+        router.top_k,
+        score,
+        bool(getattr(router, "norm_topk_prob", True)),
+        float(getattr(router, "routed_scaling_factor", 1.0)),
+        int(getattr(router, "num_group", 1)),
+        int(getattr(router, "topk_group", 1)),
+    )
+    gpt_oss = config.model_type == "gpt_oss"
+    act = Act(interleaved=gpt_oss, limit=experts.limit, alpha=experts.alpha) if gpt_oss else Act()
+    return MixtureForm(routing, act, transposed=gpt_oss, float32_router=score == "sigmoid")
+
+
+def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
+    """What in a mixture is not supported, in words."""
+    if config.model_type not in SCORES:
+        return [f"the experts of {config.model_type}"]
+    found = []
+    if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
+        found.append(f"the activation {config.hidden_act} in experts")
+    if getattr(config, "router_jitter_noise", 0.0):
+        found.append("noise in the router's input")
+    module = mlp.experts
+    while hasattr(module, "base_layer"):
+        if len(module.active_adapters) > 1:
+            found.append("several adapters of the experts")
+        module = module.base_layer
+    if any(hasattr(each, "base_layer") for each in router_of(mlp).modules()):
+        found.append("an adapter of the router")
+    return found
+
+
+def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) -> Tensor:
+    """The output [T, D] of a mixture.
+
+    Gradient: to x, the router, weights, biases and adapters of the experts, and ``shared``; choices have none.
+
+    Args:
+        x: [T, D].
+        weights: of the layer.
+        shared: [T, D] the output of experts that every token goes through.
+    """
+    adapters = [(None, None, 1.0) if each is None else each for each in (weights.gate_up_adapter, weights.down_adapter)]
+    out = apply(
+        _Mixture, x, shared, weights.router, weights.router_bias, weights.gate_up, weights.down, weights.gate_up_bias,
+        weights.down_bias, *adapters[0][:2], *adapters[1][:2], adapters[0][2], adapters[1][2], weights,
+        gradients_wanted(),
+    )  # fmt: skip
+    return cast(Tensor, out)
+
+
+class _Mixture(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shared: Tensor | None, router: Tensor, router_bias: Tensor | None, gate_up: Tensor,
+        down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_a: Tensor | None,
+        gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, gate_up_scale: float,
+        down_scale: float, given: MixtureWeights, differentiated: bool,
+    ) -> Tensor:  # fmt: skip
+        form, num_experts = given.form, router.shape[0]
+        logits = product(x, router, router_bias, out_dtype=torch.float32 if form.float32_router else None)
+        logits = logits.contiguous()
+        weights, chosen = route(logits, form.routing, given.correction)
+        if given.chosen is not None:
+            given.chosen(logits, weights, chosen)
+        slots = Slots.of(chosen, num_experts)
+        first, second = _stored(gate_up, form), _stored(down, form)
+        of_first = _adapter(gate_up_a, gate_up_b, gate_up_scale, num_experts, x.dtype)
+        of_second = _adapter(down_a, down_b, down_scale, num_experts, x.dtype)
+        low = None if of_first is None else grouped_product(x, of_first.a, slots, of_tokens=True)
+        hidden, both = gated_products(
+            x, first, slots, form.act, bias=gate_up_bias, low=low, adapter=of_first, keeps_both=differentiated
+        )
+        down_low = None if of_second is None else grouped_product(hidden, of_second.a, slots)
+        parts = grouped_product(
+            hidden, second, slots, to_slots=True, bias=down_bias, low=down_low,
+            low_b=None if of_second is None else of_second.b, scale=down_scale,
+        )  # fmt: skip
+        ctx.save_for_backward(
+            x, router, gate_up, down, gate_up_a, gate_up_b, down_a, down_b, logits, weights, chosen, both, low
+        )
+        ctx.form, ctx.slots, ctx.scales = form, slots, (gate_up_scale, down_scale)
+        ctx.params = (router, router_bias, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b)
+        return combined(parts, form.routing.experts_per_token, weights.view(-1), shared)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        x, router, gate_up, down, *factors, logits, weights, chosen, both, low = ctx.saved_tensors
+        form, slots, needed = ctx.form, ctx.slots, ctx.needs_input_grad
+        grad, num_experts = grad.contiguous(), router.shape[0]
+        first, second = _stored(gate_up, form), _stored(down, form)
+        of_first = _adapter(factors[0], factors[1], ctx.scales[0], num_experts, x.dtype)
+        of_second = _adapter(factors[2], factors[3], ctx.scales[1], num_experts, x.dtype)
+        out: list[Tensor | None] = [None] * 16
+        out[1] = grad if needed[1] else None
+        back = None
+        if of_second is not None:
+            back = grouped_product(grad, of_second.b.transpose(1, 2), slots, of_tokens=True) * of_second.scale
+        grad_both, grad_weights, hidden = gated_products_backward(
+            grad, weights.view(-1), second, both, slots, form.act, low=back, adapter=of_second,
+            keeps_hidden=bool(needed[5] or of_second is not None),
+        )  # fmt: skip
+
+        def sums(number: int, a: Tensor, b: Tensor, *, transposed: bool = False, **options: Any) -> None:
+            """Set the gradient of the parameter at this place of ``forward`` to the sum of outer products."""
+            parameter = ctx.params[number - 2]
+            adds = sums_in_float32(parameter)
+            before = parameter.grad if adds else None
+            total = before
+            if total is None:
+                total = torch.empty_like(
+                    parameter, dtype=gradient_dtype(parameter), memory_format=torch.contiguous_format
+                )
+            target = total.transpose(1, 2) if transposed else total
+            outer_products(a, b, slots, target, adds=before is not None, **options)
+            if adds:
+                parameter.grad = total
+            else:
+                out[number] = total
+
+        tokens = weights.view(-1)
+        if needed[5]:
+            sums(5, grad, hidden, transposed=form.transposed, a_of_tokens=True, weights=tokens)
+        if needed[4]:
+            sums(4, grad_both, x, transposed=form.transposed, b_of_tokens=True)
+        ones = x.new_ones(slots.count, 1) if needed[6] or needed[7] else None
+        if needed[7] and ones is not None:
+            out[7] = _rows_summed(grad, ones, slots, num_experts, gradient_dtype(ctx.params[5]), tokens)
+        if needed[6] and ones is not None:
+            out[6] = _rows_summed(grad_both, ones, slots, num_experts, gradient_dtype(ctx.params[4]), None)
+        low_back = None
+        if of_first is not None:
+            low_back = grouped_product(grad_both, of_first.b.transpose(1, 2), slots) * of_first.scale
+            options: dict[str, Any] = {"b_of_tokens": True}
+            out[8] = _factor_a(low_back, x, slots, of_first, gradient_dtype(ctx.params[6]), **options)
+            assert low is not None
+            out[9] = _factor_b(grad_both, low, slots, of_first, gradient_dtype(ctx.params[7]))
+        if of_second is not None:
+            assert back is not None
+            assert hidden is not None
+            out[10] = _factor_a(back, hidden, slots, of_second, gradient_dtype(ctx.params[8]), weights=tokens)
+            low_again = grouped_product(hidden, of_second.a, slots)
+            options = {"a_of_tokens": True, "weights": tokens}
+            out[11] = _factor_b(grad, low_again, slots, of_second, gradient_dtype(ctx.params[9]), **options)
+        grad_weights = grad_weights.view_as(weights)
+        if ctx.params[5] is not None:
+            of_bias = float32_product(grad, ctx.params[5].detach().to(grad.dtype).t())  # [T, E]
+            grad_weights = grad_weights + of_bias.gather(1, chosen.long())
+        grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
+        wide = x if grad_logits.dtype == x.dtype else x.float()
+        if needed[2] and sums_in_float32(ctx.params[0]) and wide is x:
+            add_product([ctx.params[0]], grad_logits, x)
+        elif needed[2]:
+            out[2] = float32_product(grad_logits.t(), wide).to(gradient_dtype(ctx.params[0]))
+        if needed[3]:
+            out[3] = grad_logits.sum(0, dtype=torch.float32).to(gradient_dtype(ctx.params[1]))
+        if needed[0]:
+            of_router = (grad_logits @ router.to(grad_logits.dtype)).to(x.dtype)
+            parts = grouped_product(
+                grad_both, first.transpose(1, 2), slots, to_slots=True, low=low_back,
+                low_b=None if of_first is None else of_first.a.transpose(1, 2),
+            )  # fmt: skip
+            out[0] = combined(parts, form.routing.experts_per_token, addend=of_router)
+        return tuple(out)
+
+
+def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
+    """A weight as [E, N, M]."""
+    weight = weight.detach()
+    return weight.transpose(1, 2) if form.transposed else weight
+
+
+def _adapter(a: Tensor | None, b: Tensor | None, scale: float, num_experts: int, dtype: torch.dtype) -> LowRank | None:
+    return None if a is None or b is None else Adapter(a.detach(), b.detach(), scale).of(num_experts, dtype)
+
+
+def _rows_summed(
+    rows: Tensor, ones: Tensor, slots: Slots, num_experts: int, dtype: torch.dtype, weights: Tensor | None
+) -> Tensor:
+    """[E, N] the sum of each expert's rows: of tokens if they are weighted, else of places."""
+    total = torch.empty(num_experts, rows.shape[1], 1, dtype=dtype, device=rows.device)
+    outer_products(rows, ones, slots, total, a_of_tokens=weights is not None, weights=weights)
+    return total[..., 0]
+
+
+def _factor_a(a: Tensor, b: Tensor, slots: Slots, adapter: LowRank, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Gradient of PEFT's [E * R, M]."""
+    total = torch.empty(adapter.a.shape, dtype=dtype, device=a.device)
+    outer_products(a, b, slots, total, **options)
+    return total.flatten(0, 1)
+
+
+def _factor_b(a: Tensor, b: Tensor, slots: Slots, adapter: LowRank, dtype: torch.dtype, **options: Any) -> Tensor:
+    """Gradient of PEFT's [N, R * E]."""
+    num_experts, num_rows, rank = adapter.b.shape
+    total = torch.empty(num_rows, rank, num_experts, dtype=dtype, device=a.device)
+    outer_products(a, b, slots, total.permute(2, 0, 1), scale=adapter.scale, **options)
+    return total.flatten(1)
+
+
+def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:
+    """Calls the router's forward hooks, since its forward does not run."""
+    hooks = router._forward_hooks
+    if not hooks:
+        return None
+
+    def call(logits: Tensor, weights: Tensor, chosen: Tensor) -> None:
+        for hook in hooks.values():
+            hook(router, (), (logits, weights, chosen.long()))
+
+    return call
