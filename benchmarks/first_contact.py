@@ -545,9 +545,17 @@ def measure(options: argparse.Namespace) -> Results:
 
         with ThreadPoolExecutor(options.workers) as pool:
             list(pool.map(one, together))
-        for key in missing:
-            if key not in together and time_left() > max(slowest):
-                results.add({**runner.row(*key, None), "at_once": 1})
+        several = [key for key in missing if key not in together]
+        at_once = max(1, options.workers // 8)
+
+        def of_all(key: tuple[str, str, str]) -> None:
+            if time_left() > max(slowest):
+                row = {**runner.row(*key, None), "at_once": at_once}
+                with lock:
+                    results.add(row)
+
+        with ThreadPoolExecutor(at_once) as pool:
+            list(pool.map(of_all, several))
         for row in longest_of_each(beyond_bound(results.rows.values())):
             if row["model"] in options.models and time_left() > options.alone_seconds:
                 key = row["model"], row["options"], row["engine"]

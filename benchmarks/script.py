@@ -177,7 +177,7 @@ def processor() -> str:
 
 
 def short_name(device: str) -> str:
-    """What result files of a machine are called by: ``cpu``, or the last word of its GPU's name.
+    """What result files of a machine are called by: ``cpu``, or the GPU's name without the vendor and the memory.
 
     Example:
         >>> short_name("cpu")
@@ -185,7 +185,7 @@ def short_name(device: str) -> str:
     """
     import torch
 
-    return "cpu" if device == "cpu" else torch.cuda.get_device_name().split()[-1]
+    return "cpu" if device == "cpu" else torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
 
 
 def record(runs: list[dict[str, Any]], out: Path, **more: Any) -> None:

@@ -25,10 +25,13 @@ PHI3 = {"model_type": "phi3", **LLAMA, "pad_token_id": 0, "eos_token_id": 1, "bo
 PHI3["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
+EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "norm_topk_prob": True}
 COVERED = {
     **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")},
     "llama-rope-scaled": {**CONFIGS["llama"], "rope_parameters": LLAMA3_ROPE},
     "phi3": PHI3,
+    "qwen3_moe": {**CONFIGS["qwen3"], "model_type": "qwen3_moe", **EXPERTS, "moe_intermediate_size": 20},
+    "mixtral": {**CONFIGS["mistral-window"], "model_type": "mixtral", **EXPERTS},
 }
 LENGTHS = [4, 1, 6]
 

@@ -25,6 +25,7 @@ from tests.models.tiny import packed
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
+WIDE |= {"moe_intermediate_size": 256}
 SIZES = Sizes(24, 4, 30, 150, (520, 600, 1050))
 
 
@@ -54,7 +55,7 @@ def test_a_law_turns_red_when(mutation):
         assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
 def test_hidden_states_and_gradients_are_no_further_from_float64_than_transformers_layers(name):
     inputs = packed([300, 40, 170], 4000).to("cuda")
     model = wide(name)

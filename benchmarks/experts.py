@@ -1,0 +1,300 @@
+"""One layer's mixture of experts: bits of its rows, and its time beside transformers' grouped products.
+
+    python benchmarks/experts.py                                  # results/experts-GPU.json, on a GPU
+    python benchmarks/experts.py --models tiny --device cpu       # tries the script itself
+    python benchmarks/experts.py --search                         # times other tiles, and writes nothing
+    python benchmarks/experts.py --table [--check]                # the tables of docs/bits.md
+
+Bits: router logits, chosen experts and outputs of tokens in a packed row, against the same tokens in other numbers of
+rows and another order. Time: the forward pass and forward and backward of a packed row; a decoding step, in a CUDA
+graph, against the time that the memory takes to deliver the experts that the step's rows are sent to.
+"""
+
+import argparse
+import itertools
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from logitless.bench.machine import environment, write_result
+from logitless.models.kernels import experts as kernels
+from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form
+from script import command_line, parsed, short_name
+
+_REST = {"num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+_REST |= {"eos_token_id": 1, "pad_token_id": 0}
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+    },
+    "glm-4.5-air": {
+        "model_type": "glm4_moe",
+        "hidden_size": 4096,
+        "moe_intermediate_size": 1408,
+        "n_routed_experts": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 0,
+        "n_group": 1,
+        "topk_group": 1,
+        "intermediate_size": 64,
+    },
+    "tiny": {
+        "model_type": "qwen3_moe",
+        "hidden_size": 64,
+        "moe_intermediate_size": 32,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+    },
+}
+ROWS = {"tiny": 40}
+DECODED = (1, 8, 16, 32, 64, 128, 256, 512)
+COUNTS = (1, 2, 7, 16, 33, 64, 100, 256, 512, 1000, 4096)
+
+
+def layer(name: str, device: str) -> tuple[Any, MixtureForm]:
+    """The mixture of a model's only layer, random weights, and its form; transformers' grouped products."""
+    config = AutoConfig.for_model(**MODELS[name], **_REST)
+    torch.manual_seed(0)
+    with torch.device(device):
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
+        implementation = "grouped_mm" if device == "cuda" else "eager"
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, experts_implementation=implementation)
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        for weight in mlp.parameters():
+            weight.normal_().mul_(weight.shape[-1] ** -0.5)
+    return mlp, mixture_form(mlp, config)
+
+
+def differing(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
+    """How many tokens have other router logits, experts or outputs among so many rows, in random order."""
+    heard = list[tuple[Tensor, ...]]()
+    handle = mlp.gate.register_forward_hook(lambda _, __, outputs: heard.append((outputs[0], outputs[2])))
+    try:
+        weights = MixtureWeights.of(mlp, form)
+
+        def run(rows: Tensor) -> tuple[Tensor, ...]:
+            heard.clear()
+            out = mixture(rows, weights)
+            return *heard[0], out
+
+        whole = run(x)
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).to(x.device)
+        for count in (each for each in COUNTS if each < len(x)):
+            parts = order.split(count)[:64]
+            differ = torch.zeros(3, dtype=torch.int64, device=x.device)
+            for part in parts:
+                found = zip(run(x[part]), whole, strict=True)
+                differ += torch.stack([(a != b[part]).any(-1).sum() for a, b in found])
+            router, chosen, out = differ.tolist()
+            tokens = sum(map(len, parts))
+            yield {"rows": count, "tokens": tokens, "router": router, "experts": chosen, "output": out}
+    finally:
+        handle.remove()
+
+
+def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
+    """The median of a few calls."""
+    for _ in range(3):
+        call()
+    if not torch.cuda.is_available():
+        return 0.0
+    times = []
+    for _ in range(repeats):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return median(times)
+
+
+def packed(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a packed row here and in transformers, without and with gradients."""
+    shared = getattr(mlp, "shared_experts", None)
+    grad = torch.randn_like(x)
+
+    def ours(rows: Tensor) -> Tensor:
+        return mixture(rows, MixtureWeights.of(mlp, form), None if shared is None else shared(rows))
+
+    def theirs(rows: Tensor) -> Tensor:
+        return mlp(rows[None])[0]
+
+    def step(run: Callable[[Tensor], Tensor], trained: bool) -> Callable[[], None]:
+        mlp.requires_grad_(trained)
+        rows = x.detach().requires_grad_()
+
+        def call() -> None:
+            run(rows).backward(grad)
+            rows.grad = None
+            mlp.zero_grad()
+
+        return call
+
+    with torch.no_grad():
+        yield {"pass": "forward", **_both(lambda: ours(x), lambda: theirs(x))}
+    for trained, name in ((False, "forward and backward, frozen"), (True, "forward and backward, every weight")):
+        yield {"pass": name, **_both(step(ours, trained), step(theirs, trained))}
+    mlp.requires_grad_(False)
+
+
+def _both(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, float]:
+    mine, other = milliseconds(ours), milliseconds(theirs)
+    return {"ms": mine, "transformers_ms": other, "ratio": mine / other if other else 0.0}
+
+
+def in_a_graph(call: Callable[[], object], calls: int = 4) -> float:
+    """Milliseconds of a call in a CUDA graph of several."""
+    if not torch.cuda.is_available():
+        call()
+        return 0.0
+    call()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            call()
+    return milliseconds(graph.replay, 5) / calls
+
+
+@torch.no_grad()
+def decoded(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
+    """Milliseconds of a decoding step's mixture, and those that memory needs for its experts."""
+    bandwidth = 1.0
+    if x.is_cuda:
+        big = torch.empty(2**30, device=x.device, dtype=torch.uint8)
+        copy = torch.empty_like(big)
+        bandwidth = 2 * 2**30 / milliseconds(lambda: copy.copy_(big))  # bytes a millisecond
+        del big, copy
+    weights = MixtureWeights.of(mlp, form)
+    chosen = list[Tensor]()
+    handle = mlp.gate.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[2]))
+    mixture(x, MixtureWeights.of(mlp, form))
+    handle.remove()
+    of_expert = sum(weight[0].nbytes for weight in (weights.gate_up, weights.down))
+    for rows in (each for each in DECODED if each <= len(x)):
+        part = x[:rows].contiguous()
+        touched = chosen[0][:rows].unique().numel()
+        row = _both_in_graphs(part, weights, mlp)
+        least = touched * of_expert / bandwidth
+        yield {"rows": rows, "experts": touched, **row, "memory_ms": least, "over_memory": row["ms"] / least}
+
+
+def _both_in_graphs(x: Tensor, weights: MixtureWeights, mlp: Any) -> dict[str, float]:
+    mine = in_a_graph(lambda: mixture(x, weights))
+    routed = mlp.gate(x[None])[1:] if x.is_cuda else None
+    other = in_a_graph(lambda: mlp.experts(x, routed[1], routed[0])) if routed else 0.0
+    return {"ms": mine, "transformers_experts_ms": other}
+
+
+def search(mlp: Any, form: MixtureForm, x: Tensor) -> None:
+    """Times of tiles, by kernel."""
+    weights, tile = MixtureWeights.of(mlp, form), kernels._Tile
+    shapes = [(64, 64), (128, 64), (128, 32), (64, 128), (256, 64), (128, 128), (32, 128), (256, 32)]
+    tiles = [tile(c, d, w, s) for (c, d), w, s in itertools.product(shapes, (4, 8), (2, 3, 4))]
+    grad, rows = torch.randn_like(x), x.detach().requires_grad_()
+
+    def forward(part: Tensor) -> Callable[[], object]:
+        return lambda: mixture(part, weights)
+
+    def trained() -> None:
+        mixture(rows, weights).backward(grad)
+        rows.grad = None
+
+    tasks: list[tuple[str, dict[int, Any], int, Callable[[], object], bool]] = []
+    for count in (16, 128, 512, 2048, len(x)):
+        part, size = x[:count].contiguous(), kernels._rows_of_tile(count * form.routing.experts_per_token / 128)
+        for name, table in (("gated", kernels._GATED), ("grouped", kernels._GROUPED)):
+            tasks.append((f"{name} {count} rows, tile {size}", table, size, forward(part), count <= 512))
+    tasks.append(("grouped, backward", kernels._GROUPED, 128, trained, False))
+    for name, table, size, call, graphed in tasks:
+        found = list[tuple[float, Any]]()
+        for each in tiles:
+            with mock.patch.dict(table, {size: each}), torch.set_grad_enabled(call is trained):
+                try:
+                    found.append((in_a_graph(call) if graphed else milliseconds(call, 5), each))
+                except Exception:  # more shared memory or registers than there are
+                    torch.cuda.synchronize()
+        print(name, [(round(ms, 3), tuple(each)) for ms, each in sorted(found, key=lambda f: f[0])[:4]], flush=True)
+    mlp.experts.requires_grad_(True)
+    found = []
+    for each, size in itertools.product(tiles, (64, 128)):
+        with mock.patch.object(kernels, "_OUTER", each), mock.patch.object(kernels, "_OUTER_ROWS", size):
+            try:
+                found.append((milliseconds(trained, 3), (size, *each)))
+            except Exception:
+                torch.cuda.synchronize()
+            mlp.zero_grad()
+    print("outer", [(round(ms, 3), each) for ms, each in sorted(found, key=lambda f: f[0])[:4]], flush=True)
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    lines = [
+        f"**{found['machine']['gpu']}**, torch {found['machine']['torch']}, Triton {found['machine']['triton']}",
+        "",
+        "| layer | tokens compared | differ | forward | and backward, frozen | every weight | decode, 16 to 512 rows |",
+        "|---|--:|--:|--:|--:|--:|--:|",
+    ]
+    for name, rows in found["models"].items():
+        tokens = sum(row["tokens"] for row in rows["bits"])
+        differ = sum(row[kind] for row in rows["bits"] for kind in ("router", "experts", "output"))
+        ratios = " | ".join(f"{row['ratio']:.2f}" for row in rows["packed"])
+        over = [row["over_memory"] for row in rows["decoded"] if row["rows"] >= 16]
+        lines.append(f"| {name} | {tokens:,} | {differ} | {ratios} | {min(over):.2f} to {max(over):.2f} |")
+    return "\n".join(lines)
+
+
+def tables(results: Path) -> dict[str, str]:
+    """The tables of GPUs that were measured."""
+    files = sorted(results.glob("experts-*.json"))
+    return {"experts": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-30b-a3b", "glm-4.5-air"])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--search", action="store_true", help="time other tiles")
+    options: argparse.Namespace = parsed(parser, tables)
+    found: dict[str, Any] = {}
+    for name in options.models:
+        mlp, form = layer(name, options.device)
+        x = torch.randn(ROWS.get(name, 16384), MODELS[name]["hidden_size"], device=options.device).to(
+            next(mlp.parameters()).dtype
+        )
+        mlp.requires_grad_(False)
+        if options.search:
+            search(mlp, form, x)
+            continue
+        with torch.no_grad():
+            bits = list(differing(mlp, form, x))
+        found[name] = {"bits": bits, "packed": list(packed(mlp, form, x)), "decoded": list(decoded(mlp, form, x))}
+        print(name, json.dumps(found[name]), flush=True)
+        del mlp
+    if found:
+        card = environment(options.device, ("triton", "transformers"))
+        options.output.mkdir(parents=True, exist_ok=True)
+        write_result(options.output / f"experts-{short_name(options.device)}.json", {"machine": card, "models": found})
+        if options.device == "cuda":
+            print(table({"machine": card, "models": found}))
+
+
+if __name__ == "__main__":
+    main()
