@@ -11,9 +11,9 @@ graph, against the time that the memory takes to deliver the experts that the st
 """
 
 import argparse
-import itertools
 import json
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -202,45 +202,79 @@ def _both_in_graphs(x: Tensor, weights: MixtureWeights, mlp: Any) -> dict[str, f
     return {"ms": mine, "transformers_experts_ms": other}
 
 
-def search(mlp: Any, form: MixtureForm, x: Tensor) -> None:
-    """Times of tiles, by kernel."""
-    weights, tile = MixtureWeights.of(mlp, form), kernels._Tile
-    shapes = [(64, 64), (128, 64), (128, 32), (64, 128), (256, 64), (128, 128), (32, 128), (256, 32)]
-    tiles = [tile(c, d, w, s) for (c, d), w, s in itertools.product(shapes, (4, 8), (2, 3, 4))]
-    grad, rows = torch.randn_like(x), x.detach().requires_grad_()
+_FEW_TILES = ((64, 64, 4, 4), (64, 128, 4, 3), (32, 128, 4, 4), (64, 256, 4, 2), (128, 64, 4, 4), (128, 128, 4, 3))
+_MANY_TILES = (
+    (64, 64, 8, 3), (64, 64, 4, 3), (128, 64, 8, 3), (128, 32, 8, 4), (64, 128, 8, 2), (128, 64, 4, 3),
+    (256, 64, 8, 3), (128, 128, 8, 2), (256, 32, 8, 4), (64, 64, 4, 4), (64, 64, 8, 4),
+)  # fmt: skip
+
+
+def trials(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[tuple[str, str, Any, Callable[[], object], bool]]:
+    """What tiles are tried on: name of the task, what of ``kernels`` is replaced, by what, call, in a graph or not."""
+    weights, grad, rows = MixtureWeights.of(mlp, form), torch.randn_like(x), x.detach().requires_grad_()
+
+    def trained() -> None:
+        with torch.enable_grad():
+            mixture(rows, weights).backward(grad)
+        rows.grad = None
+        mlp.zero_grad()
 
     def forward(part: Tensor) -> Callable[[], object]:
         return lambda: mixture(part, weights)
 
-    def trained() -> None:
-        mixture(rows, weights).backward(grad)
-        rows.grad = None
-
-    tasks: list[tuple[str, dict[int, Any], int, Callable[[], object], bool]] = []
     for count in (16, 128, 512, 2048, len(x)):
-        part, size = x[:count].contiguous(), kernels._rows_of_tile(count * form.routing.experts_per_token / 128)
-        for name, table in (("gated", kernels._GATED), ("grouped", kernels._GROUPED)):
-            tasks.append((f"{name} {count} rows, tile {size}", table, size, forward(part), count <= 512))
-    tasks.append(("grouped, backward", kernels._GROUPED, 128, trained, False))
-    for name, table, size, call, graphed in tasks:
-        found = list[tuple[float, Any]]()
-        for each in tiles:
-            with mock.patch.dict(table, {size: each}), torch.set_grad_enabled(call is trained):
-                try:
-                    found.append((in_a_graph(call) if graphed else milliseconds(call, 5), each))
-                except Exception:  # more shared memory or registers than there are
-                    torch.cuda.synchronize()
-        print(name, [(round(ms, 3), tuple(each)) for ms, each in sorted(found, key=lambda f: f[0])[:4]], flush=True)
+        size = kernels._rows_of_tile(count * form.routing.experts_per_token / weights.router.shape[0])
+        for name in ("_GATED", "_GROUPED"):
+            for each in _FEW_TILES if size <= 32 else _MANY_TILES:
+                value = getattr(kernels, name) | {size: kernels._Tile(*each)}
+                call = forward(x[:count].contiguous())
+                yield f"{name} {count} rows, tile {size}", name, value, call, count <= 512
+    for each in _MANY_TILES:
+        yield "_GROUPED forward, backward", "_GROUPED", kernels._GROUPED | {128: kernels._Tile(*each)}, trained, False
     mlp.experts.requires_grad_(True)
-    found = []
-    for each, size in itertools.product(tiles, (64, 128)):
-        with mock.patch.object(kernels, "_OUTER", each), mock.patch.object(kernels, "_OUTER_ROWS", size):
-            try:
-                found.append((milliseconds(trained, 3), (size, *each)))
-            except Exception:
-                torch.cuda.synchronize()
-            mlp.zero_grad()
-    print("outer", [(round(ms, 3), each) for ms, each in sorted(found, key=lambda f: f[0])[:4]], flush=True)
+    for each in _MANY_TILES:
+        yield "_OUTER", "_OUTER", kernels._Tile(*each), trained, False
+
+
+def search(name: str, device: str, part: slice = slice(None), *, timed: bool = True) -> None:
+    """Times of tiles; without ``timed`` each is compiled only."""
+    mlp, form = layer(name, device)
+    x = rows_of(name, mlp)
+    mlp.requires_grad_(False)
+    found = dict[str, list[tuple[float, str]]]()
+    with torch.no_grad():
+        for task, what, value, call, graphed in [*trials(mlp, form, x)][part]:
+            mlp.experts.requires_grad_(what == "_OUTER")
+            with mock.patch.object(kernels, what, value):
+                try:
+                    ms = (in_a_graph(call) if graphed else milliseconds(call, 5)) if timed else float(call() is None)
+                    found.setdefault(task, []).append((round(ms, 3), str(value)))
+                except Exception as error:  # more shared memory or registers than there are
+                    torch.cuda.synchronize()
+                    print(task, repr(error)[:80])
+    if timed:
+        for task, times in found.items():
+            print(task, [ms for ms, _ in times], "best", min(times), flush=True)
+
+
+def compile_all(name: str, device: str, processes: int) -> None:
+    """Fill Triton's cache with the kernels of ``search``."""
+    context = get_context("spawn")
+    workers = [
+        context.Process(target=search, args=(name, device, slice(i, None, processes)), kwargs={"timed": False})
+        for i in range(processes)
+    ]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+
+
+def rows_of(name: str, mlp: Any) -> Tensor:
+    """Inputs [T, D] of a layer."""
+    weight = next(mlp.parameters())
+    torch.manual_seed(1)
+    return torch.randn(ROWS.get(name, 16384), MODELS[name]["hidden_size"], device=weight.device).to(weight.dtype)
 
 
 def table(found: Mapping[str, Any]) -> str:
@@ -272,17 +306,19 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3-30b-a3b", "glm-4.5-air"])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--search", action="store_true", help="time other tiles")
+    parser.add_argument("--compile", type=int, default=0, metavar="PROCESSES", help="compile other tiles")
     options: argparse.Namespace = parsed(parser, tables)
     found: dict[str, Any] = {}
     for name in options.models:
-        mlp, form = layer(name, options.device)
-        x = torch.randn(ROWS.get(name, 16384), MODELS[name]["hidden_size"], device=options.device).to(
-            next(mlp.parameters()).dtype
-        )
-        mlp.requires_grad_(False)
+        if options.compile:
+            compile_all(name, options.device, options.compile)
         if options.search:
-            search(mlp, form, x)
+            search(name, options.device)
+        if options.search or options.compile:
             continue
+        mlp, form = layer(name, options.device)
+        x = rows_of(name, mlp)
+        mlp.requires_grad_(False)
         with torch.no_grad():
             bits = list(differing(mlp, form, x))
         found[name] = {"bits": bits, "packed": list(packed(mlp, form, x)), "decoded": list(decoded(mlp, form, x))}
