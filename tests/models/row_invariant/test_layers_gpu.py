@@ -58,14 +58,16 @@ def test_a_law_turns_red_when(mutation):
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
 def test_hidden_states_and_gradients_are_no_further_from_float64_than_transformers_layers(name):
     inputs = packed([300, 40, 170], 4000).to("cuda")
-    model = wide(name)
+    model = wide(name, num_experts_per_tok=6)  # of a mixture all: rounding changes which are chosen, here and there
     grad = torch.randn(510, 512, device="cuda", dtype=torch.float64)
 
     def run(model):
         hidden, gradients = hidden_and_gradients(model, inputs, grad)
         return {"hidden": hidden} | gradients
 
-    exact, theirs = run(copy.deepcopy(model).double()), run(model)
+    double = copy.deepcopy(model).double()
+    double.set_experts_implementation("eager")  # torch's grouped products have no float64
+    exact, theirs = run(double), run(model)
     install_row_invariant(model)
     ours = run(model)
     for key, want in exact.items():

@@ -20,6 +20,7 @@ from logitless.rollout.gpu.steps import Steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
+from tests.models.mixtures import MIXTURES
 from tests.models.tiny import CONFIGS
 from tests.rollout.plain_forward import check_logp, policy_logp, trainers_scores
 
@@ -44,7 +45,9 @@ def interpreted_head(monkeypatch):
 
 
 def model_of(name="qwen3", end_bias=None, **options):
-    model = load_model({**CONFIGS[name], **ONE_LAYER}, random_weights=True, seed=1, device=DEVICE, **options).eval()
+    model = load_model(
+        {**(CONFIGS | MIXTURES)[name], **ONE_LAYER}, random_weights=True, seed=1, device=DEVICE, **options
+    ).eval()
     if end_bias is not None:
         model.lm_head.bias = torch.nn.Parameter(torch.tensor([-1e4, -1e4, end_bias] + [0.0] * 8, device=DEVICE))
     return model
@@ -63,10 +66,18 @@ def without_version(groups):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"use_rslora": True}, {"modules_to_save": ("lm_head",)}], ids=["lora", "rslora", "trained-head"]
+    ("options", "name"),
+    [
+        ({}, "qwen3"),
+        ({"use_rslora": True}, "qwen3"),
+        ({"modules_to_save": ("lm_head",)}, "qwen3"),
+        ({}, "qwen3_moe"),
+        ({"targets": ("q_proj",)}, "mixtral"),
+    ],
+    ids=["lora", "rslora", "trained-head", "experts", "experts without adapters"],
 )
-def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options):
-    model = add_lora(model_of(end_bias=-1.0), LoraOptions(rank=2, **options))
+def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options, name):
+    model = add_lora(model_of(name, end_bias=-1.0), LoraOptions(rank=2, **options))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:

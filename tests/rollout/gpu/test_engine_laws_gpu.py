@@ -16,9 +16,18 @@ from tests.rollout.plain_forward import policy_logp, trainers_scores
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
 
-@pytest.mark.parametrize(("lora", "filters"), [(False, {}), (True, {}), (False, {"top_p": 0.95, "min_p": 0.01})])
-def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters):
-    model = add_lora(wide_model(), LoraOptions(rank=8)) if lora else wide_model()
+@pytest.mark.parametrize(
+    ("lora", "filters", "name"),
+    [
+        (False, {}, "qwen3"),
+        (True, {}, "qwen3"),
+        (False, {"top_p": 0.95, "min_p": 0.01}, "qwen3"),
+        (False, {}, "qwen3_moe"),
+        (True, {}, "qwen3_moe"),
+    ],
+)
+def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters, name):
+    model = add_lora(wide_model(name), LoraOptions(rank=8)) if lora else wide_model(name)
     engine, policy = engine_of(model, max_rows=96, prefill_tokens=2000), Policy(model)
     prompts = random_prompts(24, 700, torch.Generator().manual_seed(1))
     options = SamplingOptions(max_new_tokens=150, temperature=0.9, stop_token_ids=tuple(range(3, 20)), **filters)

@@ -8,6 +8,7 @@ from torch import nn
 
 from logitless.errors import LogitlessError, UnavailableError
 from logitless.models.lm_head import backbone
+from logitless.models.router import router_loss_coefficient
 from logitless.train.assembly.process import runs_kernels
 from logitless.train.recipe.model import ROW_INVARIANT, ModelSection, row_invariant
 from logitless.train.recipe.rule import Rule, Setting, is_installed, unmet
@@ -74,6 +75,12 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
         "a model that they cover (docs/bits.md)",
         given=lambda fitted: fitted.uncovered,
         remedy="docs/bits.md lists what they cover; rollout.engine: vllm samples such a model faster.",
+    ),
+    _named.needs(
+        "no load-balancing loss of routers",
+        holds=lambda fitted: not router_loss_coefficient(fitted.model, fitted.section.router.loss),
+        given=lambda fitted: f"model.router.loss: {fitted.section.router.loss}",
+        remedy="Set model.router.loss: 0, or model.layers: transformers.",
     ),
     _named.needs(
         "a GPU, or Triton's interpreter for tests",

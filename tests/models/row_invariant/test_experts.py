@@ -1,0 +1,152 @@
+"""Row-invariant mixtures: transformers' numbers and gradients, bits of rows, adapters, and what is not supported."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from logitless.models.kernels.experts import Slots
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.router import Routers
+from logitless.models.row_invariant.coverage import uncovered
+from logitless.models.row_invariant.experts import MixtureWeights, mixture_form, uncovered_mixture
+from logitless.models.row_invariant.experts import mixture as mixed
+from tests.models.kernels.test_route import CASES
+from tests.models.mixtures import mixture
+
+TOKENS = 21
+
+
+def layer(name, dtype=torch.float32, **changes):
+    """A mixture's first layer of experts, its form, inputs and an upstream gradient."""
+    model = mixture(name, **CASES[name] | changes).to(dtype)
+    mlp = model.model.layers[0].mlp
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    x, grad = (torch.randn(TOKENS, model.config.hidden_size, generator=generator).to(dtype) for _ in range(2))
+    return model, mlp, mixture_form(mlp, model.config), x, grad
+
+
+def of_transformers(mlp, x):
+    out = mlp(x[None])
+    return (out[0] if isinstance(out, tuple) else out)[0]
+
+
+def of_ours(mlp, form, x):
+    shared = getattr(mlp, "shared_experts", None)
+    return mixed(x, MixtureWeights.of(mlp, form), None if shared is None else shared(x))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_of_all_weights_are_those_of_transformers(name):
+    _, mlp, form, x, grad = layer(name)
+    x.requires_grad_()
+    named = dict(mlp.named_parameters())
+    wanted = of_transformers(mlp, x)
+    found = of_ours(mlp, form, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    theirs = torch.autograd.grad(wanted, [x, *named.values()], grad)
+    ours = torch.autograd.grad(found, [x, *named.values()], grad)
+    for key, mine, right in zip(["x", *named], ours, theirs, strict=True):
+        assert (mine - right).norm() <= 1e-5 * right.norm(), key
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_a_token_has_the_same_bits_among_any_others(name, dtype):
+    _, mlp, form, x, _ = layer(name, dtype)
+    weights = MixtureWeights.of(mlp, form)
+    with torch.no_grad():
+        whole = mixed(x, weights)
+        for rows in ([3], [5, 1, 20], list(reversed(range(TOKENS)))):
+            assert torch.equal(mixed(x[rows], weights), whole[rows])
+
+
+def test_gradients_do_not_depend_on_the_order_of_other_tokens_and_repeat_in_every_bit():
+    _, mlp, form, x, grad = layer("qwen3_moe")
+
+    def run():
+        leaf = x.clone().requires_grad_()
+        return torch.autograd.grad(of_ours(mlp, form, leaf), [leaf, *mlp.parameters()], grad)
+
+    assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_experts_without_tokens_have_zero_gradients():
+    _, mlp, form, x, grad = layer("qwen3_moe", num_experts=40)
+    of_ours(mlp, form, x[:2]).backward(grad[:2])
+    idle = mlp.experts.down_proj.grad.flatten(1).eq(0).all(1)
+    assert 40 - 2 * 3 <= idle.sum() < 40
+    assert mlp.experts.gate_up_proj.grad[idle].eq(0).all()
+
+
+def test_gradients_of_bfloat16_weights_are_summed_in_float32():
+    _, mlp, form, x, grad = layer("qwen3_moe", torch.bfloat16)
+    named = dict(mlp.named_parameters())
+    of_ours(mlp, form, x).backward(grad)
+    once = {name: weight.grad.float() for name, weight in named.items()}
+    mlp.zero_grad()
+    for weight in named.values():
+        weight.grad_dtype = torch.float32
+    for _ in range(3):
+        of_ours(mlp, form, x).backward(grad)
+    for name, weight in named.items():
+        assert weight.grad.dtype == torch.float32
+        assert (weight.grad / 3 - once[name]).norm() <= 2**-8 * once[name].norm(), name
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("targets", ["all-linear", ("gate_up_proj",), ("down_proj",)], ids=str)
+def test_adapters_of_experts_are_applied_unmerged_with_pefts_numbers(name, targets):
+    model, mlp, form, x, grad = layer(name)
+    model = add_lora(model, LoraOptions(rank=3, targets=targets))
+    mlp = model.base_model.model.model.layers[0].mlp
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    trained = [parameter for parameter in mlp.parameters() if parameter.requires_grad]
+    x.requires_grad_()
+    wanted, found = of_transformers(mlp, x), of_ours(mlp, form, x)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    theirs, ours = (torch.autograd.grad(out, [x, *trained], grad) for out in (wanted, found))
+    assert len(trained) == (4 if targets == "all-linear" else 2)
+    for mine, right in zip(ours, theirs, strict=True):
+        assert (mine - right).norm() <= 3e-5 * right.norm()
+    with model.disable_adapter():
+        assert not torch.allclose(of_ours(mlp, form, x), found, atol=1e-2)
+
+
+def test_what_a_router_chooses_can_be_read():
+    model, mlp, form, x, _ = layer("qwen3_moe")
+    with torch.no_grad(), Routers(model).read() as choices:
+        of_ours(mlp, form, x)
+        of_transformers(mlp, x)
+    ours, theirs = choices
+    torch.testing.assert_close(ours.logits, theirs.logits)
+    assert torch.equal(ours.experts.sort().values, theirs.experts.sort().values)
+
+
+def test_what_is_not_supported_is_named():
+    model = mixture("mixtral")
+    model.config.router_jitter_noise = 0.1
+    assert uncovered_mixture(model.model.layers[0].mlp, model.config) == ["noise in the router's input"]
+    adapted = add_lora(mixture("qwen3_moe"), LoraOptions(targets=("gate",)))
+    assert uncovered(adapted) == ("an adapter of the router",)
+    assert uncovered(mixture("qwen2_moe")) == ("the architecture qwen2_moe",)
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True), min_size=1, max_size=90),
+)
+def test_tiles_hold_every_slot_once_and_each_its_own_expert(chosen):
+    chosen = torch.tensor(chosen)
+    slots = Slots.of(chosen, 5)
+    seen = []
+    for expert, start, stop in zip(slots.expert.tolist(), slots.start.tolist(), slots.stop.tolist(), strict=True):
+        rows = slots.order[start : min(stop, start + slots.rows)]
+        assert chosen.flatten()[rows].eq(expert).all()
+        seen += rows.tolist()
+    assert sorted(seen) == list(range(chosen.numel()))
