@@ -1,0 +1,125 @@
+"""A block of a mixture of experts in one process on one GPU: LoRA of attention and experts, and the GPU sampler.
+
+    python benchmarks/mixture.py                                    # results/mixture-GPU.json: Qwen3-30B-A3B
+    python benchmarks/mixture.py --models tiny --device cpu         # tries the script itself
+    python benchmarks/mixture.py --table [--check]                  # the table of docs/performance.md
+
+Random weights in the published shape, lengths of completions forced; the second of two blocks is measured.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from logitless.bench.machine import environment, write_result
+from rollout_workloads import Workload
+from script import command_line, parsed, short_name
+from shapes import Shape
+
+SHAPES = {
+    "qwen3-30b-a3b": Shape(
+        "qwen3-30b-a3b",
+        "Qwen3-30B-A3B, LoRA of rank 16",
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 6144,
+            "moe_intermediate_size": 768,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "head_dim": 128,
+            "max_position_embeddings": 40960,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "rms_norm_eps": 1e-6,
+            "tie_word_embeddings": False,
+        },
+        lora_rank=16,
+    ),
+    "tiny": Shape(
+        "tiny",
+        "a model to try the tool itself",
+        {
+            "model_type": "qwen3_moe",
+            "vocab_size": 41,
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "moe_intermediate_size": 16,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 8,
+            "initializer_range": 0.3,
+        },
+        lora_rank=2,
+    ),
+}
+WORK = {"qwen3-30b-a3b": "64x8-256-512", "tiny": "2x2-4-6"}
+
+
+def row(name: str, work: Workload, device: str) -> dict[str, Any]:
+    """Seconds of a block's phases, and tokens a second in the sampler and in the training step."""
+    from logitless.distributed.ranks import Ranks
+    from scale_block import block_over_ranks
+
+    found = block_over_ranks(Ranks.alone(), SHAPES[name], "replicate", work, device)
+    seconds, read = found["seconds"], found["drawn_tokens"] + work.prompts * work.prompt_tokens
+    return {
+        "model": name,
+        "engine": found["engine"],
+        "new_tokens": found["tokens"],
+        "read_tokens": read,
+        "seconds": seconds,
+        "sampled_tokens_per_second": found["tokens"] / seconds["rollout"],
+        "trained_tokens_per_second": read / seconds["training"],
+        "peak_bytes": found["peak_bytes"],
+    }
+
+
+def table(found: Mapping[str, Any]) -> str:
+    """What was measured, as Markdown."""
+    lines = [
+        "| model | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB |",
+        "|---|---|--:|--:|--:|--:|",
+    ]
+    for each in found["rows"]:
+        seconds = each["seconds"]
+        phases = ", ".join(f"{seconds[phase]:.1f}" for phase in ("rollout", "scoring", "training"))
+        lines.append(
+            f"| {SHAPES[each['model']].title} | {each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
+            f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | {phases} | "
+            f"{each['peak_bytes'] / 2**30:.0f} |"
+        )
+    machine = found["machine"]
+    return "\n".join([*lines, "", f"On one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}."])
+
+
+def tables(results: Path) -> dict[str, str]:
+    """The table of each GPU that was measured."""
+    files = sorted(results.glob("mixture-*.json"))
+    return {"mixture": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
+
+
+def main() -> None:
+    """Measures, prints and writes."""
+    parser = command_line(__doc__)
+    parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-30b-a3b"])
+    parser.add_argument("--work", help="prompts x samples - prompt tokens - new tokens")
+    parser.add_argument("--device", default="cuda")
+    options = parsed(parser, tables)
+    rows = [row(name, Workload.parse(options.work or WORK[name]), options.device) for name in options.models]
+    machine = environment(options.device, ("triton", "transformers", "peft"))
+    options.output.mkdir(parents=True, exist_ok=True)
+    write_result(options.output / f"mixture-{short_name(options.device)}.json", {"machine": machine, "rows": rows})
+    print(table({"machine": machine, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()
