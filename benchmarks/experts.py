@@ -223,7 +223,7 @@ def trials(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[tuple[str, str, A
         return lambda: mixture(part, weights)
 
     for count in (16, 128, 512, 2048, len(x)):
-        size = kernels._rows_of_tile(count * form.routing.experts_per_token / weights.router.shape[0])
+        size = kernels.rows_of_tile(count * form.routing.experts_per_token / weights.router.shape[0])
         for name in ("_GATED", "_GROUPED"):
             for each in _FEW_TILES if size <= 32 else _MANY_TILES:
                 value = getattr(kernels, name) | {size: kernels._Tile(*each)}

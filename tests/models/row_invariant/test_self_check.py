@@ -2,12 +2,15 @@
 
 import torch
 
+from logitless.models.kernels.experts import Act
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import self_check as check
+from logitless.models.row_invariant.experts_check import ExpertsProblem
 from logitless.models.row_invariant.layers import AttentionForm, install_row_invariant
 from logitless.models.row_invariant.linear import Plan, Shape
+from tests.models.mixtures import mixture
 from tests.models.tiny import tiny
 
 
@@ -52,6 +55,25 @@ def test_attention_here_has_the_bits_of_the_packed_row():
     }
     assert check.Report({}, attention={"form": found}).exact
     assert not check.Report({}, attention={"form": found | {"decoded, log-sum-exp": 1}}).exact
+
+
+def test_experts_here_have_the_same_bits_in_every_tile():
+    for act, transposed in ((Act(), False), (Act(interleaved=True, limit=7.0), True)):
+        problem = ExpertsProblem(32, 20, act, transposed, torch.bfloat16, torch.device("cpu"))
+        found = problem.differences()
+        assert found == dict.fromkeys(("tiles of 16 rows", "tiles of 32 rows", "tiles of 64 rows"), 0)
+        assert check.Report({}, experts={problem.name: found}).exact
+        assert not check.Report({}, experts={problem.name: found | {"tiles of 16 rows": 1}}).exact
+
+
+def test_a_mixture_has_its_experts_checked_and_its_routers_product():
+    model = mixture("qwen3_moe")
+    install_row_invariant(model)
+    decoder = model.model
+    (problem,) = check._experts(decoder)
+    assert (problem.width, problem.inner) == (model.config.hidden_size, 24)
+    router = decoder.layers[0].mlp.gate.weight
+    assert (Shape.of(router, None), False) in check.product_shapes(model)
 
 
 def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_check(monkeypatch):

@@ -76,8 +76,8 @@ class Slots:
     per_token: int
 
     @classmethod
-    def of(cls, chosen: Int[Tensor, "T K"], num_experts: int) -> "Slots":
-        """The slots of tokens whose experts are chosen.
+    def of(cls, chosen: Int[Tensor, "T K"], num_experts: int, *, rows: int | None = None) -> "Slots":
+        """The slots of tokens whose experts are chosen, in tiles of so many rows, or of as many as their number asks.
 
         Example:
             >>> slots = Slots.of(torch.tensor([[1, 0], [1, 2]]), num_experts=3)
@@ -85,7 +85,7 @@ class Slots:
             ([1, 0, 2, 3], [0, 1, 3, 4])
         """
         flat = chosen.reshape(-1)
-        rows = _rows_of_tile(flat.numel() / num_experts)
+        rows = rows_of_tile(flat.numel() / num_experts) if rows is None else rows
         by_expert, order = torch.sort(flat, stable=True)
         numbers = torch.arange(num_experts + 1, device=flat.device, dtype=by_expert.dtype)
         begin = torch.searchsorted(by_expert, numbers)  # [E + 1]
@@ -104,9 +104,12 @@ class Slots:
         return self.order.shape[0]
 
 
-def _rows_of_tile(mean: float) -> int:
+TILE_ROWS = (16, 32, 64, 128)
+
+
+def rows_of_tile(mean: float) -> int:
     """Rows of a tile by the mean number of an expert's slots."""
-    return 16 if mean <= 16 else 32 if mean <= 48 else 64 if mean <= 128 else 128
+    return next((rows for rows, most in zip(TILE_ROWS, (16, 48, 128), strict=False) if mean <= most), TILE_ROWS[-1])
 
 
 @triton.jit

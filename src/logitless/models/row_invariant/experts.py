@@ -282,7 +282,7 @@ class _Mixture(torch.autograd.Function):
                 out[number] = total
 
         tokens = weights.view(-1)
-        if needed[5]:
+        if needed[5] and hidden is not None:
             sums(5, grad, hidden, transposed=form.transposed, a_of_tokens=True, weights=tokens)
         if needed[4]:
             sums(4, grad_both, x, transposed=form.transposed, b_of_tokens=True)

@@ -261,7 +261,10 @@ class RowInvariantLayer(GradientCheckpointingLayer):
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         dense = None if weights.down is None else self._dense(x, weights.gate_up, weights.down)
-        return dense if weights.mixture is None else mixture(x, weights.mixture, dense)
+        if weights.mixture is not None:
+            return mixture(x, weights.mixture, dense)
+        assert dense is not None
+        return dense
 
     def _dense(self, x: Tensor, gate_up: list[Projection], down: Projection) -> Tensor:
         width = down.weight.shape[1]

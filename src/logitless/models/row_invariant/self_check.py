@@ -2,9 +2,10 @@
 
 That tensor cores sum in the same order for every tile, and that a library does not split K at some number of rows, are
 observations, which a new GPU, driver or library may break. So they are checked: for the shapes of a model's products,
-cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; and decoded and prefilled
-attention against the packed row's, also its float32 log-sum-exp, where a difference shows a thousand times as often.
-What differs is not used. Findings are cached on disk by device, driver and versions.
+cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; the tiles of a mixture's
+experts against each other; and decoded and prefilled attention against the packed row's, also its float32 log-sum-exp,
+where a difference shows a thousand times as often. What differs is not used. Findings are cached on disk by device,
+driver and versions.
 """
 
 import hashlib
@@ -34,10 +35,11 @@ from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_o
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
-from logitless.models.row_invariant import attention_check, linear, paged_attention
+from logitless.models.row_invariant import attention_check, experts_check, linear, paged_attention
 from logitless.models.row_invariant.attention_check import AttentionProblem
 from logitless.models.row_invariant.coverage import GATE_UP, QKV, dense_mlp, linear_of, modules_of
-from logitless.models.row_invariant.experts import router_of
+from logitless.models.row_invariant.experts import experts_of, router_of
+from logitless.models.row_invariant.experts_check import ExpertsProblem
 from logitless.models.row_invariant.layers import AttentionForm
 from logitless.models.row_invariant.linear import (
     LIBRARIES,
@@ -94,18 +96,21 @@ class Report:
         linear: by shape, in words.
         attention: count of numbers that differ from the packed row's, by form and kernel, in words; unless all are 0,
             attention is not row-invariant here.
+        experts: count of numbers that differ between tiles, likewise.
         seconds: duration; about 0 if everything was cached.
     """
 
     machine: dict[str, str]
     linear: dict[str, LinearFinding] = field(default_factory=dict)
     attention: dict[str, dict[str, int]] = field(default_factory=dict)
+    experts: dict[str, dict[str, int]] = field(default_factory=dict)
     seconds: float = 0.0
 
     @property
     def exact(self) -> bool:
-        """Whether attention is row-invariant here; products are by construction."""
-        return not any(count for counts in self.attention.values() for count in counts.values())
+        """Whether attention and experts are row-invariant here; products are by construction."""
+        found = (*self.attention.values(), *self.experts.values())
+        return not any(count for counts in found for count in counts.values())
 
 
 def self_check(model: nn.Module, *, folder: Path | None = None, beside: Callable[[], object] | None = None) -> Report:
@@ -121,8 +126,8 @@ def self_check(model: nn.Module, *, folder: Path | None = None, beside: Callable
     """
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
-    shapes, forms = product_shapes(model), _forms(decoder)
-    return check_shapes(shapes, forms, weight.dtype, weight.device, folder=folder, beside=beside)
+    shapes, forms, experts = product_shapes(model), _forms(decoder), _experts(decoder)
+    return check_shapes(shapes, forms, weight.dtype, weight.device, experts=experts, folder=folder, beside=beside)
 
 
 def check_layer(device: torch.device) -> Report:
@@ -147,9 +152,9 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 def check_shapes(
     shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
-    folder: Path | None = None, beside: Callable[[], object] | None = None,
+    experts: Sequence[ExpertsProblem] = (), folder: Path | None = None, beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
-    """``self_check`` of (product shape, whether it only has few rows) pairs and of forms of attention."""
+    """``self_check`` of (product shape, whether it only has few rows) pairs, forms of attention, and experts."""
     path = _known_path(folder, device)
     known = _read(path)
     report = Report(machine(device))
@@ -159,7 +164,9 @@ def check_shapes(
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
     new = [form for form in forms if form_name(form, dtype) not in known_forms]
     problems = [AttentionProblem.of(form, dtype, device) for form in new]
-    attended = [problem.launched for problem in problems]
+    known_experts = known.setdefault("experts", {})
+    new_experts = [problem for problem in experts if problem.name not in known_experts]
+    attended = [*(problem.launched for problem in problems), *(each.launched for each in new_experts)]
     others = [] if beside is None else [beside]
     with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
         attention_compiled, products_compiled, _ = (
@@ -177,6 +184,9 @@ def check_shapes(
         attention_compiled()
         for problem in problems:
             known_forms[form_name(problem.form, dtype)] = problem.differences()
+        for each in new_experts:
+            known_experts[each.name] = each.differences()
+        report.experts = {each.name: known_experts[each.name] for each in experts}
         for form in forms:
             report.attention[form_name(form, dtype)] = known_forms[form_name(form, dtype)]
     if device.type == "cuda":
@@ -203,10 +213,22 @@ def _forms(decoder: Any) -> list[AttentionForm]:
     return list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
 
 
+def _experts(decoder: Any) -> list[ExpertsProblem]:
+    found = dict[ExpertsProblem, None]()
+    for layer in decoder.layers:
+        form = layer.row_invariant_mixture
+        if form is not None:
+            down = experts_of(layer.mlp)[0].down_proj
+            inner, width = down.shape[1:] if form.transposed else reversed(down.shape[1:])
+            found[ExpertsProblem(width, inner, form.act, form.transposed, down.dtype, down.device)] = None
+    return list(found)
+
+
 def machine(device: torch.device) -> dict[str, str]:
     """What cached findings depend on."""
     sources = b"".join(
-        Path(m.__file__ or "").read_bytes() for m in (linear, attention, paged_attention, attention_check)
+        Path(m.__file__ or "").read_bytes()
+        for m in (linear, attention, paged_attention, attention_check, experts_check)
     )
     kernels = Path(__file__).parents[1] / "kernels"
     sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()

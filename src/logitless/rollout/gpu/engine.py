@@ -210,7 +210,7 @@ class GpuEngine:
             finally:
                 steps.close()
             if not self._kept_bits:
-                logger.warning("attention here is not row-invariant: what is sampled will be scored again")
+                logger.warning("attention or experts here are not row-invariant: what is sampled will be scored again")
         self._checked = facts
 
 
