@@ -1,6 +1,6 @@
 """A program: the first calls of the GPU engine in a process, one with each of the given options.
 
-    python -m tests.rollout.first_call '{"top_p": 0.9}' '{"temperature": 0}'
+    python -m tests.rollout.first_call qwen3 '{"top_p": 0.9}' '{"temperature": 0}'
 
 It fails where a token's log-prob under the policy is not the trainer's, bit for bit.
 """
@@ -18,10 +18,11 @@ from tests.rollout.plain_forward import policy_logp, trainers_scores
 
 def main() -> None:
     """Samples with each of the options, and compares with a forward pass of training."""
-    model = wide_model()
+    name, *texts = sys.argv[1:]
+    model = wide_model(name)
     engine, policy = engine_of(model, max_rows=64), Policy(model)
     prompts = random_prompts(8, 300, torch.Generator().manual_seed(1))
-    for seed, text in enumerate(sys.argv[1:]):
+    for seed, text in enumerate(texts):
         fields = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(text).items()}
         options = SamplingOptions(max_new_tokens=24, **fields)
         groups = engine.sample(prompts, 4, options, seed=seed)

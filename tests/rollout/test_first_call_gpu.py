@@ -26,11 +26,11 @@ OPTIONS = {
 }
 
 
-def first_calls(options, folder, *before):
+def first_calls(options, folder, *before, model="qwen3"):
     """The finished process of ``first_call.py``, with caches of its own."""
     caches = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
     environment = {**os.environ, **{name: str(folder / name.lower()) for name in caches}}
-    command = [*before, sys.executable, "-m", "tests.rollout.first_call", *map(json.dumps, options)]
+    command = [*before, sys.executable, "-m", "tests.rollout.first_call", model, *map(json.dumps, options)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
@@ -39,6 +39,11 @@ def test_a_first_call_samples_with_training_log_probs_whether_kernels_are_compil
     for _ in range(2):  # with empty caches, and with those that the first process leaves
         done = first_calls(OPTIONS[name], tmp_path)
         assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_a_first_call_of_a_mixture_of_experts_samples_with_training_log_probs(tmp_path):
+    done = first_calls([{}, GREEDY, {"top_p": 0.9}], tmp_path, model="qwen3_moe")
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def test_kernels_of_other_options_in_the_cache_do_no_harm(tmp_path):
