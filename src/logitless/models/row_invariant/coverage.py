@@ -9,8 +9,13 @@ from torch import nn
 from logitless.models.lm_head import backbone
 from logitless.models.rotary import LongRotary
 
-FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
+    "qwen3_moe",
+)  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
+ROUNDED_ONCE = ("gpt_oss",)
+"""Families whose norms round after their weight only."""
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -41,6 +46,8 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
     for name in ("resid_pdrop", "embd_pdrop"):
         if getattr(config, name, 0.0) and config.model_type == "phi3":
             found.append(f"dropout {name} of {getattr(config, name)}")
+    if getattr(config, "clip_qkv", None) is not None:
+        found.append(f"queries, keys and values clipped at {config.clip_qkv}")
     if activation_of(config) not in ACTIVATIONS:
         found.append(f"the activation {activation_of(config)}")
     if getattr(config, "use_bidirectional_attention", False):
@@ -61,7 +68,10 @@ def _uncovered_modules(decoder: Any) -> list[str]:
     dtypes = set()
     for layer in decoder.layers:
         modules = [*modules_of(layer.self_attn, QKV), layer.self_attn.o_proj]
-        modules += [*modules_of(layer.mlp, GATE_UP), layer.mlp.down_proj]
+        if any(group[0] in layer.mlp._modules for group in GATE_UP):
+            modules += [*modules_of(layer.mlp, GATE_UP), layer.mlp.down_proj]
+        else:
+            found.append("a mixture of experts")
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:
