@@ -13,7 +13,7 @@ from logitless.models.row_invariant.functions import embedded
 from logitless.models.row_invariant.layer_graphs import HostTables, PaddedLayout, rounded_rows
 from logitless.models.row_invariant.layers import PackedRows, install_row_invariant
 from logitless.types import PromptGroup
-from tests.models.row_invariant.test_layers import COVERED
+from tests.models.row_invariant.test_layers import COVERED, WITHOUT_EXPERTS
 from tests.models.row_invariant.test_layers_gpu import wide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
@@ -81,6 +81,7 @@ def gradients(model):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.filterwarnings(*WITHOUT_EXPERTS)
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize("family", COVERED)

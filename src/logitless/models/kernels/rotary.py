@@ -10,6 +10,7 @@ decoding, which both run this kernel, are bitwise identical.
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton
@@ -328,7 +329,7 @@ def rotate(
         [T, H, E] and two of [T, K, E] (or those given).
     """
     if norms is not None and norms.over_all(heads):
-        query, key = (norm(x, w, norms.eps)[1] for x, w in ((query, norms.query), (key, norms.key)))
+        query, key = (cast(Tensor, norm(x, w, norms.eps)[1]) for x, w in ((query, norms.query), (key, norms.key)))
         norms = None
     rows = query.shape[0]
     query_out = query.new_empty(rows, heads.query, heads.width)

@@ -165,8 +165,9 @@ class Sinks(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_twice()
+        attended, log_sum_exp, sinks = ctx.saved_tensors
         sinks_dtype = ctx.sinks_dtype if ctx.needs_input_grad[2] else None
-        return with_sinks_backward(*ctx.saved_tensors, grad.contiguous(), sinks_dtype=sinks_dtype)
+        return with_sinks_backward(attended, log_sum_exp, sinks, grad.contiguous(), sinks_dtype=sinks_dtype)
 
 
 class HeadsAsRows(torch.autograd.Function):
