@@ -14,6 +14,7 @@ from logitless.float32_sums import end_to_end
 from logitless.models.lm_head import backbone, backbone_hidden
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.row_invariant import decoding
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.row_invariant.decoding import prefill
 from logitless.models.row_invariant.layers import install_row_invariant
@@ -327,4 +328,10 @@ def test_a_copy_of_the_model_on_another_device_is_compared_with_the_model():
 def test_a_law_turns_red_when(mutation):
     laws = Laws(small("qwen3").requires_grad_(False), "cpu", sizes=FEW)
     with bits_mutations.MUTATIONS[mutation]():
+        assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
+
+
+def test_a_law_turns_red_when_decoding_leaves_out_the_sinks():
+    laws = Laws(small("gpt_oss").requires_grad_(False), "cpu", sizes=FEW)
+    with bits_mutations._while_decoding(decoding, "with_sinks", lambda attended, *_: attended.flatten(1)):
         assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
