@@ -47,7 +47,7 @@ def split_k() -> Iterator[None]:
 def torch_norm() -> Iterator[None]:
     """torch's reduction in the RMSNorm."""
 
-    def norm(x, weight, eps, *, delta=None, gemma=False, after=False):
+    def norm(x, weight, eps, *, delta=None, gemma=False, once=False, after=False):
         total = x if delta is None else x + delta
         wide = total.float()
         unit = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)

@@ -25,8 +25,8 @@ from tests.models.tiny import packed
 COSTS = {"keep": Cost(100.0), "selective": Cost(60.0), "recompute": Cost(10.0), "host": Cost(0.0)}
 
 
-def several_layers(count, *, fused):
-    config = {**COVERED["qwen3"], **ONE_LAYER, "num_hidden_layers": count}
+def several_layers(count, *, fused, name="qwen3"):
+    config = {**COVERED[name], **ONE_LAYER, "num_hidden_layers": count}
     model = load_model(config, random_weights=True, seed=1).train()
     if fused:
         if not interpreted():
@@ -42,9 +42,9 @@ def kernels_that_do_nothing(monkeypatch):
         monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize("fused", [False, True], ids=["transformers", "row-invariant"])
-def test_every_mode_gives_the_same_bits(fused):
-    model, inputs = several_layers(2, fused=fused), packed(LENGTHS)
+@pytest.mark.parametrize(("name", "fused"), [("qwen3", False), ("qwen3", True), ("gpt_oss", True), ("olmoe", True)])
+def test_every_mode_gives_the_same_bits(name, fused):
+    model, inputs = several_layers(2, fused=fused, name=name), packed(LENGTHS)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)
     hidden, gradients = hidden_and_gradients(model, inputs, grad)
     layers = model.config.num_hidden_layers

@@ -9,6 +9,7 @@ from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.linear import REFERENCE, Tile, add_low_rank, fixed_order_product, gated_product
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from logitless.models.row_invariant.linear import _HOPPER, _LOW_RANK, _PLAIN, _narrow_tile
 from logitless.models.row_invariant.self_check import _GATED
 from tests.models.kernels.ahead import compiled
@@ -43,6 +44,14 @@ def main() -> None:
                     x, weight[0], 1e-6, x, delta, gemma=gemma, weight_dtype=torch.float32 if delta is None else None
                 )
         norm(x, weight[0], 1e-6, delta=x, gemma=True, after=True)
+        norm(x, weight[0], 1e-6, once=True)
+        scores = torch.zeros(8, 64)
+        for width in (64, 80):
+            attended = torch.zeros(8, 64, width, dtype=dtype)
+            with_sinks(attended, scores, x[0, :64])
+            for sinks_dtype in (None, dtype):
+                grad = attended.flatten(1)
+                with_sinks_backward(attended, scores, x[0, :64], grad, sinks_dtype=sinks_dtype)
         for gelu in (False, True):
             gated(x[:, :128], x[:, 128:], gelu=gelu)
             gated_backward(x[:, :128], x[:, 128:], x[:, :128].contiguous(), gelu=gelu)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from logitless.models.kernels import rotary
@@ -12,6 +13,7 @@ from logitless.models.kernels.linear import INTERPRETED, Tile, add_low_rank, fix
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
 from logitless.models.kernels.rows import CHECKED_ROWS, checked_count, with_room
+from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from tests.rounding import of_roundings
 
 
@@ -69,20 +71,31 @@ def test_room_reaches_the_next_checked_count():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("gemma", [False, True])
-def test_norms_have_the_numbers_and_roundings_of_transformers(gemma, dtype):
-    kind = Gemma3RMSNorm if gemma else LlamaRMSNorm
+@pytest.mark.parametrize(
+    ("kind", "rounding"), [(LlamaRMSNorm, {}), (Gemma3RMSNorm, {"gemma": True}), (GptOssRMSNorm, {"once": True})]
+)
+def test_norms_have_the_numbers_and_roundings_of_transformers(kind, rounding, dtype):
     theirs = kind(24, eps=1e-5).to(dtype)
     theirs.weight.data = draw(24, dtype=dtype, seed=3)
     x, delta = draw(6, 24, dtype=dtype), draw(6, 24, dtype=dtype, seed=1)
-    total, out = norm(x, theirs.weight, 1e-5, delta=delta, gemma=gemma)
-    after, _ = norm(x, theirs.weight, 1e-5, delta=delta, gemma=gemma, after=True)
+    total, out = norm(x, theirs.weight, 1e-5, delta=delta, **rounding)
+    after, _ = norm(x, theirs.weight, 1e-5, delta=delta, **rounding, after=True)
     assert torch.equal(total, x + delta)
     # On either side a root of a sum of 24 squares and five roundings, in float32; then two roundings to the dtype.
     tolerance = of_roundings(torch.float32, 2 * (24 // 2 + 5)) + 2 * torch.finfo(dtype).eps
     torch.testing.assert_close(out, theirs(x + delta).detach(), rtol=tolerance, atol=0)
     normed = theirs(delta).detach()
     torch.testing.assert_close(after, x + normed, rtol=tolerance, atol=tolerance * float(normed.abs().max()))
+
+
+def test_a_norm_that_rounds_once_is_rounded_after_the_weight_only():
+    kind = GptOssRMSNorm(24, eps=1e-5).bfloat16()
+    kind.weight.data = draw(24, dtype=torch.bfloat16, seed=3)
+    x = draw(40, 24, dtype=torch.bfloat16)
+    once, twice = (norm(x, kind.weight, 1e-5, once=once)[1] for once in (True, False))
+    exact = kind.double()(x.double())
+    assert ((once.double() - exact).abs() <= 2**-8 * exact.abs() * (1 + 1e-4)).all()  # half a step of bfloat16
+    assert relative(once, exact) < relative(twice, exact)
 
 
 @pytest.mark.parametrize("gemma", [False, True])
@@ -119,6 +132,30 @@ def rotated(x, weight, cos, sin, rotary, gemma, eps=1e-5):
     return torch.cat([out, x[..., rotary:]], -1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_with_sinks_and_its_gradients_are_those_of_float64(dtype):
+    attended, grad = draw(9, 3, 12, dtype=dtype), draw(9, 36, dtype=dtype, seed=1)
+    log_sum_exp, sinks = 3 * draw(9, 3, seed=2), draw(3, dtype=dtype, seed=3)
+    leaves = [x.double().requires_grad_() for x in (attended, log_sum_exp, sinks)]
+    scores = torch.stack([leaves[1], leaves[2].expand(9, 3)])
+    exact = (leaves[0] * scores.softmax(0)[0][..., None]).flatten(1)
+    exact.backward(grad.double())
+    rounding = 1e-6 + torch.finfo(dtype).eps / 2
+    assert relative(with_sinks(attended, log_sum_exp, sinks), exact.detach()) < rounding
+    grads = with_sinks_backward(attended, log_sum_exp, sinks, grad, sinks_dtype=torch.float32)
+    for got, leaf, tolerance in zip(grads, leaves, (rounding, 1e-6, 1e-6), strict=True):
+        assert relative(got, leaf.grad) < tolerance
+    assert with_sinks_backward(attended, log_sum_exp, sinks, grad, sinks_dtype=None)[2] is None
+
+
+def test_sinks_have_the_bits_of_a_token_alone_and_of_no_tokens_nothing():
+    attended, log_sum_exp, sinks = draw(5, 3, 12), draw(5, 3, seed=1), draw(3, seed=2)
+    whole = with_sinks(attended, log_sum_exp, sinks)
+    assert torch.equal(with_sinks(attended[2:3].clone(), log_sum_exp[2:3].clone(), sinks), whole[2:3])
+    empty = with_sinks(torch.zeros(1, 3, 12), torch.full((1, 3), -torch.inf), sinks)  # a row without a query
+    assert torch.equal(empty, torch.zeros(1, 36))
+
+
 @pytest.mark.parametrize(("turning", "gemma", "normed"), [(12, False, False), (8, False, True), (12, True, True)])
 def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemma, normed):
     heads, rows = Heads(4, 2, 12, turning), 5
@@ -146,6 +183,37 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemm
     assert relative(grad, leaf.grad) < 1e-6
     for got, weight in zip(grad_norms, weights, strict=True):
         assert (got is None) if weight is None else relative(got, weight.grad) < 1e-6
+
+
+def test_norms_over_all_heads_of_a_token_and_their_gradients_are_those_of_float64():
+    heads, rows, columns = Heads(4, 2, 12, 8), 5, (48, 24, 24)
+    qkv, weights = draw(rows, 96), (draw(48, seed=2), draw(24, seed=3))
+    angle = draw(9, 4, seed=1)
+    cos, sin = (f(torch.cat([angle, angle], 1)) for f in (torch.cos, torch.sin))
+    position, norms = torch.tensor([0, 3, 8, 2, 2], dtype=torch.int32), HeadNorms(*weights, 1e-5)
+    query, key, value = qkv.split(columns, 1)
+    leaf, leaves = qkv.double().requires_grad_(), [w.double().requires_grad_() for w in weights]
+    wanted = [
+        rotated(
+            (x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * w).unflatten(1, (-1, 12)),
+            None, cos[position].double(), sin[position].double(), 8, False,
+        )
+        for x, w in zip(leaf.split(columns, 1), leaves, strict=False)
+    ]  # fmt: skip
+    grads = [draw(rows, count, 12, seed=4 + count) for count in (4, 2, 2)]
+    (
+        sum((w * g).sum() for w, g in zip(wanted, grads, strict=False)) + (leaf[:, 72:] * grads[2].flatten(1)).sum()
+    ).backward()
+    found = rotate(query, key, value, heads, position, cos, sin, norms)
+    assert all(relative(got, want.detach()) < 1e-6 for got, want in zip(found, wanted, strict=False))
+    assert torch.equal(found[2].flatten(1), value)
+    dtypes = (torch.float32, torch.float32)
+    grad, *grad_norms = rotate_backward(query, key, heads, position, cos, sin, norms, *grads, norm_dtypes=dtypes)
+    assert relative(grad, leaf.grad) < 1e-6
+    assert all(relative(got, want.grad) < 1e-6 for got, want in zip(grad_norms, leaves, strict=True))
+    again, *none = rotate_backward(query, key, heads, position, cos, sin, norms, *grads, norm_dtypes=None)
+    assert torch.equal(again, grad)
+    assert none == [None, None]
 
 
 def test_several_tokens_a_program_are_rotated_as_one_at_a_time(monkeypatch):

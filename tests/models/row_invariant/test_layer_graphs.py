@@ -42,7 +42,11 @@ def hidden_and_gradients(decoder, layout, position, hidden, grad):
 
 @pytest.mark.parametrize(
     ("name", "rows_of"),
-    [("qwen3", (GROUPS, OTHERS)), pytest.param("gemma3", (TREE, OTHER_TREE), marks=pytest.mark.slow)],
+    [
+        ("qwen3", (GROUPS, OTHERS)),
+        ("gpt_oss", (GROUPS, OTHERS)),
+        pytest.param("gemma3", (TREE, OTHER_TREE), marks=pytest.mark.slow),
+    ],
 )
 def test_a_padded_row_has_the_bits_of_the_row_and_its_gradients(name, rows_of):
     decoder = installed(name)

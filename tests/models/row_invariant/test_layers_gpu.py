@@ -12,6 +12,7 @@ from bits_cases import LAWS
 from bits_laws import Laws, Sizes
 from logitless.models.kernels.gate import gated
 from logitless.models.kernels.linear import REFERENCE, fixed_order_product, gated_product
+from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
 from logitless.models.row_invariant import linear
@@ -19,7 +20,13 @@ from logitless.models.row_invariant import self_check as check
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.linear import Shape, plan_for
 from tests.models import bits_mutations
-from tests.models.row_invariant.test_layers import COVERED, hidden_and_gradients, relative
+from tests.models.row_invariant.test_layers import (
+    ATTENTION,
+    COVERED,
+    MIXTURES,
+    hidden_and_gradients,
+    relative,
+)
 from tests.models.tiny import packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
@@ -35,7 +42,8 @@ def wide(name, dtype=torch.bfloat16, **options):
         config["sliding_window"] = 100
     if name == "phi3":
         del config["head_dim"]
-    return load_model(config, random_weights=True, seed=1, dtype=dtype, device="cuda", attention="eager").eval()
+    options = {"dtype": dtype, "device": "cuda", "attention": ATTENTION.get(name, "eager")}
+    return load_model(config, random_weights=True, seed=1, **options).eval()
 
 
 @pytest.mark.parametrize(
@@ -55,7 +63,7 @@ def test_a_law_turns_red_when(mutation):
         assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
 
 
-@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "gemma3", *MIXTURES])
 def test_hidden_states_and_gradients_are_no_further_from_float64_than_transformers_layers(name):
     inputs = packed([300, 40, 170], 4000).to("cuda")
     model = wide(name, num_experts_per_tok=6)  # of a mixture all: rounding changes which are chosen, here and there
@@ -71,8 +79,28 @@ def test_hidden_states_and_gradients_are_no_further_from_float64_than_transforme
     install_row_invariant(model)
     ours = run(model)
     for key, want in exact.items():
+        if "sinks" in key:  # few numbers: chance decides
+            continue
         error, reference = (relative(x[key], want) for x in (ours, theirs))
         assert error <= 1.3 * reference + 1e-3, (key, error, reference)
+
+
+def test_gradients_of_sinks_are_those_of_float64():
+    generator = torch.Generator("cuda").manual_seed(1)
+    attended, log_sum_exp, sinks, grad = (
+        torch.randn(shape, device="cuda", generator=generator)
+        for shape in ((3001, 64, 64), (3001, 64), 64, (3001, 4096))
+    )
+    attended, sinks, grad = (x.bfloat16() for x in (attended, sinks, grad))
+    leaves = [x.double().requires_grad_() for x in (attended, log_sum_exp, sinks)]
+    exact = (leaves[0] * (leaves[1] - leaves[2]).sigmoid()[..., None]).flatten(1)
+    exact.backward(grad.double())
+    assert relative(with_sinks(attended, log_sum_exp, sinks).double(), exact.detach()) < 2**-8
+    found = with_sinks_backward(attended, log_sum_exp, sinks, grad, sinks_dtype=torch.float32)
+    for got, leaf, tolerance in zip(found, leaves, (2**-8, 1e-5, 1e-5), strict=True):
+        assert relative(got.double(), leaf.grad) < tolerance
+    again = with_sinks_backward(attended, log_sum_exp, sinks, grad, sinks_dtype=torch.float32)
+    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
 
 
 def test_a_training_step_leaves_no_elementwise_kernel_of_torch_in_the_layers():

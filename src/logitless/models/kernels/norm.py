@@ -5,6 +5,7 @@
     add after   sum = x + norm(delta)                       (Gemma's norms after attention and MLP)
 
     norm(v) = round(v * rsqrt(mean(v^2) + eps)) * weight                  as transformers' LlamaRMSNorm
+    norm(v) = round(v * rsqrt(mean(v^2) + eps) * weight)                  with ``once``, as its GptOssRMSNorm
     norm(v) = round(v * rsqrt(mean(v^2) + eps) * (1 + weight))            with ``gemma``, as its GemmaRMSNorm
 
 in float32, rounded as in transformers. The order of the sum over a row depends on the row's length only. The backward
@@ -22,25 +23,29 @@ from logitless.quick_launch import quick_launch
 
 
 @triton.jit
-def normalised(v, weight, eps, length, GEMMA: tl.constexpr, dtype: tl.constexpr):
+def normalised(v, weight, eps, length, GEMMA: tl.constexpr, ONCE: tl.constexpr, dtype: tl.constexpr):
     """norm(v) of one row in float32, with transformers' roundings; v and weight are 0 beyond ``length``."""
     unit = v * tl.rsqrt(tl.sum(v * v, 0) / length + eps)
     if GEMMA:
         return (unit * (1.0 + weight)).to(dtype).to(tl.float32)
+    if ONCE:
+        return (unit * weight).to(dtype).to(tl.float32)
     return (unit.to(dtype).to(tl.float32) * weight).to(dtype).to(tl.float32)
 
 
 @quick_launch
 @triton.jit
 def norm_kernel(
-    x,  # [T, D] what is normed, or the residual stream
+    x,  # [T, D] what is normed, or the residual stream; a row ``stride`` after the other
     delta,  # [T, D] or None
     weight,  # [D]
     total,  # [T, D] the new residual stream, or None
     out,  # [T, D] normed, or None
     eps,
     length,  # D
+    stride,
     GEMMA: tl.constexpr,
+    ONCE: tl.constexpr,
     AFTER: tl.constexpr,  # norm delta and add it, instead of adding it and norming the sum
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -51,32 +56,35 @@ def norm_kernel(
     column = tl.arange(0, BLOCK)
     inside = column < length
     w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
-    stored = tl.load(x + row + column, mask=inside, other=0.0)
+    stored = tl.load(x + tl.program_id(0).to(tl.int64) * stride + column, mask=inside, other=0.0)
     v = stored.to(tl.float32)
     if AFTER:
         d = tl.load(delta + row + column, mask=inside, other=0.0).to(tl.float32)
-        v = v + normalised(d, w, eps, length, GEMMA, stored.dtype)
+        v = v + normalised(d, w, eps, length, GEMMA, ONCE, stored.dtype)
         tl.store(total + row + column, v.to(stored.dtype), mask=inside)
     else:
         if delta is not None:
             v = (v + tl.load(delta + row + column, mask=inside, other=0.0).to(tl.float32)).to(stored.dtype)
             tl.store(total + row + column, v, mask=inside)
             v = v.to(tl.float32)
-        tl.store(out + row + column, normalised(v, w, eps, length, GEMMA, stored.dtype).to(stored.dtype), mask=inside)
+        normed = normalised(v, w, eps, length, GEMMA, ONCE, stored.dtype)
+        tl.store(out + row + column, normed.to(stored.dtype), mask=inside)
 
 
 @quick_launch
 @triton.jit(do_not_specialize=["num_rows", "rows_per_program"])
 def norm_backward_kernel(
-    v,  # [T, D] what was normed
+    v,  # [T, D] what was normed, a row ``stride`` after the other
     weight,  # [D]
-    grad_out,  # [T, D] of norm(v)
+    grad_out,  # [T, D] of norm(v), a row ``grad_stride`` after the other
     grad_total,  # [T, D] that reached v by the residual stream, or None
-    grad_v,  # [T, D]
+    grad_v,  # [T, D] as ``grad_out``; may be the same memory
     parts,  # [P, D] float32, the weight's gradient over each program's rows, or None
     eps,
     num_rows,  # T
     length,  # D
+    stride,
+    grad_stride,
     rows_per_program,
     GEMMA: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -90,8 +98,9 @@ def norm_backward_kernel(
     first = tl.program_id(0) * rows_per_program
     summed = tl.zeros((BLOCK,), tl.float32)
     for i in range(tl.minimum(rows_per_program, num_rows - first)):
-        at = (first.to(tl.int64) + i) * length + column
-        x = tl.load(v + at, mask=inside, other=0.0).to(tl.float32)
+        row = first.to(tl.int64) + i
+        at = row * grad_stride + column
+        x = tl.load(v + row * stride + column, mask=inside, other=0.0).to(tl.float32)
         g = tl.load(grad_out + at, mask=inside, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(x * x, 0) / length + eps)
         unit = x * inverse
@@ -99,7 +108,7 @@ def norm_backward_kernel(
         summed += g * unit
         grad = inverse * (scaled - unit * (tl.sum(scaled * unit, 0) / length))
         if grad_total is not None:
-            grad += tl.load(grad_total + at, mask=inside, other=0.0).to(tl.float32)
+            grad += tl.load(grad_total + row * length + column, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_v + at, grad.to(grad_v.dtype.element_ty), mask=inside)
     if parts is not None:
         tl.store(parts + tl.program_id(0) * length + column, summed, mask=inside)
@@ -132,16 +141,18 @@ def row_warps(block: int) -> int:
 
 
 def norm(
-    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, gemma: bool = False, after: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    x: Tensor, weight: Tensor, eps: float, *, delta: Tensor | None = None, gemma: bool = False, once: bool = False,
+    after: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """(residual stream, normed row) of the forms above.
 
     Args:
-        x: [T, D] contiguous: what is normed, or the residual stream.
+        x: [T, D] contiguous: what is normed, or the residual stream. Without ``delta`` it may be columns of a tensor.
         weight: [D].
         eps: inside the root.
         delta: [T, D] contiguous: what is added to the residual stream.
         gemma: norm as Gemma does.
+        once: round as gpt-oss does, after the weight alone.
         after: norm ``delta`` and add the result; no normed row is returned.
 
     Returns:
@@ -152,33 +163,34 @@ def norm(
     total = x if delta is None else torch.empty_like(x)
     out = None if after else empty_rows(*x.shape, like=x)
     norm_kernel[(x.numel() // length,)](
-        x, delta, weight, None if delta is None else total, out, eps, length,
-        GEMMA=gemma, AFTER=after, BLOCK=block, num_warps=row_warps(block), **overlapping(x.device),
+        x, delta, weight, None if delta is None else total, out, eps, length, x.stride(0),
+        GEMMA=gemma, ONCE=once, AFTER=after, BLOCK=block, num_warps=row_warps(block), **overlapping(x.device),
     )  # fmt: skip
     return total, out
 
 
 def norm_backward(
     v: Tensor, weight: Tensor, eps: float, grad_out: Tensor, grad_total: Tensor | None, *, gemma: bool,
-    weight_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype | None, in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Gradients of what was normed and of the weight.
 
     Args:
-        v: [T, D] what was normed.
-        grad_out: [T, D] gradient of ``norm(v)``.
+        v: [T, D] what was normed; may be columns of a tensor.
+        grad_out: [T, D] gradient of ``norm(v)``; contiguous unless ``in_place``.
         grad_total: [T, D] gradient of v from the residual stream; added.
         weight_dtype: of the weight's gradient; None if that is not needed.
+        in_place: write the gradient of v over ``grad_out``, which may be columns of a tensor.
     """
     length = v.shape[-1]
     rows = v.numel() // length
     block = power_of_two(length)
-    grad_v = torch.empty_like(v)
+    grad_v = grad_out if in_place else torch.empty_like(grad_out)
     per_program = max(1, divided_up(rows, 1056)) if v.is_cuda else divided_up(rows, 2)
     programs = divided_up(rows, per_program)
     parts = torch.empty(programs, length, dtype=torch.float32, device=v.device) if weight_dtype else None
     norm_backward_kernel[(programs,)](
-        v, weight, grad_out, grad_total, grad_v, parts, eps, rows, length, per_program,
+        v, weight, grad_out, grad_total, grad_v, parts, eps, rows, length, v.stride(0), grad_out.stride(0), per_program,
         GEMMA=gemma, BLOCK=block, num_warps=row_warps(block),
     )  # fmt: skip
     return grad_v, None if parts is None or weight_dtype is None else sum_parts(parts, weight_dtype)

@@ -10,13 +10,14 @@ decoding, which both run this kernel, are bitwise identical.
 
 import math
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from logitless.models.kernels.norm import sum_parts
+from logitless.models.kernels.norm import norm, norm_backward, sum_parts
 from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.quick_launch import quick_launch
@@ -29,12 +30,22 @@ TOKENS = 2
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """Norms of query and key heads: weights [E] each, eps, and whether they are Gemma's."""
+    """Norms of queries and keys.
+
+    Args:
+        query, key: weights: [E] of a norm of each head, or [H * E] and [K * E] of a norm over all heads of a token.
+        eps: inside the root.
+        gemma: whether they are Gemma's.
+    """
 
     query: Tensor
     key: Tensor
     eps: float
     gemma: bool = False
+
+    def over_all(self, heads: "Heads") -> bool:
+        """Whether a norm is over all heads of a token."""
+        return self.query.numel() > heads.width
 
 
 @triton.jit
@@ -317,6 +328,9 @@ def rotate(
     Returns:
         [T, H, E] and two of [T, K, E] (or those given).
     """
+    if norms is not None and norms.over_all(heads):
+        query, key = (cast(Tensor, norm(x, w, norms.eps)[1]) for x, w in ((query, norms.query), (key, norms.key)))
+        norms = None
     rows = query.shape[0]
     query_out = query.new_empty(rows, heads.query, heads.width)
     key_out = key.new_empty(rows, heads.key, heads.width) if key_out is None else key_out
@@ -343,6 +357,10 @@ def rotate_backward(
     Args:
         norm_dtypes: of the gradients of the norms' weights, query's and key's; None if they are not needed.
     """
+    if norms is not None and norms.over_all(heads):
+        return _normed_backward(
+            query, key, heads, position, cos, sin, norms, grad_query, grad_key, grad_value, norm_dtypes
+        )
     rows = query.shape[0]
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
     blocks = (heads.query + 2 * heads.key) // heads.together
@@ -366,3 +384,21 @@ def rotate_backward(
         sum_parts(query_parts.flatten(0, 1), norm_dtypes[0]),
         sum_parts(key_parts.flatten(0, 1), norm_dtypes[1]),
     )
+
+
+def _normed_backward(
+    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms,
+    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, dtypes: tuple[torch.dtype, torch.dtype] | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
+    """``rotate_backward`` for norms over all heads of a token."""
+    grad, _, _ = rotate_backward(
+        query, key, heads, position, cos, sin, None, grad_query, grad_key, grad_value, norm_dtypes=None
+    )
+    of_query, of_key, _ = grad.split((query.shape[1], key.shape[1], key.shape[1]), 1)  # type: ignore[no-untyped-call]
+    of_weights = [
+        norm_backward(rows, weight, norms.eps, part, None, gemma=False, weight_dtype=dtype, in_place=True)[1]
+        for rows, weight, part, dtype in zip(
+            (query, key), (norms.query, norms.key), (of_query, of_key), dtypes or (None, None), strict=True
+        )
+    ]
+    return grad, of_weights[0], of_weights[1]

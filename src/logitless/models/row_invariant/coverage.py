@@ -10,10 +10,13 @@ from logitless.models.lm_head import backbone
 from logitless.models.rotary import LongRotary
 from logitless.models.row_invariant.experts import experts_of, router_of, uncovered_mixture
 
-DENSE = ("llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3")
-MIXTURES = ("qwen3_moe", "mixtral")
-FAMILIES = (*DENSE, *MIXTURES)
+FAMILIES = (
+    "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
+    "qwen3_moe",
+)  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
+ROUNDED_ONCE = ("gpt_oss",)
+"""Families whose norms round after their weight only."""
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
@@ -44,6 +47,8 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
     for name in ("resid_pdrop", "embd_pdrop"):
         if getattr(config, name, 0.0) and config.model_type == "phi3":
             found.append(f"dropout {name} of {getattr(config, name)}")
+    if getattr(config, "clip_qkv", None) is not None:
+        found.append(f"queries, keys and values clipped at {config.clip_qkv}")
     if activation_of(config) not in ACTIVATIONS:
         found.append(f"the activation {activation_of(config)}")
     if getattr(config, "use_bidirectional_attention", False):

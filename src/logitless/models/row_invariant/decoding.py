@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from logitless.errors import UnavailableError
 from logitless.models.kernels.rotary import HeadNorms, rotate
+from logitless.models.kernels.sinks import with_sinks
 from logitless.models.lm_head import backbone
 from logitless.models.row_invariant.layers import AttentionForm, Installation, RopeTables
 from logitless.models.row_invariant.paged_attention import (
@@ -45,8 +46,9 @@ class PagedRows:
     tables: RopeTables
 
     def attend(
-        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
-    ) -> Tensor:
+        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """Write keys and values to the layer's pages, then attend to the pages."""
         cache, (cos, sin) = self.caches[index], self.tables.of(form.rope)
         turned, _, _ = rotate(
@@ -55,10 +57,10 @@ class PagedRows:
         )  # fmt: skip
         options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
         if isinstance(self.layout, DecodeLayout):
-            out, _ = decode_attention(turned, cache, self.layout, **options)
+            out, log_sum_exp = decode_attention(turned, cache, self.layout, **options)
         else:
-            out, _ = prefill_attention(turned, cache, self.layout, **options)
-        return out.flatten(1)
+            out, log_sum_exp = prefill_attention(turned, cache, self.layout, **options)
+        return out.flatten(1) if sinks is None else with_sinks(out, log_sum_exp, sinks)
 
 
 @torch.no_grad()

@@ -12,6 +12,7 @@ from logitless.models.activations import can_be_recomputed, recipes_are_kept
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from logitless.models.one_node import apply, refuse_twice
 
 
@@ -41,10 +42,10 @@ class _Embedded(torch.autograd.Function):
 
 
 def add_and_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+    residual: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool, once: bool = False
 ) -> tuple[Tensor, Tensor]:
     """(residual + delta, its norm)."""
-    return apply(_Norm, residual, delta, weight, eps, gemma)
+    return apply(_Norm, residual, delta, weight, eps, gemma, once)
 
 
 def norm_and_add(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -55,15 +56,15 @@ def norm_and_add(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) ->
 class _Norm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool
+        ctx: Any, x: Tensor, delta: Tensor | None, weight: Tensor, eps: float, gemma: bool, once: bool
     ) -> tuple[Tensor, Tensor]:
-        total, out = norm(x, weight, eps, delta=delta, gemma=gemma)
+        total, out = norm(x, weight, eps, delta=delta, gemma=gemma, once=once)
         assert out is not None
         ctx.save_for_backward(total, weight)
         ctx.eps, ctx.gemma, ctx.weight_dtype = eps, gemma, gradient_dtype(weight)
         if recipes_are_kept():
             kept, scale = total.detach(), weight.detach()
-            can_be_recomputed(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma)[1]))
+            can_be_recomputed(out, lambda: cast(Tensor, norm(kept, scale, eps, gemma=gemma, once=once)[1]))
         ctx.set_materialize_grads(False)
         return total, out
 
@@ -77,7 +78,7 @@ class _Norm(torch.autograd.Function):
                 total, weight, ctx.eps, grad_out.contiguous(), grad_total,
                 gemma=ctx.gemma, weight_dtype=ctx.weight_dtype if ctx.needs_input_grad[2] else None,
             )  # fmt: skip
-        return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None
+        return grad, grad if ctx.needs_input_grad[1] else None, grad_weight, None, None, None
 
 
 class _NormAfter(torch.autograd.Function):
@@ -146,6 +147,27 @@ class Rotary(torch.autograd.Function):
         )  # fmt: skip
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
         return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
+
+
+class Sinks(torch.autograd.Function):
+    """Attention with sinks [T, H * E], from its output [T, H, E] and log-sum-exp without them."""
+
+    @staticmethod
+    def forward(ctx: Any, attended: Tensor, log_sum_exp: Tensor, sinks: Tensor) -> Tensor:
+        ctx.save_for_backward(attended, log_sum_exp, sinks)
+        ctx.sinks_dtype = gradient_dtype(sinks)
+        out = with_sinks(attended, log_sum_exp, sinks)
+        if recipes_are_kept():
+            kept = [each.detach() for each in (attended, log_sum_exp, sinks)]
+            can_be_recomputed(out, lambda: with_sinks(*kept))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        refuse_twice()
+        attended, log_sum_exp, sinks = ctx.saved_tensors
+        sinks_dtype = ctx.sinks_dtype if ctx.needs_input_grad[2] else None
+        return with_sinks_backward(attended, log_sum_exp, sinks, grad.contiguous(), sinks_dtype=sinks_dtype)
 
 
 class HeadsAsRows(torch.autograd.Function):

@@ -32,6 +32,7 @@ from logitless.models.row_invariant.coverage import (
     GATE_UP,
     GEMMA,
     QKV,
+    ROUNDED_ONCE,
     activation_of,
     dense_mlp,
     linear_of,
@@ -39,7 +40,15 @@ from logitless.models.row_invariant.coverage import (
     uncovered,
 )
 from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form, router_of
-from logitless.models.row_invariant.functions import Gate, HeadsAsRows, Rotary, add_and_norm, embedded, norm_and_add
+from logitless.models.row_invariant.functions import (
+    Gate,
+    HeadsAsRows,
+    Rotary,
+    Sinks,
+    add_and_norm,
+    embedded,
+    norm_and_add,
+)
 from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
 
@@ -71,8 +80,9 @@ class Rows(Protocol):
     """The positions of a layer's rows and what they attend to: a packed row, or a step of decoding."""
 
     def attend(
-        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None
-    ) -> Tensor:
+        self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
+        sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
         """[T, H * E] of the layer ``index``."""
         ...
 
@@ -99,28 +109,29 @@ class PackedRows:
         key: Tensor,
         value: Tensor,
         norms: HeadNorms | None,
+        sinks: Tensor | None,
     ) -> Tensor:
         """Rotary positions, then attention within the layout."""
         cos, sin = self.tables.of(form.rope)
         weights = (None, None) if norms is None else (norms.query, norms.key)
         options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
         turned = apply(Rotary, query, key, value, *weights, options, form.heads, self.position, cos, sin)
-        out, _ = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
-        return apply(HeadsAsRows, out)
+        out, log_sum_exp = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
+        return apply(HeadsAsRows, out) if sinks is None else apply(Sinks, out, log_sum_exp, sinks)
 
 
 class RopeTables:
     """Cosines and sines by position, computed by the model's rotary embedding and cached."""
 
-    def __init__(self, decoder: Any, names: Sequence[str]) -> None:
-        self._decoder, self._names = decoder, tuple(dict.fromkeys(names))
+    def __init__(self, decoder: Any, forms: Sequence[AttentionForm]) -> None:
+        self._decoder, self._widths = decoder, {form.rope: form.heads.rotary for form in forms}
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._key: tuple[Any, ...] = ()
 
     def reach(self, length: int) -> "RopeTables":
         """Self, extended to at least ``length`` positions, in the decoder's dtype and on its device."""
         weight = self._decoder.norm.weight
-        have = self._tables[self._names[0]][0].shape[0] if self._tables else 0
+        have = next(iter(self._tables.values()))[0].shape[0] if self._tables else 0
         if have < length or self._key != (weight.dtype, weight.device):
             refuse_unwritten("the table of rotary positions", weight.device)
             reach = max(256, 1 << (length - 1).bit_length())
@@ -128,10 +139,11 @@ class RopeTables:
             position = torch.arange(reach, device=weight.device)[None]
             like = torch.empty(1, 1, 1, dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
-                for name in self._names:
+                for name, width in self._widths.items():
                     kind = () if name == "" else (name,)
                     cos, sin = self._decoder.rotary_emb(like, position, *kind)
-                    self._tables[name] = cos[0].contiguous(), sin[0].contiguous()
+                    halves = width // cos.shape[2]  # gpt-oss computes one half: the other is the same
+                    self._tables[name] = cos[0].repeat(1, halves), sin[0].repeat(1, halves)
         return self
 
     def of(self, name: str) -> tuple[Float[Tensor, "P R"], Float[Tensor, "P R"]]:
@@ -198,7 +210,8 @@ class RowInvariantDecoder(nn.Module):
         residual, delta = hidden, None
         for layer in self.layers[: self.config.num_hidden_layers][:num_layers]:
             residual, delta = layer(residual, delta, rows=rows)
-        return add_and_norm(residual, delta, self.norm.weight, _epsilon(self.norm), self.row_invariant.gemma)[1]
+        rounding = self.row_invariant.gemma, self.row_invariant.once
+        return add_and_norm(residual, delta, self.norm.weight, _epsilon(self.norm), *rounding)[1]
 
     def _keeps_all(self) -> bool:
         """Whether no layer is recomputed in the backward pass."""
@@ -216,15 +229,22 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         form: of its attention.
         mixture: the form of its experts; None for a dense layer.
         gemma: whether its norms are Gemma's.
+        once: whether its norms round after their weight only.
         gelu: whether its activation is GELU, else SiLU.
     """
 
     def __init__(
-        self, original: nn.Module, form: AttentionForm, mixture: MixtureForm | None, *, gemma: bool, gelu: bool
-    ) -> None:
+        self, original: nn.Module, form: AttentionForm, mixture: MixtureForm | None, *, gemma: bool, once: bool,
+        gelu: bool,
+    ) -> None:  # fmt: skip
         _hold(self, original)
         self.row_invariant_form, self.row_invariant_mixture = form, mixture
-        self.row_invariant_gemma, self.row_invariant_gelu = gemma, gelu
+        self.row_invariant_gemma, self.row_invariant_once, self.row_invariant_gelu = gemma, once, gelu
+
+    @property
+    def row_invariant_kind(self) -> tuple[AttentionForm, MixtureForm | None]:
+        """Equal for layers that launch the same kernels."""
+        return self.row_invariant_form, self.row_invariant_mixture
 
     def forward(self, hidden_states: Tensor, delta: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
         """(residual, delta) of the next layer."""
@@ -242,21 +262,21 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
     ) -> tuple[Tensor, ...]:
         """(residual, delta) of the next layer; without a delta, the residual alone."""
-        norms, eps, gemma = weights.norms, weights.eps, self.row_invariant_gemma
-        residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma)
+        norms, eps, gemma, once = weights.norms, weights.eps, self.row_invariant_gemma, self.row_invariant_once
+        residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma, once)
         delta = self._attention(x, rows, weights)
         if gemma:
             residual = norm_and_add(residual, delta, norms[1], eps[1])
             residual, x = add_and_norm(residual, None, norms[2], eps[2], gemma)
             return (norm_and_add(residual, self._mlp(x, weights), norms[3], eps[3]),)
-        residual, x = add_and_norm(residual, delta, norms[1], eps[1], gemma)
+        residual, x = add_and_norm(residual, delta, norms[1], eps[1], gemma, once)
         return residual, self._mlp(x, weights)
 
     def _attention(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
         form = self.row_invariant_form
         heads = form.heads
         query, key, value = _project(x, weights.qkv, (heads.query * heads.width, *[heads.key * heads.width] * 2))
-        attended = rows.attend(weights.index, form, query, key, value, weights.head_norms)
+        attended = rows.attend(weights.index, form, query, key, value, weights.head_norms, weights.sinks)
         return project(attended, [weights.out])[0]
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
@@ -283,6 +303,7 @@ class _LayerWeights:
         index: of the layer.
         norms, eps: in order of use: two, or Gemma's four.
         head_norms: of queries and keys.
+        sinks: [H] of attention.
         qkv, gate_up: one or several projections; no ``gate_up`` where all experts are chosen by the router.
         out, down: last projections of attention and MLP.
         mixture: the experts of a mixture, beside which ``gate_up`` and ``down`` are its shared experts.
@@ -292,6 +313,7 @@ class _LayerWeights:
     norms: list[Tensor]
     eps: list[float]
     head_norms: HeadNorms | None
+    sinks: Tensor | None
     qkv: list[Projection]
     out: Projection
     gate_up: list[Projection]
@@ -312,6 +334,7 @@ class _LayerWeights:
             [norm.weight for norm in norms],
             [_epsilon(norm) for norm in norms],
             head_norms,
+            attention._parameters.get("sinks"),
             [_projection(module) for module in modules_of(attention, QKV)],
             _projection(attention.o_proj),
             [] if dense is None else [_projection(module) for module in modules_of(dense, GATE_UP)],
@@ -322,6 +345,7 @@ class _LayerWeights:
     @property
     def tensors(self) -> list[Tensor]:
         of_heads = [] if self.head_norms is None else [self.head_norms.query, self.head_norms.key]
+        of_heads += [] if self.sinks is None else [self.sinks]
         projections = [*self.qkv, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
         of_experts = [] if self.mixture is None else self.mixture.tensors
         return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None), *of_experts]
@@ -335,6 +359,7 @@ class Installation:
         model: the caller's.
         missing: what in the model is not supported; unless this is empty, the model was not changed.
         gemma: whether norms are Gemma's.
+        once: whether norms round after their weight only.
         tables: of positions.
         originals: the layers, and the decoder, that were replaced.
         graphs: of ``graph_short_rows``.
@@ -343,6 +368,7 @@ class Installation:
     model: nn.Module
     missing: tuple[str, ...]
     gemma: bool = False
+    once: bool = False
     tables: RopeTables | None = None
     originals: list[nn.Module] = field(default_factory=list)
     graphs: LayerGraphs | None = None
@@ -432,10 +458,10 @@ def install_row_invariant(model: nn.Module) -> Installation:
         return Installation(model, missing)
     decoder: Any = backbone(model)
     config = decoder.config.get_text_config()
-    gemma = config.model_type in GEMMA
+    gemma, once = config.model_type in GEMMA, config.model_type in ROUNDED_ONCE
     forms = [_form(decoder, layer, config) for layer in decoder.layers]
-    tables, originals = RopeTables(decoder, [form.rope for form in forms]), [*decoder.layers, decoder]
-    installation = Installation(model, (), gemma, tables, originals)
+    tables, originals = RopeTables(decoder, forms), [*decoder.layers, decoder]
+    installation = Installation(model, (), gemma, once, tables, originals)
     for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
         dense = dense_mlp(layer.mlp)
         for owner, names in ((layer.self_attn, QKV), *([] if dense is None else [(dense, GATE_UP)])):
@@ -446,7 +472,8 @@ def install_row_invariant(model: nn.Module) -> Installation:
             _lay_adapters_end_to_end(modules_of(owner, names))
         kind = _of_family(RowInvariantLayer, layer.__class__)
         experts = None if router_of(layer.mlp) is None else mixture_form(layer.mlp, config)
-        decoder.layers[number] = kind(layer, form, experts, gemma=gemma, gelu=ACTIVATIONS[activation_of(config)])
+        gelu = ACTIVATIONS[activation_of(config)]
+        decoder.layers[number] = kind(layer, form, experts, gemma=gemma, once=once, gelu=gelu)
     inner = causal_lm(model)
     setattr(inner, inner.base_model_prefix, _of_family(RowInvariantDecoder, decoder.__class__)(decoder, installation))
     return installation
@@ -501,7 +528,9 @@ def _kept_bytes(decoder: Any) -> int:
     for layer in decoder.layers:
         heads = layer.row_invariant_form.heads
         width = linear_of(layer.mlp.down_proj).weight.shape[1]
-        of_attention = 3 * heads.query * heads.width + 4 * heads.key * heads.width  # before and after rotary, and out
+        outs = 2 if "sinks" in layer.self_attn._parameters else 1
+        # before and after rotary, and out
+        of_attention = (2 + outs) * heads.query * heads.width + 4 * heads.key * heads.width
         total += 6 * decoder.norm.weight.numel() + of_attention + 3 * width
     return total * int(decoder.norm.weight.itemsize)
 

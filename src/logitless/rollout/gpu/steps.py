@@ -153,9 +153,9 @@ class Steps:
         self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
         self.device, self.graphed = weight.device, weight.is_cuda
         self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
-        forms = [layer.row_invariant_form for layer in decoder.layers]
-        self.forms = list(dict.fromkeys(forms))
-        self._num_unlike = 1 + max(map(forms.index, self.forms))  # the first so many layers include every kind
+        self.forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+        kinds = [layer.row_invariant_kind for layer in decoder.layers]
+        self._num_unlike = 1 + max(map(kinds.index, set(kinds)))  # the first so many layers include every kind
         self.memory = PageMemory(2 * len(heads), self.device)
         self.cache, self.caches = torch.empty(0), list[PagedCache]()
         self._graphs: dict[Any, Callable[[], None]] = {}

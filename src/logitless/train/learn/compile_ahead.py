@@ -68,9 +68,8 @@ def _pass(
     """
     decoder: Any = backbone(policy.model)
     layout = AttentionLayout([group], policy.device, rounded_rows(group.size) if padded else group.size)
-    forms = [layer.row_invariant_form for layer in decoder.layers]
-    kinds = list(dict.fromkeys(forms))
-    for form in kinds:
+    kinds = [layer.row_invariant_kind for layer in decoder.layers]
+    for form, _ in dict.fromkeys(kinds):
         heads = form.heads
         prepare_tables(
             layout, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=decoder.norm.weight.dtype,
@@ -79,7 +78,7 @@ def _pass(
     decoder.row_invariant.reach(layout.longest)
     token = torch.zeros(layout.num_tokens, dtype=torch.long, device=policy.device)
     return partial(
-        _forward_and_backward, policy, layout, token, 1 + max(map(forms.index, kinds)), backend, temperature,
+        _forward_and_backward, policy, layout, token, 1 + max(map(kinds.index, set(kinds))), backend, temperature,
         entropy_gradient,
     )  # fmt: skip
 
