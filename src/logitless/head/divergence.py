@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError, UnavailableError
-from logitless.head import divergence_chunked, divergence_reference
+from logitless.head import divergence_chunked, divergence_reference, fused
 from logitless.head.contract import checked, logits_dtype, require, without_autocast
 from logitless.head.measure import Kind, Measure, Measured, Stream
 from logitless.types import CenteredScores, LMHead, TokenDivergence
@@ -283,26 +283,39 @@ def _measured(
             given=repr(backend),
             remedy="Use 'auto' unless you compare backends.",
         )
-    if backend == "fused":
-        raise UnavailableError(
-            needed="fused kernels for two streams of hidden states",
-            given="backend='fused', which scores one stream",
-            remedy="Use backend='auto' or backend='chunked'.",
-        )
+    name = _named(backend, student, teacher)
     if backend == "reference" and memory_budget is not None:
         raise UnavailableError(
             needed="a backend that can bound its memory",
             given="backend='reference'",
             remedy="Use backend='chunked', or leave memory_budget out.",
         )
-    if backend == "auto":
-        _say_chunked()
     with without_autocast(student.hidden.device):
-        if backend == "reference":
+        if name == "reference":
             return divergence_reference.measured(student, teacher, target, vocabulary, measure)
-        return divergence_chunked.measured(student, teacher, target, vocabulary, measure, memory_budget)
+        if name == "fused" and memory_budget is None:
+            memory_budget = fused.default_budget(student.hidden.device)
+        options = (student, teacher, target, vocabulary, measure, memory_budget)
+        return divergence_chunked.measured(*options, fused=name == "fused")
+
+
+def _named(backend: str, student: Stream, teacher: Stream) -> str:
+    """The backend that runs: for ``auto``, fused where it can."""
+    if backend not in ("auto", "fused"):
+        return backend
+    reason = fused.why_not(student.hidden) or fused.why_not(teacher.hidden)
+    if backend == "fused" and reason is not None:
+        raise UnavailableError(
+            needed="a machine and tensors on which backend='fused' can run",
+            given=reason,
+            remedy="Use backend='auto' or backend='chunked'.",
+        )
+    name = "fused" if reason is None else "chunked"
+    if backend == "auto":
+        _say(name, "it can run here and is the fastest" if reason is None else f"fused cannot run: {reason}")
+    return name
 
 
 @functools.cache
-def _say_chunked() -> None:
-    logger.info("head backend of two streams: chunked (there are no fused kernels for two streams)")
+def _say(name: str, reason: str) -> None:
+    logger.info("head backend of two streams: %s (%s)", name, reason)
