@@ -468,7 +468,8 @@ def _pair(z: Tensor, y: Tensor | None, student: _Side, teacher: _Side, some: sli
 
     outside, outside_teacher = at(some, student.rows.outside, teacher.rows.outside)
     target = student.rows.target[some] - first_column
-    return launch.Pair(z, y, outside, outside_teacher, target, student.call.inside, teacher.call.inside)
+    masked = student.head.bias is not None or teacher.head.bias is not None
+    return launch.Pair(z, y, outside, outside_teacher, target, student.call.inside, teacher.call.inside, masked)
 
 
 def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:

@@ -7,14 +7,16 @@ works on a row, so that its sums are row-invariant. z is of the student, y of th
 import triton
 import triton.language as tl
 
-from logitless.head.kernels.forward import log1p
 from logitless.head.kernels.tiles import FLOOR, LOWEST, logits
 
 
 @triton.jit
-def relative(logit, top):
-    """``logit - top``, and FLOOR for a logit of -inf."""
-    return tl.where(logit == float("-inf"), FLOOR, logit - top)
+def relative(logit, top, MASKED: tl.constexpr):
+    """``logit - top``, and FLOOR for a logit of -inf, which only a bias can make (MASKED)."""
+    d = logit - top
+    if MASKED:
+        d = tl.where(logit == float("-inf"), FLOOR, d)
+    return d
 
 
 @triton.jit
@@ -22,6 +24,13 @@ def expm1(x):
     """exp(x) - 1 for x <= 0; near 0 by its series, whose next term is below 1e-8 of it."""
     series = 1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))))
     return tl.where(x > -0.4, x * series, tl.exp(x) - 1.0)
+
+
+@triton.jit
+def log1p(x):
+    """log(1 + x) for -1 < x <= 0; what the sum loses is added, and is 0 where 1 + x is small."""
+    u = 1.0 + x
+    return tl.log(u) + (x - (u - 1.0))
 
 
 @triton.jit
@@ -34,27 +43,30 @@ def over_mixture(log_ratio, beta, rest):
 
 
 @triton.jit
-def anchored(product, inside, outside, here, counted, top, SOFTCAP: tl.constexpr):
+def anchored(product, inside, outside, here, counted, top, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """(logits, the new maximum, d, exp(d) of counted columns, the old maximum minus the new one)."""
     _, logit = logits(product, inside, outside, SOFTCAP)
     new = tl.maximum(top, tl.max(tl.where(here, logit, LOWEST), 0))
-    d = relative(logit, new)
+    d = relative(logit, new, MASKED)
     return logit, new, d, tl.where(counted, tl.exp(d), 0.0), tl.maximum(top - new, FLOOR)
 
 
 @triton.jit
-def log_probs(product, inside, outside, top, log_normaliser, SOFTCAP: tl.constexpr):
+def log_probs(product, inside, outside, top, log_normaliser, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """(tanh, or the product without a softcap; the log-probability)."""
     capped, logit = logits(product, inside, outside, SOFTCAP)
-    return capped, relative(logit, top) - log_normaliser
+    return capped, relative(logit, top, MASKED) - log_normaliser
 
 
 @triton.jit
-def gap_terms(gap, weights, shift, shift_other, factor, e, d, d_other, other):
+def gap_terms(gap, weights, shift, shift_other, factor, e, d, d_other, other, MASKED: tl.constexpr):
     """Partial sums of exp(d) (d - d_other) with one more block; inf where ``other`` excludes what has a weight."""
-    # where the old terms vanish beside the new maximum, inf * 0 is 0
-    before = tl.where(factor == 0.0, 0.0, (gap + weights * (shift - shift_other)) * factor)
-    return before + tl.where((other == float("-inf")) & (e > 0.0), float("inf"), e * (d - d_other))
+    before = (gap + weights * (shift - shift_other)) * factor
+    terms = e * (d - d_other)
+    if MASKED:
+        before = tl.where(factor == 0.0, 0.0, before)  # inf * 0: the old terms vanish beside the new maximum
+        terms = tl.where((other == float("-inf")) & (e > 0.0), float("inf"), terms)
+    return before + terms
 
 
 @triton.jit
@@ -64,7 +76,7 @@ def pair_sums(
     target,  # [n] int64, counted from the first of these columns; may be none of them
     sums,  # out [9, n] float32: see ``divergence_chunked._PairSums``
     inside, inside_teacher, num_columns, stride,
-    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Maximum, S, T and the target's logit of both streams, and the sum ``gap`` that a KL divergence needs."""
     row = tl.program_id(0).to(tl.int64)
@@ -88,16 +100,18 @@ def pair_sums(
         counted = here & (v != own)
         p_product = tl.load(z_row + v, mask=here, other=0.0)
         q_product = tl.load(y_row + v, mask=here, other=0.0)
-        p_logit, top, d, e, shift = anchored(p_product, inside, scale, here, counted, top, SOFTCAP)
+        p_logit, top, d, e, shift = anchored(p_product, inside, scale, here, counted, top, SOFTCAP, MASKED)
         q_logit, top_teacher, d_teacher, e_teacher, shift_teacher = anchored(
-            q_product, inside_teacher, scale_teacher, here, counted, top_teacher, SOFTCAP_TEACHER
+            q_product, inside_teacher, scale_teacher, here, counted, top_teacher, SOFTCAP_TEACHER, MASKED
         )
         factor = tl.exp(shift)
         factor_teacher = tl.exp(shift_teacher)
         if KIND == "reverse_kl":
-            gap = gap_terms(gap, s, shift, shift_teacher, factor, e, d, d_teacher, q_logit)
+            gap = gap_terms(gap, s, shift, shift_teacher, factor, e, d, d_teacher, q_logit, MASKED)
         elif (KIND == "forward_kl") | (KIND == "centering"):
-            gap = gap_terms(gap, s_teacher, shift_teacher, shift, factor_teacher, e_teacher, d_teacher, d, p_logit)
+            gap = gap_terms(
+                gap, s_teacher, shift_teacher, shift, factor_teacher, e_teacher, d_teacher, d, p_logit, MASKED
+            )
         t = (t + s * shift) * factor + e * d
         s = s * factor + e
         t_teacher = (t_teacher + s_teacher * shift_teacher) * factor_teacher + e_teacher * d_teacher
@@ -125,7 +139,7 @@ def pair_terms(
     normalisers,  # [4, stride_rows] float32: the maximum and the log of the normaliser, of both streams
     terms,  # out [2, n] float32
     inside, inside_teacher, beta, rest, num_columns, stride, stride_rows,
-    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The sums over v != y of the value and of ``divergence_chunked._Row.expected``, once normalisers are known."""
     row = tl.program_id(0).to(tl.int64)
@@ -145,9 +159,9 @@ def pair_terms(
         counted = here & (v != own)
         p_product = tl.load(z + row * stride + v, mask=here, other=0.0)
         q_product = tl.load(y + row * stride + v, mask=here, other=0.0)
-        _, log_p = log_probs(p_product, inside, scale, top, log_normaliser, SOFTCAP)
+        _, log_p = log_probs(p_product, inside, scale, top, log_normaliser, SOFTCAP, MASKED)
         _, log_q = log_probs(
-            q_product, inside_teacher, scale_teacher, top_teacher, log_normaliser_teacher, SOFTCAP_TEACHER
+            q_product, inside_teacher, scale_teacher, top_teacher, log_normaliser_teacher, SOFTCAP_TEACHER, MASKED
         )
         p = tl.exp(log_p)
         q = tl.exp(log_q)
@@ -174,7 +188,7 @@ def pair_gradient(
     outside, outside_teacher, target,  # as of ``pair_sums``
     slopes,  # [10, stride_rows] float32: see ``divergence_chunked._Gradient``
     inside, inside_teacher, beta, rest, num_columns, stride, stride_rows,
-    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """u of ``divergence_chunked._Gradient``, times the softcap's slope."""
     row = tl.program_id(0).to(tl.int64)
@@ -184,7 +198,7 @@ def pair_gradient(
     here = v < num_columns
     slope = slopes + row
     product = tl.load(z + taken * stride + v, mask=here, other=0.0)
-    capped, log_p = log_probs(product, inside, scale, tl.load(slope), tl.load(slope + stride_rows), SOFTCAP)
+    capped, log_p = log_probs(product, inside, scale, tl.load(slope), tl.load(slope + stride_rows), SOFTCAP, MASKED)
     p = tl.exp(log_p)
     of_entropy = tl.load(slope + 7 * stride_rows) * (log_p + tl.load(slope + 8 * stride_rows))
     u = -p * (tl.load(slope + 6 * stride_rows) + of_entropy)
@@ -193,7 +207,7 @@ def pair_gradient(
         product_teacher = tl.load(y + taken * stride + v, mask=here, other=0.0)
         _, log_q = log_probs(
             product_teacher, inside_teacher, scale_teacher, tl.load(slope + 2 * stride_rows),
-            tl.load(slope + 3 * stride_rows), SOFTCAP_TEACHER,
+            tl.load(slope + 3 * stride_rows), SOFTCAP_TEACHER, MASKED,
         )  # fmt: skip
         expected = tl.load(slope + 4 * stride_rows)
         if KIND == "reverse_kl":

@@ -449,6 +449,7 @@ class Pair(NamedTuple):
         outside, outside_teacher: [n] last factors, or None.
         target: [n] int64, counted from the first column.
         inside, inside_teacher: factors inside tanh, or None.
+        masked: whether a bias may have made logits -inf.
     """
 
     z: Tensor
@@ -458,6 +459,7 @@ class Pair(NamedTuple):
     target: Tensor
     inside: float | None
     inside_teacher: float | None
+    masked: bool
 
     @property
     def factors(self) -> tuple[float, float]:
@@ -465,7 +467,8 @@ class Pair(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        return {"SOFTCAP": self.inside is not None, "SOFTCAP_TEACHER": self.inside_teacher is not None}
+        softcaps = {"SOFTCAP": self.inside is not None, "SOFTCAP_TEACHER": self.inside_teacher is not None}
+        return {**softcaps, "MASKED": self.masked}
 
 
 def pair_sums(pair: Pair, kind: str) -> Tensor:
