@@ -13,6 +13,7 @@ from logitless.head import divergence, divergence_chunked, fused, token_divergen
 from logitless.types import LMHead
 from tests.head.cases import Case, assert_same, error, gradient_error, tolerance
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.head.test_chunked import Allocations
 from tests.head.test_divergence_chunked import product_keeps_rows
 from tests.head.two_streams import KINDS, RESULTS, Two, corner, measured, plain, run, scored, truth, two
 
@@ -271,6 +272,20 @@ def test_a_student_that_is_not_trained_keeps_no_products(monkeypatch):
     measured(given, "fused")
     assert found[0] == 0
     assert found[1] >= 3
+
+
+@pytest.mark.parametrize(("rows", "kept"), [(16, 3), (16, 1), (16, 0), (40, 0)])
+@pytest.mark.parametrize("all_rows", [True, False])
+@pytest.mark.parametrize("kind", ["reverse_kl", "jensen_shannon"])
+def test_logits_stay_within_the_budget(kind, all_rows, rows, kept, monkeypatch):
+    monkeypatch.setattr(divergence_chunked, "CPU_COLUMNS", 48)  # more than rows: vectors of all rows are not counted
+    given = two(single(Case(rows, 144, 8, bias=True)), kind)
+    gradient = torch.ones(rows)
+    gradient[5:9] = 1.0 if all_rows else 0.0
+    budget = 16 * 48 * (divergence_chunked.FUSED_BYTES + divergence_chunked.KEPT_BYTES * kept)
+    with Allocations(columns=48) as made:
+        measured(given, "fused", memory_budget=budget)["value"].backward(gradient)
+    assert budget // 2 <= made.peak <= budget
 
 
 @pytest.mark.parametrize("budget", [0, 10**5, 10**6, 10**7])

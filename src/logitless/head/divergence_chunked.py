@@ -122,7 +122,7 @@ class _Plan(NamedTuple):
     trained: bool
 
 
-Kept = dict[int, tuple[Tensor, Tensor]]
+Kept = dict[int, tuple[Tensor, Tensor | None]]
 """Products of both streams, of all rows and a block of columns, by its first column."""
 
 
@@ -384,20 +384,20 @@ def _weighted(weight: Tensor, value: Tensor) -> Tensor:
 
 
 def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile, kept: Kept, num_kept: int) -> _PairSums:
+    if plan.call.one_pass:
+        from logitless.head.kernels import launch
+
     num_rows, total = len(student.rows.target), None
     for columns in slices(plan.vocabulary, size.columns):
         blocks = student.block(columns), teacher.block(columns)
         sums = student.rows.hidden.new_empty(9, num_rows, dtype=plan.call.wide)
         for some in slices(num_rows, size.rows):
             if plan.call.one_pass:
-                from logitless.head.kernels import launch
-
-                products = student.product(some, blocks[0]), teacher.product(some, blocks[1])
+                pair = _pair(student, teacher, some, columns.start, blocks, kept)
+                sums[:, some] = launch.pair_sums(pair, plan.measure.kind)
                 if columns.start < num_kept * size.columns:
-                    kept[columns.start] = products
-                sums[:, some] = launch.pair_sums(
-                    _pair(*products, student, teacher, some, columns.start), plan.measure.kind
-                )
+                    kept[columns.start] = pair.z, pair.y
+                del pair  # before the next one is made
                 continue
             z, y = (
                 side.logits(some, columns.start, block) for side, block in zip((student, teacher), blocks, strict=True)
@@ -441,6 +441,9 @@ def _second_pass(
     student: _Side, teacher: _Side, p: Scored, q: Scored, plan: _Plan, size: Tile, kept: Kept
 ) -> tuple[Tensor, Tensor]:
     """Value and ``_Row.expected`` over v != y, once both normalisers are known."""
+    if plan.call.one_pass:
+        from logitless.head.kernels import launch
+
     num_rows = len(student.rows.target)
     total = student.rows.hidden.new_zeros(2, num_rows, dtype=plan.call.wide)
     normalisers = torch.stack([p.top, p.normaliser.log(), q.top, q.normaliser.log()])
@@ -448,13 +451,9 @@ def _second_pass(
         blocks = student.block(columns), teacher.block(columns)
         for some in slices(num_rows, size.rows):
             if plan.call.one_pass:
-                from logitless.head.kernels import launch
-
-                products = kept.get(columns.start)
-                if products is None:
-                    products = student.product(some, blocks[0]), teacher.product(some, blocks[1])
-                pair = _pair(*products, student, teacher, some, columns.start)
+                pair = _pair(student, teacher, some, columns.start, blocks, kept)
                 total[:, some] += launch.pair_terms(pair, *plan.measure, normalisers[:, some])
+                del pair  # before the next one is made
                 continue
             z, y = (
                 _relative_to_all(side, block, some, columns.start, of)
@@ -464,14 +463,33 @@ def _second_pass(
     return total[0], total[1]
 
 
-def _pair(z: Tensor, y: Tensor | None, student: _Side, teacher: _Side, some: slice, first_column: int) -> "launch.Pair":
-    """What the kernels need to know of some rows and the products of both streams."""
+def _pair(
+    student: _Side,
+    teacher: _Side,
+    some: slice,
+    first_column: int,
+    blocks: tuple[HeadBlock, HeadBlock | None],
+    kept: Kept,
+) -> "launch.Pair":
+    """What the kernels need to know of a tile, with kept or new products; without the teacher's block, not its."""
     from logitless.head.kernels import launch
 
+    of_student, of_teacher = blocks
+    z, y = kept.get(first_column) or (
+        student.product(some, of_student),
+        None if of_teacher is None else teacher.product(some, of_teacher),
+    )
     outside, outside_teacher = at(some, student.rows.outside, teacher.rows.outside)
-    target = student.rows.target[some] - first_column
-    masked = student.head.bias is not None or teacher.head.bias is not None
-    return launch.Pair(z, y, outside, outside_teacher, target, student.call.inside, teacher.call.inside, masked)
+    return launch.Pair(
+        z=z,
+        y=None if of_teacher is None else y,
+        outside=outside,
+        outside_teacher=outside_teacher,
+        target=student.rows.target[some] - first_column,
+        inside=student.call.inside,
+        inside_teacher=teacher.call.inside,
+        masked=student.head.bias is not None or teacher.head.bias is not None,
+    )
 
 
 def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:
@@ -625,14 +643,11 @@ class _Gradient:
     ) -> tuple[Tensor, Tensor]:
         from logitless.head.kernels import launch
 
-        source, y = self._source, None
-        if first_column in self._kept:
-            z, y = self._kept.pop(first_column)
-        else:
-            z, source = self._student.product(rows, block), None
-            if self._value is not None:
-                y = self._teacher.product(rows, self._teacher_block(slice(first_column, first_column + z.shape[1])))
-        pair = _pair(z, None if self._value is None else y, self._student, self._teacher, rows, first_column)
+        columns = slice(first_column, first_column + len(block.weight))
+        blocks = block, None if self._value is None else self._teacher_block(columns)
+        source = self._source if first_column in self._kept else None
+        pair = _pair(self._student, self._teacher, rows, first_column, blocks, self._kept)
+        self._kept.pop(first_column, None)
         return launch.pair_gradient(
             pair, *self._measure, self._slopes[:, rows], source, self._student.call.narrow, wide=wide
         )
