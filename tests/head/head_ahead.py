@@ -62,10 +62,31 @@ def compile_tiles(capability: int) -> list[Kernel]:
     return found
 
 
+def compile_pairs(capability: int) -> list[Kernel]:
+    """What the fused backend of two streams runs beside a library's products."""
+    product, row = torch.zeros(8, 5000), torch.zeros(8)
+    target, source = torch.zeros(8, dtype=torch.int64), torch.zeros(8, dtype=torch.int64)
+    with compiled(capability, resources=True) as found:
+        for outside, inside, masked in ((None, None, False), (row, 0.1, True)):
+            pair = launch.Pair(product, product, outside, outside, target, inside, inside, masked)
+            for kind in ("forward_kl", "reverse_kl", "jensen_shannon", "total_variation", "centering"):
+                launch.pair_sums(pair, kind)
+                launch.pair_gradient(
+                    pair, kind, 0.5, torch.zeros(10, 8), source if masked else None, torch.bfloat16, wide=masked
+                )
+            for kind in ("jensen_shannon", "total_variation"):
+                launch.pair_terms(pair, kind, 0.5, torch.zeros(4, 8))
+            student_alone = pair._replace(y=None)
+            launch.pair_gradient(student_alone, "forward_kl", 0.5, torch.zeros(10, 8), None, torch.float32, wide=True)
+    return found
+
+
 def main() -> None:
-    """Prints what became of each launch: of the chunked head, or of the fused one in a dtype."""
+    """Prints what became of each launch: of the chunked head, of two streams, or of the fused head in a dtype."""
     capability, *dtype = sys.argv[1:3]
-    if dtype:
+    if dtype == ["pairs"]:
+        found = compile_pairs(int(capability))
+    elif dtype:
         found = compile_fused(int(capability), getattr(torch, dtype[0]), "--everything" in sys.argv)
     else:
         found = compile_tiles(int(capability))

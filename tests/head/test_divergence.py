@@ -533,7 +533,7 @@ def test_arguments_that_do_not_fit_are_errors_that_say_what_to_do(changed, messa
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"backend": "fused"}, "fused kernels for two streams.*backend='chunked'"),
+        ({"backend": "fused"}, "tensors are on cpu.*backend='chunked'"),
         ({"backend": "reference", "memory_budget": 9}, "bound its memory.*backend='chunked'"),
         ({"head": Sharded(torch.zeros(11, 4))}, "student's weight whole.*DTensor.*full_tensor"),
         ({"teacher_head": Sharded(torch.zeros(9, 2))}, "teacher's weight whole.*DTensor.*full_tensor"),
@@ -545,11 +545,11 @@ def test_what_cannot_run_says_so(changed, message):
 
 
 def test_auto_takes_chunked_and_says_so_once(caplog):
-    divergence._say_chunked.cache_clear()
+    divergence._say.cache_clear()
     with caplog.at_level(logging.INFO, logger="logitless"):
         found = [token_divergence(**ARGUMENTS | {"target": None}) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == [
-        "head backend of two streams: chunked (there are no fused kernels for two streams)"
+        "head backend of two streams: chunked (fused cannot run: tensors are on cpu, the kernels need a CUDA device)"
     ]
     assert not found[0].divergence.any()
 

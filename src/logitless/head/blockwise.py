@@ -240,14 +240,16 @@ def gradients(
     sums = _Sums(head, rows, gradient, needed, call)
     is_dtensor = is_sharded(head.weight)
     of_weight = None
+    fresh = torch.empty_like if len(rows.target) else torch.zeros_like  # the first tile of rows overwrites
     of_shards = sharded.GradientOfShards(head.weight) if is_dtensor else None
     for shard in shards(head.weight, call.product):
         dtype = call.wide if is_dtensor else head.weight.dtype
-        of_shard = torch.zeros_like(shard.weight, dtype=dtype) if sums.for_weight else None
+        of_shard = fresh(shard.weight, dtype=dtype) if sums.for_weight else None
         for columns in slices(len(shard.weight), size.columns):
             block = block_of(head, shard, columns, call)
-            # a view if the gradient's dtype is wide; else a copy, which is rounded once
-            of_block = None if of_shard is None else of_shard[columns].to(call.wide)
+            of_block = None if of_shard is None else of_shard[columns]
+            if of_block is not None and dtype != call.wide:
+                of_block = fresh(of_block, dtype=call.wide)  # which is rounded once
             for some in slices(len(rows.target), size.rows):
                 sums.add(some, shard.first + columns.start, block, of_block)
             if of_block is not None and of_shard is not None:
@@ -288,13 +290,13 @@ class _Sums:
             self.of_lora_b = torch.zeros_like(head.lora_b, dtype=call.wide) if for_lora_b else None
 
     def add(self, some: slice, first_column: int, block: HeadBlock, of_weight: Tensor | None) -> None:
-        """Add one tile's gradients; that of the weight goes into ``of_weight``."""
+        """Add one tile's gradients; that of the weight goes into ``of_weight``, which the first rows overwrite."""
         factor = self.factor[some]
         wide = self.of_bias is not None or self.of_lora_b is not None or self.of_low is not None
         u, narrow = self.gradient.of_tile(some, first_column, block, wide=wide)
         columns = slice(first_column, first_column + u.shape[1])
         if of_weight is not None and self.scaled is not None:
-            _add_product(of_weight, narrow.T, self.scaled[some])
+            _add_product(of_weight, narrow.T, self.scaled[some], beta=1 if some.start else 0)
         if self.of_hidden is not None:
             _add_product(self.of_hidden[some], narrow, block.weight)
         if self.of_bias is not None:
@@ -350,24 +352,24 @@ def anchor(z: Tensor, target: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:
     return top, target_logit
 
 
-def product(rows: Rows, block: HeadBlock, call: Call) -> Tensor:
-    """hidden @ weight.T + low @ lora_b.T + bias of one tile, in the logits' dtype."""
+def product(rows: Rows, block: HeadBlock, call: Call, out: Tensor | None = None) -> Tensor:
+    """hidden @ weight.T + low @ lora_b.T + bias of one tile, in the logits' dtype; written to ``out`` if given."""
     if call.narrow == call.wide:
-        z = rows.hidden @ block.weight.T
+        z = torch.mm(rows.hidden, block.weight.T, out=out)
     else:
-        z = rows.hidden.new_empty(len(rows.hidden), len(block.weight), dtype=call.wide)
+        z = rows.hidden.new_empty(len(rows.hidden), len(block.weight), dtype=call.wide) if out is None else out
         torch.addmm(z, rows.hidden, block.weight.T, out_dtype=call.wide, beta=0, alpha=call.gain, out=z)
     if rows.low is not None and block.lora_b is not None:
         z.addmm_(rows.low, block.lora_b.T)
     return z if block.bias is None else z.add_(block.bias)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b, where total may be wider than a and b."""
+def _add_product(total: Tensor, a: Tensor, b: Tensor, *, beta: int = 1) -> None:
+    """total = beta * total + a @ b, where total may be wider than a and b; with beta 0 it is not read."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=beta)
     else:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        torch.addmm(total, a, b, out_dtype=total.dtype, beta=beta, out=total)
 
 
 def owned_column(target: Tensor, columns: int) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError, UnavailableError
-from logitless.head import divergence_chunked, divergence_reference
+from logitless.head import divergence_chunked, divergence_reference, fused
 from logitless.head.contract import checked, logits_dtype, require, without_autocast
 from logitless.head.measure import Kind, Measure, Measured, Stream
 from logitless.types import CenteredScores, LMHead, TokenDivergence
@@ -65,7 +65,9 @@ def token_divergence(
         beta: the teacher's share of the mixture, in [0, 1], 0.5 by default; only for ``jensen_shannon``.
         temperature: divides the student's logits; a positive number, or one per row.
         teacher_temperature: the same for the teacher; None for the student's.
-        backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``auto`` takes ``chunked``.
+        backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``fused`` does the same with Triton
+            kernels and keeps what fits into the budget; ``auto`` takes ``fused`` where it can run, else ``chunked``,
+            and logs which and why.
         memory_budget: bytes for values of size rows x V; None takes the backend's default.
 
     Returns:
@@ -74,17 +76,25 @@ def token_divergence(
 
     Raises:
         InputError: arguments that do not fit together; a target out of range (on CUDA: a device-side assertion).
-        UnavailableError: a named backend that cannot run here; a sharded weight; a second derivative of ``chunked``.
+        UnavailableError: a named backend that cannot run here; a sharded weight; a second derivative, but of
+            ``reference``.
 
     Equals: ``divergence_reference.measured``.
     Memory (chunked): ``memory_budget`` (by default 256 MiB, on CUDA a 32nd of the device's memory), but no less than
         five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
         hidden's gradient and a scaled copy of hidden if the weight is trained; a second copy of the weight's gradient
         if the student's vocabulary is the larger one.
-    Products (chunked), of 2 N V D or 2 N V E operations: the forward needs one per stream, for Jensen-Shannon and total
-        variation two. The backward needs one per stream to recompute the logits, and two of the student's for the
-        gradients of hidden and weight.
+    Memory (fused): ``memory_budget`` (by default half of the memory that torch has not allocated), but no less than
+        ``12 R C``, with R = 2048 rows and C = 16,896 columns (0.4 GB). It holds ``12 M C`` bytes for a block of all
+        rows, M = N rounded up to a multiple of R, and ``8 M C`` for each block of logits that is kept for the backward;
+        all of them are ``8 M V``. Beyond it as chunked, and ``4 C D`` for a block of the weight's gradient.
+    Products, of 2 N V D or 2 N V E operations: the forward needs one per stream, for Jensen-Shannon and total variation
+        two. The backward needs one per stream to recompute the logits, and two of the student's for the gradients of
+        hidden and weight. ``fused`` computes the logits of kept blocks once: four products in all.
     Accumulation: float32 or wider. On other devices than CUDA, float16 and bfloat16 operands are multiplied in float32.
+    Determinism (fused): bitwise repeatable. The forward always multiplies R rows by the same columns, so that a row's
+        results depend neither on the other rows nor on the budget, as long as cuBLAS gives a row the same bits at every
+        place. Gradients, NaN and equal streams: as chunked.
     Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. Its results
         are batch-invariant if torch's product of 64 rows gives a row the same bits at every place: observed for widths
         and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the last bits of results
@@ -283,26 +293,39 @@ def _measured(
             given=repr(backend),
             remedy="Use 'auto' unless you compare backends.",
         )
-    if backend == "fused":
-        raise UnavailableError(
-            needed="fused kernels for two streams of hidden states",
-            given="backend='fused', which scores one stream",
-            remedy="Use backend='auto' or backend='chunked'.",
-        )
+    name = _named(backend, student, teacher)
     if backend == "reference" and memory_budget is not None:
         raise UnavailableError(
             needed="a backend that can bound its memory",
             given="backend='reference'",
             remedy="Use backend='chunked', or leave memory_budget out.",
         )
-    if backend == "auto":
-        _say_chunked()
     with without_autocast(student.hidden.device):
-        if backend == "reference":
+        if name == "reference":
             return divergence_reference.measured(student, teacher, target, vocabulary, measure)
-        return divergence_chunked.measured(student, teacher, target, vocabulary, measure, memory_budget)
+        if name == "fused" and memory_budget is None:
+            memory_budget = fused.default_budget(student.hidden.device)
+        options = (student, teacher, target, vocabulary, measure, memory_budget)
+        return divergence_chunked.measured(*options, fused=name == "fused")
+
+
+def _named(backend: str, student: Stream, teacher: Stream) -> str:
+    """The backend that runs: for ``auto``, fused where it can."""
+    if backend not in ("auto", "fused"):
+        return backend
+    reason = fused.why_not(student.hidden) or fused.why_not(teacher.hidden)
+    if backend == "fused" and reason is not None:
+        raise UnavailableError(
+            needed="a machine and tensors on which backend='fused' can run",
+            given=reason,
+            remedy="Use backend='auto' or backend='chunked'.",
+        )
+    name = "fused" if reason is None else "chunked"
+    if backend == "auto":
+        _say(name, "it can run here and is the fastest" if reason is None else f"fused cannot run: {reason}")
+    return name
 
 
 @functools.cache
-def _say_chunked() -> None:
-    logger.info("head backend of two streams: chunked (there are no fused kernels for two streams)")
+def _say(name: str, reason: str) -> None:
+    logger.info("head backend of two streams: %s (%s)", name, reason)

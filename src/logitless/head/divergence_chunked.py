@@ -3,10 +3,14 @@
 Equal to ``divergence_reference`` up to rounding. Logits of both streams are computed for the same rows and columns, one
 tile at a time. KL divergences and centering need one pass over the vocabulary; Jensen-Shannon and total variation need
 both normalisers first, and so a second pass. The backward recomputes the logits of both streams.
+
+The ``fused`` backend is the same loop with three differences (``Call.one_pass``): Triton kernels read each tile of both
+streams once where torch's operations read it about ten times; products that fit into the budget are kept, and neither
+the second pass nor the backward computes them again; and the forward always multiplies the same number of rows.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,11 +39,14 @@ from logitless.head.blockwise import (
     tile,
     write_target,
 )
-from logitless.head.contract import without_autocast
+from logitless.head.contract import on_device, without_autocast
 from logitless.head.measure import Measure, Measured, Stream
 from logitless.head.sharded import Shard
 from logitless.head.vocab_parallel import Partial, merged
 from logitless.second_derivative import refuse_second_derivative
+
+if TYPE_CHECKING:
+    from logitless.head.kernels import launch
 
 BUFFERS = 5
 """The largest number of tiles in memory at once."""
@@ -47,6 +54,14 @@ BUFFERS = 5
 CPU_ROWS, CPU_COLUMNS = 64, 4096
 """The forward's tiles on the CPU: always this many rows, so that a row's bits do not depend on the number of rows, and
 at most this many columns, so that a tile stays in the cache."""
+
+FUSED_ROWS, FUSED_COLUMNS = 2048, 16896
+"""Rows and columns of a product in the fused forward on CUDA, whatever the number of rows, so that a row's bits do not
+depend on it. 2048 x 16,896 are 1056 tiles of 128 x 256, eight rounds of 132 multiprocessors, and nine such blocks are a
+vocabulary of 151,936."""
+
+FUSED_BYTES, KEPT_BYTES = 12, 8
+"""Bytes by entry of the fused backend's blocks: two float32 products and a gradient; two products that are kept."""
 
 NOMINAL_ROWS = 8192
 """Rows that set the width of the forward's tiles on other devices."""
@@ -62,8 +77,12 @@ def measured(
     vocabulary: int,
     measure: Measure,
     memory_budget: int | None = None,
+    *,
+    fused: bool = False,
 ) -> Measured:
     """The measure over the first ``vocabulary`` tokens, and both streams' scores, one block of columns at a time.
+
+    With ``fused`` by the kernels, for 16 and 32 bit floats.
 
     Sums omit the target y, which is added by its log-probs: results and gradients stay accurate when both probabilities
     of y are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
@@ -76,14 +95,16 @@ def measured(
         >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
         tensor([0.])
     """
-    call, outside = call_of(*student, memory_budget, one_pass=False)
-    call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=False)
-    plan = _Plan(call, call_teacher, vocabulary, measure, has_target=target is not None)
+    call, outside = call_of(*student, memory_budget, one_pass=fused)
+    call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=fused)
+    own = (student.hidden, student.head.weight, student.head.bias, student.head.lora_a, student.head.lora_b)
+    trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
+    plan = _Plan(call, call_teacher, vocabulary, measure, has_target=target is not None, trained=trained)
     if target is None:
         target = student.hidden.new_full((len(student.hidden),), -1, dtype=torch.long)
-    heads = [(s.hidden, s.head.weight, s.head.bias, s.head.lora_a, s.head.lora_b) for s in (student, teacher)]
+    other = (teacher.hidden, teacher.head.weight, teacher.head.bias, teacher.head.lora_a, teacher.head.lora_b)
     value, logp, entropy, logp_teacher, entropy_teacher = _Measured.apply(  # type: ignore[no-untyped-call]
-        *heads[0], target, outside, *heads[1], outside_teacher, plan
+        *own, target, outside, *other, outside_teacher, plan
     )
     if not plan.has_target:
         logp = logp_teacher = None
@@ -98,14 +119,24 @@ class _Plan(NamedTuple):
     vocabulary: int
     measure: Measure
     has_target: bool
+    trained: bool
+
+
+Kept = dict[int, tuple[Tensor, Tensor | None]]
+"""Products of both streams, of all rows and a block of columns, by its first column."""
 
 
 class _Side(NamedTuple):
-    """One stream, converted for the products: its head, cut to the common vocabulary, and its rows."""
+    """One stream, converted for the products: its head, cut to the common vocabulary, and its rows.
+
+    Args:
+        unit: rows to multiply at a time, a divisor of their number; None for all of a tile.
+    """
 
     head: HeadBlock
     rows: Rows
     call: Call
+    unit: int | None
 
     def block(self, columns: slice) -> HeadBlock:
         return block_of(self.head, Shard(0, self.head.weight, 0), columns, self.call)
@@ -113,6 +144,14 @@ class _Side(NamedTuple):
     def logits(self, rows: slice, first_column: int, block: HeadBlock) -> Tensor:
         some = self.rows.cut(rows, first_column)
         return logits_of(product(some, block, self.call), some, self.call)
+
+    def product(self, rows: slice, block: HeadBlock) -> Tensor:
+        """The product alone, of each unit of rows on its own."""
+        some = self.rows.cut(rows, 0)
+        z = some.hidden.new_empty(len(some.hidden), len(block.weight), dtype=self.call.wide)
+        for unit in slices(len(z), self.unit or max(len(z), 1)):
+            product(some.cut(unit, 0), block, self.call, out=z[unit])
+        return z
 
 
 class _PairSums(NamedTuple):
@@ -166,15 +205,16 @@ class _Measured(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         head = HeadBlock(weight, bias, lora_a, lora_b)
         head_teacher = HeadBlock(weight_teacher, bias_teacher, lora_a_teacher, lora_b_teacher)
-        size = forward_tile(len(hidden), plan.vocabulary, plan.call.wide, plan.call.memory_budget, hidden.device)
-        with without_autocast(hidden.device):
-            student = _side(hidden, head, target, outside, plan.call, plan.vocabulary, size)
+        size, unit, num_kept = _forward_plan(len(hidden), plan, hidden.device)
+        kept: Kept = {}
+        with on_device(hidden.device), without_autocast(hidden.device):
+            student = _side(hidden, head, target, outside, plan.call, plan.vocabulary, unit)
             teacher = _side(
-                hidden_teacher, head_teacher, target, outside_teacher, plan.call_teacher, plan.vocabulary, size
+                hidden_teacher, head_teacher, target, outside_teacher, plan.call_teacher, plan.vocabulary, unit
             )
-            row = _row(student, teacher, plan, size)
+            row = _row(student, teacher, plan, size, kept, num_kept)
         row = _Row(*(_cut(part, len(hidden)) for part in row))
-        ctx.plan = plan
+        ctx.plan, ctx.kept = plan, kept if plan.trained else {}
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(
             hidden, *head, target, outside, hidden_teacher, *head_teacher, outside_teacher, *row.student, *row.teacher,
@@ -187,7 +227,8 @@ class _Measured(torch.autograd.Function):
     def backward(
         ctx: Any, grad_value: Tensor | None, grad_logp: Tensor | None, grad_entropy: Tensor | None, *_: Any
     ) -> tuple[Tensor | None, ...]:
-        refuse_second_derivative("a head of two streams", given="backend='chunked'", remedy="Use backend='reference'.")
+        backend = "fused" if ctx.plan.call.one_pass else "chunked"
+        refuse_second_derivative("a head of two streams", given=f"{backend=}", remedy="Use backend='reference'.")
         saved, plan = ctx.saved_tensors, ctx.plan  # read once: activation checkpointing recomputes them for one reading
         hidden, *own, target, outside, hidden_teacher = saved[:8]
         *others, outside_teacher = saved[8:13]
@@ -197,14 +238,19 @@ class _Measured(torch.autograd.Function):
         nonzero = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         row = _Row(Scored(*at(nonzero, *saved[13:18])), Scored(*at(nonzero, *saved[18:23])), *at(nonzero, *saved[23:]))
         target, outside, outside_teacher = at(nonzero, target, outside, outside_teacher)
-        size = tile(len(nonzero), plan.vocabulary, plan.call.wide, plan.call.memory_budget * 3 // BUFFERS)
-        with without_autocast(hidden.device):
+        kept, ctx.kept = ctx.kept, {}  # a second backward computes these products again
+        if plan.call.one_pass:
+            size = fused_tile(len(nonzero), plan.vocabulary, plan.call.memory_budget, hidden.device)[0]
+        else:
+            size = tile(len(nonzero), plan.vocabulary, plan.call.wide, plan.call.memory_budget * 3 // BUFFERS)
+        with on_device(hidden.device), without_autocast(hidden.device):
             live, live_teacher = (x if len(nonzero) == len(x) else x[nonzero] for x in (hidden, hidden_teacher))
             student = _side(live, HeadBlock(*own), target, outside, plan.call, plan.vocabulary)
             teacher = _side(
                 live_teacher, HeadBlock(*others), target, outside_teacher, plan.call_teacher, plan.vocabulary
             )
             gradient = _Gradient(student, teacher, row, plan.measure, *at(nonzero, grad_value, grad_logp, grad_entropy))
+            gradient.take(kept, None if len(nonzero) == len(hidden) else nonzero)
             of_live, *of_head = gradients(
                 student.head, student.rows, gradient, ctx.needs_input_grad[:5], plan.call, size
             )
@@ -230,6 +276,36 @@ def forward_tile(num_rows: int, vocabulary: int, dtype: torch.dtype, memory_budg
     return Tile(min(max(entries // columns, MIN_ROWS), max(num_rows, 1)), columns)
 
 
+def fused_tile(num_rows: int, vocabulary: int, memory_budget: int, device: torch.device) -> tuple[Tile, int]:
+    """The fused backend's tile, and how many blocks of columns fit beside it with all rows, to be kept.
+
+    Neither the budget nor the number of rows changes the columns: sums over blocks keep their bits.
+
+    Example:
+        >>> fused_tile(16_000, 151_936, 10 * 2**30, torch.device("cuda"))
+        (Tile(rows=16384, columns=16896), 3)
+        >>> fused_tile(16_000, 151_936, 2**30, torch.device("cuda"))
+        (Tile(rows=4096, columns=16896), 0)
+    """
+    rows, columns = (CPU_ROWS, CPU_COLUMNS) if device.type == "cpu" else (FUSED_ROWS, FUSED_COLUMNS)
+    columns = even(columns, vocabulary)
+    all_rows = max(-(-num_rows // rows), 1) * rows
+    most = max(memory_budget // (FUSED_BYTES * columns * rows), 1) * rows
+    if all_rows > most:
+        return Tile(most, columns), 0
+    return Tile(all_rows, columns), max(memory_budget // (all_rows * columns) - FUSED_BYTES, 0) // KEPT_BYTES
+
+
+def _forward_plan(num_rows: int, plan: _Plan, device: torch.device) -> tuple[Tile, int | None, int]:
+    """The forward's tile, the rows to multiply at a time (None for the tile's), and how many blocks are kept."""
+    if not plan.call.one_pass:
+        size = forward_tile(num_rows, plan.vocabulary, plan.call.wide, plan.call.memory_budget, device)
+        return size, CPU_ROWS if device.type == "cpu" else None, 0
+    size, num_kept = fused_tile(num_rows, plan.vocabulary, plan.call.memory_budget, device)
+    passes = 1 if plan.measure.kind in ("forward_kl", "reverse_kl", "centering") else 2
+    return size, CPU_ROWS if device.type == "cpu" else FUSED_ROWS, num_kept if plan.trained or passes == 2 else 0
+
+
 def _side(
     hidden: Tensor,
     head: HeadBlock,
@@ -237,22 +313,22 @@ def _side(
     outside: Tensor | None,
     call: Call,
     vocabulary: int,
-    size: Tile | None = None,
+    unit: int | None = None,
 ) -> _Side:
-    """A stream cut to the common vocabulary; on the CPU padded to full tiles of rows if ``size`` is given."""
+    """A stream cut to the common vocabulary; with ``unit`` padded to a multiple of so many rows."""
     bias, lora_b = at(slice(vocabulary), head.bias, head.lora_b)
     head = HeadBlock(head.weight[:vocabulary], bias, head.lora_a, lora_b)
-    if size is None or hidden.device.type != "cpu" or not len(hidden):
-        return _Side(head, rows_of(hidden, head, target, outside, call), call)
-    missing = -len(hidden) % size.rows
+    if unit is None or not len(hidden):
+        return _Side(head, rows_of(hidden, head, target, outside, call), call, unit)
+    missing = -len(hidden) % unit
     if missing:
         hidden, target = pad(hidden, (0, 0, 0, missing)), pad(target, (0, missing), value=-1)
         outside = None if outside is None else pad(outside, (0, missing), value=1.0)
     if head.lora_a is None:
-        return _Side(head, rows_of(hidden, head, target, outside, call), call)
-    # LoRA's first product is computed per tile of rows as well, since its bits depend on the number of rows.
-    low = [rows_of(hidden[some], head, target, None, call).low for some in slices(len(hidden), size.rows)]
-    return _Side(head, Rows(hidden.to(call.narrow), torch.cat(low), target, outside), call)  # type: ignore[arg-type]
+        return _Side(head, rows_of(hidden, head, target, outside, call), call, unit)
+    # LoRA's first product is computed per unit of rows as well, since its bits depend on the number of rows.
+    low = [rows_of(hidden[some], head, target, None, call).low for some in slices(len(hidden), unit)]
+    return _Side(head, Rows(hidden.to(call.narrow), torch.cat(low), target, outside), call, unit)  # type: ignore[arg-type]
 
 
 def _cut(part: Any, num_rows: int) -> Any:
@@ -270,10 +346,10 @@ def _like(gradient: Tensor | None, leaf: Tensor | None) -> Tensor | None:
     return gradient.to(leaf.dtype)
 
 
-def _row(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _Row:
-    """The forward of all rows."""
+def _row(student: _Side, teacher: _Side, plan: _Plan, size: Tile, kept: Kept, num_kept: int) -> _Row:
+    """The forward of all rows; puts the products of the first ``num_kept`` blocks of columns into ``kept``."""
     kind = plan.measure.kind
-    sums = _first_pass(student, teacher, plan, size)
+    sums = _first_pass(student, teacher, plan, size, kept, num_kept)
     if not plan.has_target:
         nowhere = torch.full_like(sums.gap, -torch.inf)
         sums = sums._replace(
@@ -287,7 +363,7 @@ def _row(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _Row:
     if kind == "reverse_kl":
         others = _kl_of_others(sums.gap, p, q)
         return _Row(p, q, others + _weighted(p.logp.exp(), p.logp - q.logp), others)
-    value, expected = _second_pass(student, teacher, p, q, plan, size)
+    value, expected = _second_pass(student, teacher, p, q, plan, size, kept)
     log_p, log_q = p.logp.clamp(min=FLOOR), q.logp.clamp(min=FLOOR)
     if kind == "jensen_shannon":
         at_target, _ = _jensen_shannon(log_p.exp(), log_q.exp(), log_q - log_p, plan.measure.beta)
@@ -307,12 +383,22 @@ def _weighted(weight: Tensor, value: Tensor) -> Tensor:
     return torch.where(weight == 0, 0, weight * value)
 
 
-def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile) -> _PairSums:
+def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile, kept: Kept, num_kept: int) -> _PairSums:
+    if plan.call.one_pass:
+        from logitless.head.kernels import launch
+
     num_rows, total = len(student.rows.target), None
     for columns in slices(plan.vocabulary, size.columns):
         blocks = student.block(columns), teacher.block(columns)
         sums = student.rows.hidden.new_empty(9, num_rows, dtype=plan.call.wide)
         for some in slices(num_rows, size.rows):
+            if plan.call.one_pass:
+                pair = _pair(student, teacher, some, columns.start, blocks, kept)
+                sums[:, some] = launch.pair_sums(pair, plan.measure.kind)
+                if columns.start < num_kept * size.columns:
+                    kept[columns.start] = pair.z, pair.y
+                del pair  # before the next one is made
+                continue
             z, y = (
                 side.logits(some, columns.start, block) for side, block in zip((student, teacher), blocks, strict=True)
             )
@@ -352,20 +438,58 @@ def _merged(one: _PairSums, two: _PairSums, measure: Measure) -> _PairSums:
 
 
 def _second_pass(
-    student: _Side, teacher: _Side, p: Scored, q: Scored, plan: _Plan, size: Tile
+    student: _Side, teacher: _Side, p: Scored, q: Scored, plan: _Plan, size: Tile, kept: Kept
 ) -> tuple[Tensor, Tensor]:
     """Value and ``_Row.expected`` over v != y, once both normalisers are known."""
+    if plan.call.one_pass:
+        from logitless.head.kernels import launch
+
     num_rows = len(student.rows.target)
     total = student.rows.hidden.new_zeros(2, num_rows, dtype=plan.call.wide)
+    normalisers = torch.stack([p.top, p.normaliser.log(), q.top, q.normaliser.log()])
     for columns in slices(plan.vocabulary, size.columns):
         blocks = student.block(columns), teacher.block(columns)
         for some in slices(num_rows, size.rows):
+            if plan.call.one_pass:
+                pair = _pair(student, teacher, some, columns.start, blocks, kept)
+                total[:, some] += launch.pair_terms(pair, *plan.measure, normalisers[:, some])
+                del pair  # before the next one is made
+                continue
             z, y = (
                 _relative_to_all(side, block, some, columns.start, of)
                 for side, block, of in zip((student, teacher), blocks, (p, q), strict=True)
             )
             total[:, some] += _tile_terms(z, y, p.normaliser[some, None], q.normaliser[some, None], plan.measure)
     return total[0], total[1]
+
+
+def _pair(
+    student: _Side,
+    teacher: _Side,
+    some: slice,
+    first_column: int,
+    blocks: tuple[HeadBlock, HeadBlock | None],
+    kept: Kept,
+) -> "launch.Pair":
+    """What the kernels need to know of a tile, with kept or new products; without the teacher's block, not its."""
+    from logitless.head.kernels import launch
+
+    of_student, of_teacher = blocks
+    z, y = kept.get(first_column) or (
+        student.product(some, of_student),
+        None if of_teacher is None else teacher.product(some, of_teacher),
+    )
+    outside, outside_teacher = at(some, student.rows.outside, teacher.rows.outside)
+    return launch.Pair(
+        z=z,
+        y=None if of_teacher is None else y,
+        outside=outside,
+        outside_teacher=outside_teacher,
+        target=student.rows.target[some] - first_column,
+        inside=student.call.inside,
+        inside_teacher=teacher.call.inside,
+        masked=student.head.bias is not None or teacher.head.bias is not None,
+    )
 
 
 def _relative_to_all(side: _Side, block: HeadBlock, rows: slice, first_column: int, of: Scored) -> Tensor:
@@ -447,6 +571,18 @@ class _Gradient:
         inside, outside = student.call.inside, student.rows.outside
         factor = size if outside is None else size * outside
         self.factor = factor if inside is None else factor * inside
+        self._kept: Kept = {}
+        self._source: Tensor | None = None
+        if student.call.one_pass:
+            q, zero = row.teacher, torch.zeros_like(size)
+            self._slopes = torch.stack([
+                p.top, p.normaliser.log(), q.top, q.normaliser.log(), self._expected,
+                *(zero if g is None else g for g in (self._value, self._logp, self._entropy)), p.entropy, self._target,
+            ])  # fmt: skip
+
+    def take(self, kept: Kept, source: Tensor | None) -> None:
+        """Use these products, each once, in place of new ones; ``source``: their rows that are wanted, None for all."""
+        self._kept, self._source = kept, source
 
     def _at_target(self, row: _Row) -> tuple[Tensor, Tensor]:
         """(sum_v p_v g_v over all v, D_y), computed from sums over v != y."""
@@ -465,8 +601,10 @@ class _Gradient:
         sign = (log_p - log_q).sign() / 2
         return row.expected + p_y * sign, p_y * (sign * rest - row.expected)
 
-    def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+    def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:
         """u of one tile, in the logits' dtype and in that of operands; needs ``BUFFERS`` tiles of memory."""
+        if self._student.call.one_pass:
+            return self._of_tile_in_one_pass(rows, first_column, block, wide=wide)
         call, some = self._student.call, self._student.rows.cut(rows, first_column)
         z, tanh = product(some, block, call), None
         if call.inside is not None:
@@ -500,6 +638,20 @@ class _Gradient:
             u.mul_(tanh.square_().neg_().add_(1))
         return u, u.to(call.narrow)
 
+    def _of_tile_in_one_pass(
+        self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool
+    ) -> tuple[Tensor, Tensor]:
+        from logitless.head.kernels import launch
+
+        columns = slice(first_column, first_column + len(block.weight))
+        blocks = block, None if self._value is None else self._teacher_block(columns)
+        source = self._source if first_column in self._kept else None
+        pair = _pair(self._student, self._teacher, rows, first_column, blocks, self._kept)
+        self._kept.pop(first_column, None)
+        return launch.pair_gradient(
+            pair, *self._measure, self._slopes[:, rows], source, self._student.call.narrow, wide=wide
+        )
+
     def _measures(self, rows: slice, columns: slice, z: Tensor, p: Tensor) -> Tensor:
         """D of one tile, in a new buffer, from the student's logits z minus their maximum and its probabilities p."""
         kind, beta = self._measure
@@ -519,8 +671,11 @@ class _Gradient:
 
     def _teacher_logits(self, rows: slice, columns: slice) -> Tensor:
         """The teacher's logits of one tile, minus their row's maximum."""
-        if self._at_hand is None or self._at_hand[0] != columns:  # one block serves several tiles of rows
-            self._at_hand = columns, self._teacher.block(columns)
-        block = self._at_hand[1]
+        block = self._teacher_block(columns)
         y = self._teacher.logits(rows, columns.start, block)
         return _relative(y, self._q.top[rows], masked=block.bias is not None)
+
+    def _teacher_block(self, columns: slice) -> HeadBlock:
+        if self._at_hand is None or self._at_hand[0] != columns:  # one block serves several tiles of rows
+            self._at_hand = columns, self._teacher.block(columns)
+        return self._at_hand[1]

@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from logitless.head.kernels import backward, forward, tiles
+from logitless.head.kernels import backward, divergence, forward, tiles
 from logitless.head.kernels.variants import Tile, Variant
 
 FEW_ROUNDS, FEW_PARTS = 6, 8
@@ -439,6 +439,81 @@ def tile_gradient(
         SOFTCAP=inside is not None, WIDE=wide and not in_place, BLOCK=4096, num_warps=8,
     )  # fmt: skip
     return narrow
+
+
+class Pair(NamedTuple):
+    """One tile of products of a student and of a teacher, and how they become logits: see ``blockwise.logits_of``.
+
+    Args:
+        z, y: [rows, columns] float32 products, the student's and the teacher's.
+        outside, outside_teacher: [n] last factors, or None.
+        target: [n] int64, counted from the first column.
+        inside, inside_teacher: factors inside tanh, or None.
+        masked: whether a bias may have made logits -inf.
+    """
+
+    z: Tensor
+    y: Tensor | None
+    outside: Tensor | None
+    outside_teacher: Tensor | None
+    target: Tensor
+    inside: float | None
+    inside_teacher: float | None
+    masked: bool
+
+    @property
+    def factors(self) -> tuple[float, float]:
+        return self.inside or 1.0, self.inside_teacher or 1.0
+
+    @property
+    def options(self) -> dict[str, Any]:
+        softcaps = {"SOFTCAP": self.inside is not None, "SOFTCAP_TEACHER": self.inside_teacher is not None}
+        return {**softcaps, "MASKED": self.masked}
+
+
+def pair_sums(pair: Pair, kind: str) -> Tensor:
+    """``divergence_chunked._PairSums`` of a tile as [9, n]."""
+    n, columns = pair.z.shape
+    sums = pair.z.new_empty(9, n)
+    divergence.pair_sums[(n,)](
+        pair.z, pair.y, pair.outside, pair.outside_teacher, pair.target, sums, *pair.factors, columns,
+        pair.z.stride(0), KIND=kind, BLOCK=1024, num_warps=4, **pair.options,
+    )  # fmt: skip
+    return sums
+
+
+def pair_terms(pair: Pair, kind: str, beta: float, normalisers: Tensor) -> Tensor:
+    """The second pass's two sums of a tile as [2, n]; ``normalisers`` [4, n] as the kernel says."""
+    n, columns = pair.z.shape
+    terms = pair.z.new_empty(2, n)
+    divergence.pair_terms[(n,)](
+        pair.z, pair.y, pair.outside, pair.outside_teacher, pair.target, normalisers, terms, *pair.factors, beta,
+        1 - beta, columns, pair.z.stride(0), normalisers.stride(0), KIND=kind, BLOCK=1024,
+        num_warps=4, **pair.options,
+    )  # fmt: skip
+    return terms
+
+
+def pair_gradient(
+    pair: Pair, kind: str, beta: float, slopes: Tensor, source: Tensor | None, dtype: torch.dtype, *, wide: bool
+) -> tuple[Tensor, Tensor]:
+    """u of a tile in float32 (only if ``wide``) and in ``dtype``; overwrites z if all of its rows are taken.
+
+    Args:
+        slopes: [10, n] as the kernel says.
+        source: [n] the rows of z and y to take; None for all.
+    """
+    n, columns = len(pair.target), pair.z.shape[1]
+    own = pair.z[:n]
+    if source is not None and (wide or dtype == own.dtype):
+        own = torch.empty_like(own)
+    narrow = own if dtype == own.dtype else own.new_empty(n, columns, dtype=dtype)
+    divergence.pair_gradient[(n, triton.cdiv(columns, 2048))](
+        pair.z, pair.y, source, own if wide and narrow is not own else None, narrow, pair.outside,
+        pair.outside_teacher, pair.target, slopes, *pair.factors, beta, 1 - beta, columns, pair.z.stride(0),
+        slopes.stride(0), KIND=kind, BLOCK=2048, num_warps=8, **pair.options,
+    )  # fmt: skip
+    return own, narrow
 
 
 def _tiles(matrix: Tensor, block: tuple[int, int], tma: bool) -> Any:
