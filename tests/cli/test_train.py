@@ -239,7 +239,12 @@ def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys,
     assert main([*fork, "--fork", f"{run}:2", "--dry-run"]) == 0
     assert not (tmp_path / "fork").exists()
     assert main([*fork, "--fork", f"{run}:2"]) == 0
-    assert f"fork of {run}: begins after 2 blocks" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    begins = f"fork of {run}: begins after 2 blocks"
+    assert begins in printed
+    command = shlex.split(printed.splitlines()[-1].removeprefix("next: logitless "), comments=True)
+    assert main(command) == 0  # begins where the fork did
+    assert begins in capsys.readouterr().out
     assert status(capsys, *fork[1:], "--set", "model.lora={}", "--fork", str(run), "--dry-run")[0] == 2
 
 

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from logitless.train.beginning import Resume
     from logitless.train.recipe.config import Recipe
     from logitless.train.record.result import RunResult
+    from logitless.train.record.run_folder import RunFolder
 
 STATUS = """exit status:
   0    the run is complete, and model/ is written
@@ -211,7 +212,16 @@ def _next(
         show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
         return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
-    return f"logitless train {recipe}{_set([f'name={name}-hotter', *others, 'rollout.sampling.temperature=1.2'])}"
+    hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
+    return f"logitless train {recipe}{hotter}{_fork(result.folder)}"
+
+
+def _fork(folder: "RunFolder") -> str:
+    """The option with which a run begins where this one did; empty unless it is a fork."""
+    from logitless.train.record.provenance import parent_in
+
+    parent = parent_in(folder)
+    return "" if parent is None else f" --fork {shlex.quote('{run}:{checkpoint}'.format(**parent))}"
 
 
 def _set(settings: Sequence[str]) -> str:
