@@ -1,14 +1,17 @@
 """``logitless train``: the committed recipes plan within their memory, and the exit status says whose fault it was."""
 
+import gc
 import json
 import re
 import shlex
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from logitless.cli.main import main
+from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.loading import load_recipe
 from tests.train.interrupting import stop_at
@@ -34,6 +37,42 @@ def dry_run_command(recipe):
 def plan(recipe, *more):
     overrides = [word for word in dry_run_command(recipe) if "=" in word]
     return plan_of(load_recipe(recipe, [*overrides, *more]))
+
+
+# --- before the start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ([], "auto"),
+        (["--set", "model.device=cuda:1"], "cuda:1"),
+        (["--set", "model.device=cpu"], "cpu"),
+        (["--set", "model=7"], "cpu"),
+        (["--set", "model.device=auto", "--dry-run"], "cpu"),
+        (["--set", "model.device=auto", "--explain"], "cpu"),
+    ],
+)
+def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_are_never_collected(
+    monkeypatch, tmp_path, arguments, device
+):
+    devices, seen = list[str](), list[tuple[bool, bool]]()
+
+    def context(name):
+        devices.append(name)
+        return nullcontext()
+
+    def load(*_):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
+        raise ConfigurationError(needed="a test", given="this", remedy="None.")
+
+    (tmp_path / "recipe.yaml").write_text("model: {source: x/y}\n")
+    monkeypatch.setattr("logitless.cli.train.cuda_context", context)
+    monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", load)
+    assert main(["train", str(tmp_path / "recipe.yaml"), *arguments]) == 2
+    assert devices == [device]
+    assert seen == [(True, True)]
+    assert gc.get_freeze_count() == 0
 
 
 # --- dry runs -------------------------------------------------------------------------------------------------------
