@@ -75,10 +75,10 @@ def measured(recipe: Path, name: str, caches: Path, settings: list[str]) -> dict
     places = {each: f"{caches}/{each.lower()}" for each in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")}
     given = [f"name={name}", f"output={recipe.parent / 'runs'}", *settings]
     command = [sys.executable, "-m", "logitless", "train", str(recipe)]
+    variables = {**os.environ, **places}
+    variables.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode each process would compile every module
     began = time.perf_counter()
-    subprocess.run(
-        [*command, *(w for each in given for w in ("--set", each))], env={**os.environ, **places}, check=True
-    )
+    subprocess.run([*command, *(w for each in given for w in ("--set", each))], env=variables, check=True)
     took = time.perf_counter() - began
     folder = recipe.parent / "runs" / name
     summary = json.loads((folder / "summary.json").read_text())

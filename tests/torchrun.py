@@ -12,8 +12,8 @@ import traceback
 
 import torch.distributed as dist
 
-import logitless.cli.train  # what ranks need is imported once
-import logitless.train.run  # noqa: F401
+import logitless.cli.train
+import logitless.train.entry  # noqa: F401 - what ranks need is imported once
 
 
 def _rank(rank: int, start: int, port: int) -> None:

@@ -49,6 +49,19 @@ def test_on_a_terminal_it_says_that_a_command_is_loading_and_erases_the_line():
     assert silent.stderr == b""
 
 
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [("--help", 0, "--resume-or-start"), ("no-such.yaml", 2, "needed a readable recipe at no-such.yaml")],
+)
+def test_help_of_train_and_a_recipe_that_cannot_be_read_need_no_torch(arguments, status, said):
+    command = [sys.executable, "-X", "importtime", "-m", "logitless", "train", arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == status
+    assert said in done.stdout + done.stderr
+    assert " logitless.train.recipe.reading\n" in done.stderr
+    assert " torch\n" not in done.stderr
+
+
 def test_without_a_command_it_shows_what_to_begin_with(capsys):
     assert main([]) == 2
     assert "logitless recipes copy quickstart" in capsys.readouterr().err

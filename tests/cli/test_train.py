@@ -1,14 +1,17 @@
 """``logitless train``: the committed recipes plan within their memory, and the exit status says whose fault it was."""
 
+import gc
 import json
 import re
 import shlex
 import signal
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from logitless.cli.main import main
+from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.loading import load_recipe
 from tests.train.interrupting import stop_at
@@ -34,6 +37,42 @@ def dry_run_command(recipe):
 def plan(recipe, *more):
     overrides = [word for word in dry_run_command(recipe) if "=" in word]
     return plan_of(load_recipe(recipe, [*overrides, *more]))
+
+
+# --- before the start -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "device"),
+    [
+        ([], "auto"),
+        (["--set", "model.device=cuda:1"], "cuda:1"),
+        (["--set", "model.device=cpu"], "cpu"),
+        (["--set", "model=7"], "cpu"),
+        (["--set", "model.device=auto", "--dry-run"], "cpu"),
+        (["--set", "model.device=auto", "--explain"], "cpu"),
+    ],
+)
+def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_are_never_collected(
+    monkeypatch, tmp_path, arguments, device
+):
+    devices, seen = list[str](), list[tuple[bool, bool]]()
+
+    def context(name):
+        devices.append(name)
+        return nullcontext()
+
+    def load(*_):
+        seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
+        raise ConfigurationError(needed="a test", given="this", remedy="None.")
+
+    (tmp_path / "recipe.yaml").write_text("model: {source: x/y}\n")
+    monkeypatch.setattr("logitless.cli.train.cuda_context", context)
+    monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", load)
+    assert main(["train", str(tmp_path / "recipe.yaml"), *arguments]) == 2
+    assert devices == [device]
+    assert seen == [(True, True)]
+    assert gc.get_freeze_count() == 0
 
 
 # --- dry runs -------------------------------------------------------------------------------------------------------
@@ -239,7 +278,12 @@ def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys,
     assert main([*fork, "--fork", f"{run}:2", "--dry-run"]) == 0
     assert not (tmp_path / "fork").exists()
     assert main([*fork, "--fork", f"{run}:2"]) == 0
-    assert f"fork of {run}: begins after 2 blocks" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    begins = f"fork of {run}: begins after 2 blocks"
+    assert begins in printed
+    command = shlex.split(printed.splitlines()[-1].removeprefix("next: logitless "), comments=True)
+    assert main(command) == 0  # begins where the fork did
+    assert begins in capsys.readouterr().out
     assert status(capsys, *fork[1:], "--set", "model.lora={}", "--fork", str(run), "--dry-run")[0] == 2
 
 

@@ -28,7 +28,11 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"name": "new"}, {"resume": True}, r"a run to resume at .*new; given none. Leave out --resume to start it"),
         ({"name": "new"}, {"fork": "no/such/run"}, "the folder of a run at no/such/run; given nothing"),
         ({"name": "new", "algorithm": {"preset": "grop"}}, {}, "Did you mean 'grpo'"),
-        ({"seed": 5}, {"resume": True}, r"another seed. Repeat the --set.*, or start a run of another name\.$"),
+        (
+            {"seed": 5},
+            {"resume": True},
+            r"another seed \(5, not \d+\)\. Repeat the --set.*, or start a run of another name\.$",
+        ),
     ],
 )
 def test_what_is_wrong_with_the_beginning_is_said_before_anything_is_loaded(tmp_path, changes, options, said):

@@ -24,6 +24,15 @@ def test_a_full_collection_inside_finds_garbage_of_inside_and_looks_at_nothing_f
     assert any(each is before for each in gc.get_objects())
 
 
+def test_a_block_inside_another_one_freezes_what_was_made_since_and_the_outer_one_thaws_it() -> None:
+    with startup_objects_frozen():
+        between = [[] for _ in range(100)]
+        with startup_objects_frozen():
+            assert not any(each is between for each in gc.get_objects())
+        assert not any(each is between for each in gc.get_objects())
+    assert any(each is between for each in gc.get_objects())
+
+
 def test_it_ends_also_where_a_run_fails() -> None:
     with pytest.raises(ValueError, match="no step"), startup_objects_frozen():
         raise ValueError("no step")

@@ -11,9 +11,9 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
+from logitless.cli.loading import loading
 from logitless.cli.output import patient_output
 from logitless.errors import LogitlessError
 
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, summary in COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary)
         if name == chosen:  # the others' imports take time and are not needed
-            with _uncollected(), _loading(name):
+            with loading(name):
                 importlib.import_module(module_of(name)).add_arguments(command)
     if not given:
         parser.print_help(sys.stderr)
@@ -95,31 +95,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"logitless {options.command}: stopped by Ctrl-C", file=sys.stderr)
             return 128 + signal.SIGINT
     return status
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection inside: it takes a quarter of the time of imports, and frees nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@contextmanager
-def _loading(command: str) -> Iterator[None]:
-    """Say on a terminal that a command is being imported: torch and transformers take seconds."""
-    shows = sys.stderr.isatty() and "torch" not in sys.modules
-    if shows:
-        print(f"logitless {command}: loading ...", end="", file=sys.stderr, flush=True)
-    try:
-        yield
-    finally:
-        if shows:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)  # erases the line
 
 
 class _Version(argparse.Action):

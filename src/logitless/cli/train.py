@@ -4,23 +4,22 @@ import argparse
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from logitless.cli.arguments import add_overrides
-from logitless.distributed.ranks import Ranks
+from logitless.cli.loading import cuda_context, import_transformers, loading
 from logitless.errors import ConfigurationError
-from logitless.train.assembly.algorithm import algorithm_of
-from logitless.train.beginning import Resume, check_beginning, is_taken
 from logitless.train.callbacks import Callback
-from logitless.train.entry import train
-from logitless.train.plan.explain import explain
-from logitless.train.plan.run_plan import dry_run
-from logitless.train.recipe.config import Recipe
-from logitless.train.recipe.loading import load_recipe
-from logitless.train.record.result import RunResult
-from logitless.train.record.run_folder import RunFolder, taken
-from logitless.train.record.wall_clock import WallClock
+from logitless.train.recipe.reading import read_mapping
+
+# Torch and transformers are imported by `run`: `--help` and a recipe that cannot be read need not wait for them.
+if TYPE_CHECKING:
+    from logitless.train.beginning import Resume
+    from logitless.train.recipe.config import Recipe
+    from logitless.train.record.result import RunResult
+    from logitless.train.record.run_folder import RunFolder
 
 STATUS = """exit status:
   0    the run is complete, and model/ is written
@@ -55,32 +54,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
-    clock = WallClock.of_process()
-    recipe = load_recipe(options.recipe, options.overrides)
-    resume: Resume = "auto" if options.resume_or_start else options.resume
-    if options.dry_run or options.explain:
-        refused = _refused(recipe, resume=resume, fork=options.fork, numbered=options.numbered)
-        print(dry_run(recipe) if options.dry_run else explain(recipe))
-        if refused is not None:
-            print(f"  a start here is refused: {refused}")
-        return 0
-    result = train(
-        recipe,
-        resume=resume,
-        fork=options.fork,
-        numbered=options.numbered,
-        callbacks=[_Ending(options.recipe, options.overrides)],
-        clock=clock,
-    )
-    return result.exit_status
+    with ExitStack() as stack:
+        with loading("train"), cuda_context(_device_for(options)):
+            import_transformers()
+            from logitless.train.entry import train
+            from logitless.train.long_lived import startup_objects_frozen
+            from logitless.train.recipe.loading import load_recipe
+            from logitless.train.record.wall_clock import WallClock
+
+            # Before garbage is collected again: the first collection would visit all that was imported.
+            stack.enter_context(startup_objects_frozen())
+        clock = WallClock.of_process()
+        recipe = load_recipe(options.recipe, options.overrides)
+        resume: Resume = "auto" if options.resume_or_start else options.resume
+        if options.dry_run or options.explain:
+            return _planned(recipe, options, resume)
+        return train(
+            recipe,
+            resume=resume,
+            fork=options.fork,
+            numbered=options.numbered,
+            callbacks=[_Ending(options.recipe, options.overrides)],
+            clock=clock,
+        ).exit_status
 
 
-def _refused(recipe: Recipe, *, resume: Resume, fork: str | None, numbered: bool) -> ConfigurationError | None:
+def _device_for(options: argparse.Namespace) -> str:
+    """The recipe's ``model.device``, before it is checked; the CPU if nothing is trained."""
+    model = read_mapping(options.recipe, options.overrides).get("model")
+    if options.dry_run or options.explain or not isinstance(model, dict):
+        return "cpu"
+    return str(model.get("device", "auto"))
+
+
+def _planned(recipe: "Recipe", options: argparse.Namespace, resume: "Resume") -> int:
+    """Print what a run would be, and whether its start is refused."""
+    from logitless.train.plan.explain import explain
+    from logitless.train.plan.run_plan import dry_run
+
+    refused = _refused(recipe, resume=resume, fork=options.fork, numbered=options.numbered)
+    print(dry_run(recipe) if options.dry_run else explain(recipe))
+    if refused is not None:
+        print(f"  a start here is refused: {refused}")
+    return 0
+
+
+def _refused(recipe: "Recipe", *, resume: "Resume", fork: str | None, numbered: bool) -> ConfigurationError | None:
     """The error of a start whose name is taken, which does not keep a recipe from being planned.
 
     Raises:
         LogitlessError: ``--resume`` or ``--fork`` would be refused.
     """
+    from logitless.distributed.ranks import Ranks
+    from logitless.train.assembly.algorithm import algorithm_of
+    from logitless.train.beginning import check_beginning, is_taken
+    from logitless.train.record.run_folder import RunFolder, taken
+
     needs_name = resume is False and not numbered
     algorithm, folder = algorithm_of(recipe), RunFolder(Path(recipe.output) / recipe.name)
     check_beginning(recipe, algorithm, Ranks.alone(), resume=resume, fork=fork, numbered=numbered or needs_name)
@@ -98,7 +127,7 @@ class _Ending(Callback):
     def __init__(self, recipe: Path, settings: Sequence[str]) -> None:
         self.recipe, self.settings = recipe, settings
 
-    def on_end(self, result: RunResult) -> None:
+    def on_end(self, result: "RunResult") -> None:
         """Print it."""
         print(_ending(result, self.recipe, self.settings))
 
@@ -107,7 +136,7 @@ OFTEN = 0.1
 """From this share of failed verdicts on, a reward should be repaired before the next run."""
 
 
-def _ending(result: RunResult, recipe: Path, settings: Sequence[str]) -> str:
+def _ending(result: "RunResult", recipe: Path, settings: Sequence[str]) -> str:
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
     seconds = summary["seconds"]
@@ -164,7 +193,7 @@ def _failed(reward: str, summary: Mapping[str, Any]) -> str:
 
 
 def _next(
-    result: RunResult, recipe: Path, settings: Sequence[str], summary: Mapping[str, Any], *, unrepaired: bool
+    result: "RunResult", recipe: Path, settings: Sequence[str], summary: Mapping[str, Any], *, unrepaired: bool
 ) -> str:
     """The command to run next.
 
@@ -183,7 +212,16 @@ def _next(
         show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
         return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
-    return f"logitless train {recipe}{_set([f'name={name}-hotter', *others, 'rollout.sampling.temperature=1.2'])}"
+    hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
+    return f"logitless train {recipe}{hotter}{_fork(result.folder)}"
+
+
+def _fork(folder: "RunFolder") -> str:
+    """The option with which a run begins where this one did; empty unless it is a fork."""
+    from logitless.train.record.provenance import parent_in
+
+    parent = parent_in(folder)
+    return "" if parent is None else f" --fork {shlex.quote('{run}:{checkpoint}'.format(**parent))}"
 
 
 def _set(settings: Sequence[str]) -> str:

@@ -116,14 +116,14 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
         fixed.append("seed")  # of the frozen base and of the reference
     if recipe.model.lora is not None:
         fixed.append("model.dtype")
-    refused = [change.key for change in found if change.is_below(fixed) and not change.is_below(MOVED)]
+    refused = [change.words for change in found if change.is_below(fixed) and not change.is_below(MOVED)]
     moments = [r.train.optimizer.moments for r in (parent.recipe, recipe)]
     if moments.count("8bit") == 1:  # the state is the same on the device and on the host
-        refused.append("train.optimizer.moments")
+        refused.append(Change(("train", "optimizer", "moments"), *moments).words)
     if refused:
         raise ConfigurationError(
             needed=f"the weights and the optimizer state of {parent.checkpoint.folder}",
-            given=f"another {', '.join(refused)}, with which they do not go",
+            given=f"another {'; '.join(refused)}, with which they do not go",
             remedy="Leave these keys as in the other run's config.yaml, or start from its exported weights: "
             "logitless export RUN, then model.source.",
         )

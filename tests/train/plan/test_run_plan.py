@@ -135,6 +135,23 @@ def test_the_text_names_what_replaces_parts_of_the_preset(tmp_path):
     assert "weighting" not in text
 
 
+OWN = "logitless.rollout.environments.text_game:GuessingGame"
+
+
+@pytest.mark.parametrize(
+    ("environment", "named"),
+    [
+        ({"name": "guessing"}, "guessing"),
+        ({"name": "own", "factory": OWN}, f"own ({OWN})"),
+    ],
+)
+def test_the_text_names_the_environment_where_there_is_one(tmp_path, environment, named):
+    whole = environment | {"template": "{reply}"}
+    recipe = tiny_recipe(tmp_path, rollout__environment=whole, rollout__limits={"max_tokens": 16})
+    assert f"\n  environment        {named}\n" in dry_run(recipe)
+    assert "environment" not in dry_run(tiny_recipe(tmp_path))
+
+
 def test_a_dry_run_looks_at_no_run_folder(tmp_path):
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
     dry_run(tiny_recipe(tmp_path))

@@ -86,6 +86,18 @@ def test_a_key_that_makes_another_run_is_refused_by_its_name(tmp_path, key, valu
         check_resumed(before, after, algorithm_of(after), can_fork=lambda: True)
 
 
+def test_a_refused_resume_gives_every_changed_key_with_the_runs_value_and_the_recipes(tmp_path):
+    before = tiny_recipe(tmp_path, rewards=[{"name": "length", "cap": 4}])
+    after = tiny_recipe(tmp_path, rewards=[{"name": "length", "cap": 5}], seed=7, kl=None)
+    with pytest.raises(ConfigurationError) as refused:
+        check_resumed(before, after, algorithm_of(after), can_fork=lambda: False)
+    said = str(refused.value)
+    assert f"seed (7, not {before.seed})" in said
+    assert "kl (none, not {" in said
+    for cap in (4, 5):  # of a long value the part that differs is shown
+        assert f"'cap': {cap}" in said
+
+
 def test_micro_batches_that_the_loss_looks_at_may_not_change(tmp_path):
     parts = {"algorithm": {"entropy_bonus": {"coefficient": 0.1, "scope": "micro_batch"}}}
     for other in ({"train__tokens_per_micro_batch": 64}, {"train__share_prompts": False}):

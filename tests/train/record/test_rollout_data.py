@@ -1,11 +1,13 @@
 """The data set of completions: what other libraries read, at any moment of a run that is killed, stopped, resumed."""
 
 import importlib.util
+import math
 import multiprocessing
 import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet
 import pytest
@@ -92,6 +94,28 @@ def test_every_column_has_its_documented_type(run: RunFolder) -> None:
     names = [*COLUMNS, "reward/exact", "reward/style"]
     assert sorted(schema.names) == sorted(names)
     assert {name: schema.field(name).type for name in COLUMNS} == {name: kind for name, (kind, _) in COLUMNS.items()}
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (pyarrow.int64(), [*range(-9, 9), None, -(2**63), 2**63 - 1]),
+        (pyarrow.float64(), [None, 0.1, -0.0, 1e-320, math.inf, 1, True]),
+        (pyarrow.string(), ["", None, "\x00", "naïve", "😀"]),
+    ],
+)
+def test_a_column_is_what_pyarrow_makes_of_its_values(kind: pyarrow.DataType, values: list[Any]) -> None:
+    for each in (values, values[:1], []):
+        column = rollout_data._column(each, kind)
+        column.validate(full=True)
+        assert column.equals(pyarrow.array(each, kind))
+    assert math.isnan(rollout_data._column([math.nan], pyarrow.float64())[0].as_py())
+
+
+@pytest.mark.parametrize(("kind", "value"), [(pyarrow.int64(), 1.5), (pyarrow.string(), 7), (pyarrow.float64(), "7")])
+def test_a_value_of_another_type_is_refused(kind: pyarrow.DataType, value: object) -> None:
+    with pytest.raises(TypeError):
+        rollout_data._column([value], kind)
 
 
 def test_a_function_that_a_later_block_brings_is_null_before(tmp_path: Path) -> None:

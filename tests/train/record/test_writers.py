@@ -40,6 +40,20 @@ def test_tensorboard_reads_back_what_was_written(tmp_path):
     assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(3, 0.5)]}
 
 
+def test_what_tensorboard_gets_before_a_step_is_done_is_written_with_the_first_one_or_at_the_end(tmp_path):
+    (writer,) = opened(tmp_path, {"name": "tensorboard"})
+    writer.write({"step": 0, "reward/mean": 0.25})
+    assert not (tmp_path / "tensorboard").exists()
+    writer.write({"step": 1, "reward/mean": 0.5})
+    assert (tmp_path / "tensorboard").exists()
+    writer.close()
+    assert scalars(tmp_path / "tensorboard") == {"reward/mean": [(0, 0.25), (1, 0.5)]}
+    (writer,) = opened(tmp_path / "stopped", {"name": "tensorboard"})
+    writer.write({"step": 0, "reward/mean": 0.25})
+    writer.close()
+    assert scalars(tmp_path / "stopped" / "tensorboard") == {"reward/mean": [(0, 0.25)]}
+
+
 def test_a_resumed_run_hides_what_the_interrupted_one_wrote_after_the_checkpoint(tmp_path):
     for first_step, steps, value in [(0, range(1, 6), 0.25), (3, range(4, 6), 0.75)]:
         (writer,) = opened(tmp_path, {"name": "tensorboard"}, first_step=first_step)

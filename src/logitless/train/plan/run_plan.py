@@ -192,6 +192,14 @@ def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield name, str(getattr(part, "factory", None) or getattr(part, "name", "replaced"))
 
 
+def _environment(recipe: Recipe) -> Iterator[tuple[str, str]]:
+    """The environment's name, with the import path of a user's own; nothing for single turns."""
+    options = recipe.rollout.environment
+    if options is not None:
+        own = getattr(options, "factory", None) or getattr(options, "function", None)
+        yield "environment", options.name + (f" ({own})" if own else "")
+
+
 def _sizes(parts: Mapping[str, int], width: int) -> list[str]:
     return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
 
@@ -214,7 +222,7 @@ def dry_run(recipe: Recipe) -> str:
         f"recipe {recipe.name}: checked",
         *(f"  {line}" for line in (*plan.chosen, *plan.warnings)),
         f"  preset             {recipe.algorithm.preset}",
-        *(f"  {name:18s} {words}" for name, words in _replaced(recipe)),
+        *(f"  {name:18s} {words}" for name, words in (*_replaced(recipe), *_environment(recipe))),
         *(f"  {name:18s} {_account(counts)}" for name, counts in plan.counts.items()),
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "

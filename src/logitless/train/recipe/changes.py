@@ -5,6 +5,7 @@ A change of any other key makes another run: a fork of a checkpoint (``fork.py``
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any, TypeAlias
 
 from logitless.errors import ConfigurationError
@@ -55,6 +56,33 @@ class Change:
         return ".".join(self.path)
 
     @property
+    def values(self) -> tuple[str, str]:
+        """Both values as text; of long ones the part around the first difference.
+
+        Example:
+            >>> Change(("seed",), None, "a" * 50 + "bc").values
+            ('none', 'aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa...')
+            >>> Change(("seed",), "a" * 50, "a" * 50 + "bc").values
+            ('...aaaaaaaaaaaaaaaaaaaa', '...aaaaaaaaaaaaaaaaaaaabc')
+        """
+        texts = ["none" if value is None else str(value) for value in (self.before, self.after)]
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(*texts, strict=False)))
+        start = max(0, alike - 20)
+        before, after = (_short("..." * bool(start) + text[start:]) if len(text) > 40 else text for text in texts)
+        return before, after
+
+    @property
+    def words(self) -> str:
+        """The key, its value now, and the run's.
+
+        Example:
+            >>> Change(("train", "blocks"), 1, 2).words
+            'train.blocks (2, not 1)'
+        """
+        before, after = self.values
+        return f"{self.key} ({after}, not {before})"
+
+    @property
     def rounds(self) -> bool:
         """Whether it changes the order of sums, and with it the last bits."""
         return self.is_below(ROUNDING)
@@ -94,21 +122,21 @@ def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fo
     """
     found = changes(before, after)
     _check_dtypes([change for change in found if change.key in ("model.trained_dtype", "model.dtype")])
-    fixed = [change.key for change in found if not change.is_below((*UNTRAINED, *ROUNDING, *MOVED))]
+    fixed = [change for change in found if not change.is_below((*UNTRAINED, *ROUNDING, *MOVED))]
     if fixed:
         other = "start a run of another name" + (", from this run's checkpoint by --fork RUN" if can_fork() else "")
         raise ConfigurationError(
             needed="the recipe that the run was started with",
-            given=f"another {', '.join(fixed)}",
+            given=f"another {'; '.join(each.words for each in fixed)}",
             remedy=f"Repeat the --set of the first start, or {other}.",
         )
     cuts = [f"train.{key}" for key in ("tokens_per_micro_batch", "share_prompts", "pack_by_cost")]
-    cut = [change.key for change in found if change.is_below(cuts)]
+    cut = [change.words for change in found if change.is_below(cuts)]
     parts = parts_per_micro_batch(algorithm)
     if cut and parts:
         raise ConfigurationError(
             needed=f"the micro-batches that the run was started with, on which {', '.join(parts)} depends",
-            given=f"another {', '.join(cut)}",
+            given=f"another {'; '.join(cut)}",
             remedy="Repeat the --set of the first start.",
         )
     return found
@@ -154,7 +182,7 @@ def in_words(found: Sequence[Change]) -> list[str]:
         >>> in_words([Change(("train", "tokens_per_micro_batch"), 64, 32)])[0]
         'changed: train.tokens_per_micro_batch from 64 to 32'
     """
-    lines = [f"changed: {'; '.join(f'{c.key} from {_short(c.before)} to {_short(c.after)}' for c in found)}"]
+    lines = [f"changed: {'; '.join('{} from {} to {}'.format(c.key, *c.values) for c in found)}"]
     rounding = [change.key for change in found if change.rounds]
     if rounding:
         lines.append(
@@ -181,6 +209,5 @@ def _differing(path: KeyPath, before: Any, after: Any) -> list[Change]:
     return [] if before == after else [Change(path, before, after)]
 
 
-def _short(value: Any) -> str:
-    text = "none" if value is None else str(value)
+def _short(text: str) -> str:
     return text if len(text) <= 40 else f"{text[:37]}..."

@@ -7,6 +7,7 @@ The last part is replaced atomically with each block until it is full; then anot
 So every file is always complete, and no row is in two of them. docs/rollout_data.md has the columns.
 """
 
+import array
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow
 import pyarrow.compute
 import pyarrow.parquet
@@ -102,7 +104,9 @@ def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: C
             *((name, pyarrow.float64()) for name in dict.fromkeys(later)),
         ]
     )
-    table = pyarrow.Table.from_pylist(list(rows), schema)
+    table = pyarrow.Table.from_arrays(
+        [_column([row.get(f.name) for row in rows], f.type) for f in schema], schema=schema
+    )
     last: Path | None = None
     for path in reversed(_paths(folder)):
         first, final = _span(path)
@@ -121,6 +125,21 @@ def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: C
         path = folder / f"part-{block:06d}.parquet"
     _write(path, table, write)
     return path
+
+
+def _column(values: Sequence[Any], kind: pyarrow.DataType) -> pyarrow.Array:
+    """As ``pyarrow.array(values, kind)`` for the types of ``COLUMNS``, but without importing pandas.
+
+    Raises:
+        TypeError: a value of another type.
+    """
+    if kind == pyarrow.string():
+        builder = pyarrow.lib.StringBuilder()
+        builder.append_values(values)
+        return builder.finish()
+    numbers = array.array("q" if kind == pyarrow.int64() else "d", [0 if value is None else value for value in values])
+    valid = np.packbits(np.array([value is not None for value in values], dtype=bool), bitorder="little")
+    return pyarrow.Array.from_buffers(kind, len(values), [pyarrow.py_buffer(valid), pyarrow.py_buffer(numbers)])
 
 
 def parts(folder: Path) -> Iterator[pyarrow.Table]:

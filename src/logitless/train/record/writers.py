@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
@@ -53,18 +54,31 @@ class TensorBoardWriter:
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._events = SummaryWriter(str(folder), purge_step=first_step + 1 if first_step else None)
+        self._folder, self._first_step = folder, first_step
+        self._waiting: list[Record] = []
 
     def write(self, record: Record) -> None:
-        """Add a scalar for each metric that is finite."""
-        for name, value in _numbers(record).items():
-            self._events.add_scalar(name, value, int(record["step"] or 0))
+        """Add a scalar for each metric that is finite, to the event file once a step is done."""
+        self._waiting.append(record)
+        if (record["step"] or 0) > self._first_step:  # importing TensorBoard would delay the first step
+            self._add()
 
     def close(self) -> None:
         """Flush and close the event file."""
+        self._add()
         self._events.close()
+
+    @cached_property
+    def _events(self) -> Any:
+        from torch.utils.tensorboard import SummaryWriter
+
+        return SummaryWriter(str(self._folder), purge_step=self._first_step + 1 if self._first_step else None)
+
+    def _add(self) -> None:
+        for record in self._waiting:
+            for name, value in _numbers(record).items():
+                self._events.add_scalar(name, value, int(record["step"] or 0))
+        self._waiting.clear()
 
 
 class ServiceWriter:
