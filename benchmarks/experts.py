@@ -224,13 +224,19 @@ def trials(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[tuple[str, str, A
 
     for count in (16, 128, 512, 2048, len(x)):
         size = kernels.rows_of_tile(count * form.routing.experts_per_token / weights.router.shape[0])
-        for name in ("_GATED", "_GROUPED"):
+        for name in ("_LARGE_GATED", "_LARGE_GROUPED"):
             for each in _FEW_TILES if size <= 32 else _MANY_TILES:
                 value = getattr(kernels, name) | {size: kernels._Tile(*each)}
                 call = forward(x[:count].contiguous())
                 yield f"{name} {count} rows, tile {size}", name, value, call, count <= 512
     for each in _MANY_TILES:
-        yield "_GROUPED forward, backward", "_GROUPED", kernels._GROUPED | {128: kernels._Tile(*each)}, trained, False
+        yield (
+            "_LARGE_GROUPED forward, backward",
+            "_LARGE_GROUPED",
+            kernels._LARGE_GROUPED | {128: kernels._Tile(*each)},
+            trained,
+            False,
+        )
     mlp.experts.requires_grad_(True)
     for each in _MANY_TILES:
         yield "_OUTER", "_OUTER", kernels._Tile(*each), trained, False

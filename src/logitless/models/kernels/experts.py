@@ -11,6 +11,7 @@ Weights are [E, N, M] in either order of memory: their strides are arguments. An
 """
 
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -424,16 +425,27 @@ class _Tile(NamedTuple):
     stages: int
 
 
-_GATED = {16: _Tile(64, 64, 4, 4), 32: _Tile(64, 64, 4, 4), 64: _Tile(64, 64, 4, 4), 128: _Tile(64, 64, 8, 3)}
-_GROUPED = {16: _Tile(128, 64, 4, 4), 32: _Tile(128, 64, 4, 4), 64: _Tile(128, 64, 4, 4), 128: _Tile(128, 64, 8, 3)}
+_GATED = {16: _Tile(64, 64, 4, 4), 32: _Tile(64, 64, 4, 4), 64: _Tile(64, 64, 4, 3), 128: _Tile(64, 64, 8, 3)}
+_GROUPED = {16: _Tile(128, 64, 4, 4), 32: _Tile(128, 64, 4, 4), 64: _Tile(128, 64, 8, 3), 128: _Tile(128, 64, 8, 3)}
+"""By rows; less than 99 KiB of shared memory each."""
+_LARGE_GATED = _GATED | dict.fromkeys((16, 32), _Tile(64, 128, 4, 3))
+_LARGE_GROUPED = _GROUPED | dict.fromkeys((16, 32), _Tile(128, 128, 4, 3))
+"""For GPUs that have 128 KiB."""
 _OUTER = _Tile(128, 64, 8, 3)
 _OUTER_ROWS = 128
 _SMALL = _Tile(32, 32, 4, 2)
 """For float32, and for the interpreter."""
 
 
-def _tile(tiles: dict[int, _Tile], rows: int, like: Tensor) -> _Tile:
-    return tiles[rows] if like.is_cuda and like.dtype != torch.float32 else _SMALL
+def _tile(tiles: dict[int, _Tile], large: dict[int, _Tile], rows: int, like: Tensor) -> _Tile:
+    if not like.is_cuda or like.dtype == torch.float32:
+        return _SMALL
+    return (large if _has_room(like.device) else tiles)[rows]
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin) >= 1 << 17
 
 
 def _launched(tile: _Tile, rows: int, length: int, rank: int) -> dict[str, int | bool]:
@@ -463,7 +475,7 @@ def grouped_product(
     """
     _, num_columns, length = weight.shape
     out = torch.empty(slots.count, num_columns, dtype=rows.dtype, device=rows.device)
-    tile = _tile(_GROUPED, slots.rows, rows)
+    tile = _tile(_GROUPED, _LARGE_GROUPED, slots.rows, rows)
     rank = 0 if low is None else low.shape[1]
     grid = (divided_up(num_columns, tile.columns), slots.expert.shape[0])
     if slots.count:
@@ -489,7 +501,7 @@ def gated_products(
     width = total // 2
     hidden = torch.empty(slots.count, width, dtype=x.dtype, device=x.device)
     both = torch.empty(slots.count, total, dtype=x.dtype, device=x.device) if keeps_both else None
-    tile = _tile(_GATED, slots.rows, x)
+    tile = _tile(_GATED, _LARGE_GATED, slots.rows, x)
     rank = 0 if low is None else low.shape[1]
     if slots.count:
         gated_kernel[(divided_up(width, tile.columns), slots.expert.shape[0])](
@@ -517,7 +529,7 @@ def gated_products_backward(
         keeps_hidden: return the activation's output, sorted.
     """
     _, length, width = down.shape
-    tile = _tile(_GROUPED, slots.rows, grad)
+    tile = _tile(_GROUPED, _LARGE_GROUPED, slots.rows, grad)
     blocks = divided_up(width, tile.columns)
     grad_both = torch.empty_like(both)
     grad_weights = torch.empty(blocks, slots.count, dtype=torch.float32, device=grad.device)

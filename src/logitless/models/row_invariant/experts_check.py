@@ -1,5 +1,6 @@
 """The experts' products in tiles of every number of rows, for ``self_check``."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,34 +40,41 @@ class ExpertsProblem:
         more = ", transposed" * self.transposed + ", clamped" * (self.act.limit > 0)
         return f"experts {self.width} -> {self.inner} {str(self.dtype).removeprefix('torch.')}{more}"
 
+    @torch.no_grad()
     def launched(self) -> None:
-        """Launch every kernel of the check once."""
+        """Launch every kernel of the check once; nothing is drawn or copied, for a CUDA graph may be recording."""
+        first = self._weight(2 * self.inner, self.width, torch.empty)
+        second = self._weight(self.width, self.inner, torch.empty)
+        x = torch.empty(2, self.width, dtype=self.dtype, device=self.device)
+        chosen = torch.zeros(2, 2, dtype=torch.int32, device=self.device)
         for rows in TILE_ROWS:
-            self._computed(rows, num_tokens=2)
-
-    def differences(self) -> dict[str, int]:
-        """Count of numbers that differ from those of the largest tile, by rows of a tile."""
-        num_tokens = 300 if self.device.type == "cuda" else 20
-        expected = self._computed(TILE_ROWS[-1], num_tokens)
-        found = {rows: self._computed(rows, num_tokens) for rows in TILE_ROWS[:-1]}
-        count = {
-            rows: sum(int((a != b).sum()) for a, b in zip(got, expected, strict=True)) for rows, got in found.items()
-        }
-        return {f"tiles of {rows} rows": number for rows, number in count.items()}
+            self._computed(x, chosen, first, second, rows)
 
     @torch.no_grad()
-    def _computed(self, rows: int, num_tokens: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator(self.device).manual_seed(self.width)
-        normal = partial(torch.randn, device=self.device, generator=generator)
+    def differences(self) -> dict[str, int]:
+        """Count of numbers that differ from those of the largest tile, by rows of a tile."""
+        normal = partial(torch.randn, generator=torch.Generator(self.device).manual_seed(self.width))
+        first = self._weight(2 * self.inner, self.width, normal) * self.width**-0.5
+        second = self._weight(self.width, self.inner, normal) * self.inner**-0.5
+        num_tokens = 300 if self.device.type == "cuda" else 20
+        x = normal(num_tokens, self.width, dtype=self.dtype, device=self.device)
+        chosen = torch.tensor([[0, 2], [2, 1], [2, 0]], device=self.device, dtype=torch.int32)
+        given = x, chosen.repeat(100, 1)[:num_tokens], first, second
+        expected = self._computed(*given, TILE_ROWS[-1])
+        count = dict[str, int]()
+        for rows in TILE_ROWS[:-1]:
+            found = self._computed(*given, rows)
+            count[f"tiles of {rows} rows"] = sum(int((a != b).sum()) for a, b in zip(found, expected, strict=True))
+        return count
 
-        def weight(columns: int, length: int) -> Tensor:
-            shape = (3, length, columns) if self.transposed else (3, columns, length)
-            made = (normal(*shape) * length**-0.5).to(self.dtype)
-            return made.transpose(1, 2) if self.transposed else made
+    def _weight(self, columns: int, length: int, make: Callable[..., Tensor]) -> Tensor:
+        """Of three experts, [3, columns, length]."""
+        options: Any = {"dtype": self.dtype, "device": self.device}
+        if self.transposed:
+            return make(3, length, columns, **options).transpose(1, 2)
+        return make(3, columns, length, **options)
 
-        first, second = weight(2 * self.inner, self.width), weight(self.width, self.inner)
-        x = normal(300, self.width).to(self.dtype)[:num_tokens]
-        chosen: Any = torch.tensor([[0, 2], [2, 1], [2, 0]], device=self.device, dtype=torch.int32).repeat(100, 1)
-        slots = Slots.of(chosen[:num_tokens], 3, rows=rows)
+    def _computed(self, x: Tensor, chosen: Tensor, first: Tensor, second: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        slots = Slots.of(chosen, 3, rows=rows)
         hidden, _ = gated_products(x, first, slots, self.act)
         return hidden, grouped_product(hidden, second, slots, to_slots=True)
