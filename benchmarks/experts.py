@@ -12,7 +12,7 @@ graph, against the time that the memory takes to deliver the experts that the st
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
@@ -283,27 +283,27 @@ def rows_of(name: str, mlp: Any) -> Tensor:
     return torch.randn(ROWS.get(name, 16384), MODELS[name]["hidden_size"], device=weight.device).to(weight.dtype)
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(documents: Iterable[Mapping[str, Any]]) -> str:
     """What was measured, as Markdown."""
     lines = [
-        f"**{found['machine']['gpu']}**, torch {found['machine']['torch']}, Triton {found['machine']['triton']}",
-        "",
-        "| layer | tokens compared | differ | forward | and backward, frozen | every weight | decode, 16 to 512 rows |",
-        "|---|--:|--:|--:|--:|--:|--:|",
+        "| | tokens that differ | forward | and backward, weights frozen | trained | decoding, 16 to 512 rows |",
+        "|---|--:|--:|--:|--:|--:|",
     ]
-    for name, rows in found["models"].items():
-        tokens = sum(row["tokens"] for row in rows["bits"])
-        differ = sum(row[kind] for row in rows["bits"] for kind in ("router", "experts", "output"))
-        ratios = " | ".join(f"{row['ratio']:.2f}" for row in rows["packed"])
-        over = [row["over_memory"] for row in rows["decoded"] if row["rows"] >= 16]
-        lines.append(f"| {name} | {tokens:,} | {differ} | {ratios} | {min(over):.2f} to {max(over):.2f} |")
+    for found in documents:
+        card = found["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        for name, rows in found["models"].items():
+            tokens = sum(row["tokens"] for row in rows["bits"])
+            differ = sum(row[kind] for row in rows["bits"] for kind in ("router", "experts", "output"))
+            ratios = " | ".join(f"{row['ratio']:.2f}" for row in rows["packed"])
+            over = [row["over_memory"] for row in rows["decoded"] if row["rows"] >= 16]
+            lines.append(f"| {name}, {card} | {differ} of {tokens:,} | {ratios} | {min(over):.2f} to {max(over):.2f} |")
     return "\n".join(lines)
 
 
 def tables(results: Path) -> dict[str, str]:
-    """The tables of GPUs that were measured."""
-    files = sorted(results.glob("experts-*.json"))
-    return {"experts": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
+    """The table of the GPUs that were measured."""
+    files = sorted(path for path in results.glob("experts-*.json") if path.stem != "experts-cpu")
+    return {"": table(json.loads(path.read_text()) for path in files)} if files else {}
 
 
 def main() -> None:
@@ -335,7 +335,7 @@ def main() -> None:
         options.output.mkdir(parents=True, exist_ok=True)
         write_result(options.output / f"experts-{short_name(options.device)}.json", {"machine": card, "models": found})
         if options.device == "cuda":
-            print(table({"machine": card, "models": found}))
+            print(table([{"machine": card, "models": found}]))
 
 
 if __name__ == "__main__":

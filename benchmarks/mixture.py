@@ -2,7 +2,7 @@
 
     python benchmarks/mixture.py                                    # results/mixture-GPU.json: Qwen3-30B-A3B
     python benchmarks/mixture.py --models tiny --device cpu         # tries the script itself
-    python benchmarks/mixture.py --table [--check]                  # the table of docs/performance.md
+    python benchmarks/mixture.py --table [--check]                  # the table of pages that have one
 
 Random weights in the published shape, lengths of completions forced; the second of two blocks is measured.
 """
@@ -104,7 +104,7 @@ def table(found: Mapping[str, Any]) -> str:
 def tables(results: Path) -> dict[str, str]:
     """The table of each GPU that was measured."""
     files = sorted(results.glob("mixture-*.json"))
-    return {"mixture": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
+    return {"": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
 
 
 def main() -> None:
