@@ -61,7 +61,7 @@ def test_the_teachers_advantage_is_added_to_that_of_the_rewards(tmp_path):
     once = {"train__blocks": 1, "kl": None, "data__held_out": None}
     source = teacher_in(tmp_path)
     rewarded = finished_run(tmp_path, **once, name="rewarded")
-    plain, half, whole = (
+    plain, measured, half, whole = (
         [
             row["advantage"]
             for _, rows in finished_run(tmp_path, **once, name=f"taught-{n}", **changes).read_rollouts()
@@ -70,6 +70,7 @@ def test_the_teachers_advantage_is_added_to_that_of_the_rewards(tmp_path):
         for n, changes in enumerate(
             [
                 {"rewards": [], "teacher": {"source": source, "advantage": 1}},
+                {"teacher": {"source": source, "advantage": 1, "alone": True}},
                 {"teacher": {"source": source, "advantage": 0.5}},
                 {"teacher": {"source": source, "advantage": 1}},
             ]
@@ -77,6 +78,7 @@ def test_the_teachers_advantage_is_added_to_that_of_the_rewards(tmp_path):
     )
     of_rewards = [row["advantage"] for _, rows in rewarded.read_rollouts() for row in rows]
     expected = [[r + c * t for r, t in zip(of_rewards, plain, strict=True)] for c in (0.5, 1)]
+    assert measured == plain
     assert half == pytest.approx(expected[0], abs=1e-5)
     assert whole == pytest.approx(expected[1], abs=1e-5)
 

@@ -41,6 +41,7 @@ class Distillation:
     Args:
         weight: of the divergence in the loss; 0 for none.
         advantage: coefficient of the log ratio in the advantages; 0 for none.
+        alone: whether rewards give no advantages.
 
     Example:
         >>> batch = TokenBatch(sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2),
@@ -51,6 +52,7 @@ class Distillation:
 
     weight: float = 0.0
     advantage: float = 0.0
+    alone: bool = False
 
     def loss(self, divergence: Float[Tensor, "N"], batch: TokenBatch) -> DistillationOutput:
         """``weight * sum_t w_t D_t`` of a micro-batch.

@@ -105,6 +105,7 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (("algorithm.correction={max: 2.0}",), "rollout.sampling.top_k=3"),
     ((ACCEPTED, "rollout.sampling.top_p=0.9"), "algorithm.correction={max: 2.0}"),
     ((*TEACHER, "rewards=[]"), "rollout.zero_signal=drop"),
+    ((*TEACHER, "rollout.zero_signal=drop"), "teacher.alone=true"),
     (TEACHER, "teacher.divergence=null"),
     ((*TEACHER, "teacher.advantage=0.5", "teacher.weight=2"), "teacher.divergence=null"),
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),

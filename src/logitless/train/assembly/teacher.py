@@ -117,4 +117,6 @@ def teacher_line(section: TeacherSection) -> str:
         parts.append(f"{section.weight:g} * {section.divergence}{beta} in the loss")
     if section.advantage:
         parts.append(f"{section.advantage:g} * (logp_teacher - logp_sampler) in the advantage")
+    if section.alone:
+        parts.append("without rewards")
     return f"teacher {section.source}: {', '.join(parts)}"

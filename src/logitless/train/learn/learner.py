@@ -212,6 +212,8 @@ class Learner:
             logp_ref=logp_ref,
         )
         advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
+        if distillation is not None and distillation.alone:
+            advantage = torch.zeros_like(advantage)
         if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
             with self.teacher.on_device():
                 logp_teacher = self._scores(self.teacher, packed, trained).logp

@@ -94,12 +94,6 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: recipe.rollout.environment.name if recipe.rollout.environment else "no environment",
         remedy="Name a reward; docs/own_reward.md has a template.",
     ),
-    Setting["Recipe"]("rewards []", lambda recipe: not recipe.rewards).needs(
-        "rollout.zero_signal: keep beside a teacher, for without rewards no group has a signal",
-        holds=lambda recipe: recipe.rollout.zero_signal == "keep" or pays(recipe.rollout.environment),
-        given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
-        remedy="Leave rollout.zero_signal out.",
-    ),
     Setting["Recipe"]("label of a reward").needs(
         "printable characters and no slash, which separates the parts of a metric's name",
         given=_unfit_labels,

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
+from logitless.rollout.environments.options import pays
 from logitless.train.recipe.rule import Processes, Rule, Setting, needs_whole_weights
 from logitless.train.recipe.section import Section
 
@@ -41,6 +42,9 @@ class TeacherSection(Section):
         description="coefficient of `logp_teacher - logp_sampler`, which is added to each token's advantage (on-policy "
         "distillation); `true` is 1, 0: none",
     )
+    alone: bool = Field(
+        False, description="learn from the teacher alone: rewards give no advantages, and are metrics and evaluation"
+    )
     temperature: PositiveFloat | None = Field(
         None, description="divides the teacher's logits; None: the temperature of sampling, as the policy's"
     )
@@ -57,6 +61,12 @@ class TeacherSection(Section):
 def _teacher(recipe: "Recipe") -> TeacherSection:
     assert recipe.teacher is not None
     return recipe.teacher
+
+
+def _teaches_alone(recipe: "Recipe") -> bool:
+    """Whether no reward enters the advantages."""
+    without = not recipe.rewards and not pays(recipe.rollout.environment)
+    return recipe.teacher is not None and (recipe.teacher.alone or without)
 
 
 teacher = Setting["Recipe"]("teacher", lambda recipe: recipe.teacher is not None)
@@ -85,6 +95,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         holds=lambda recipe: _teacher(recipe).divergence == "jensen_shannon",
         given=lambda recipe: f"divergence: {_teacher(recipe).divergence}",
         remedy="Leave beta out, or choose jensen_shannon.",
+    ),
+    Setting["Recipe"]("a teacher alone", _teaches_alone).needs(
+        "rollout.zero_signal: keep, for rewards do not say what there is to learn",
+        holds=lambda recipe: recipe.rollout.zero_signal == "keep",
+        given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
+        remedy="Leave rollout.zero_signal out.",
     ),
     base.needs(
         "model.lora, whose base it is",
