@@ -13,7 +13,7 @@ from typing import Any
 from script import command_line, metrics_of, parsed, record, summary_of, trained
 
 RESULT = "distillation-cpu.json"
-TEACHER_BLOCKS, BLOCKS, EVERY = 240, 40, 10
+TEACHER_BLOCKS, BLOCKS, EVERY = 240, 20, 5
 _ALONE = ["rollout.zero_signal=keep", "teacher.alone=true"]
 WAYS = {
     "GRPO, without a teacher": ["teacher=null", "rollout.zero_signal=drop"],
@@ -23,10 +23,13 @@ WAYS = {
 
 
 def run(output: Path, teacher: Path, way: str, seed: int) -> dict[str, Any]:
-    """One student: tokens sampled and held-out accuracy at each evaluation."""
+    """One student: tokens sampled and held-out accuracy at each evaluation. Students of a seed share a warm start."""
+    begun = output / f"0-{seed}" / "warm_start"
     sizes = [f"train.blocks={BLOCKS}", f"evaluation.every_blocks={EVERY}", f"checkpoint.every_blocks={BLOCKS}"]
     settings = [f"teacher.source={teacher}", *WAYS[way], *sizes, "writers=[]", f"seed={seed}"]
-    folder = trained("distillation", f"{len(way)}-{seed}", output, *settings)
+    if begun.exists():
+        settings += ["warm_start=null", "model.random_weights=false", f"model.source={begun}"]
+    folder = trained("distillation", f"{list(WAYS).index(way)}-{seed}", output, *settings)
     tokens, points = 0.0, []
     for line in metrics_of(folder):
         tokens += 512 * line.get("length/mean", 0.0)  # of 32 prompts with 16 completions

@@ -5,15 +5,17 @@ import shutil
 
 import pytest
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, InputError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.train.plan.run_plan import dry_run
+from logitless.types import Completion
 from tests.train.tiny import (
     ALPHABET,
     SHORT,
     TINY_LLAMA,
     assert_same_run,
     finished_run,
+    recorded_engine,
     start,
     steps_of,
     tiny_model,
@@ -145,3 +147,18 @@ def test_the_base_of_an_adapter_holds_it_back(tmp_path):
     free, held = distances
     assert free[0] == held[0] == 0
     assert held[-1] < 0.5 * free[-1]
+
+
+def test_recorded_completions_are_learnt_from_a_teacher_without_rewards(tmp_path):
+    recorded = [Completion(str(n), (3 + n % 8, 4, 2), "", "stop") for n in range(8)]
+    changes = {
+        "rollout__engine": recorded_engine(tmp_path, recorded),
+        "rollout__completions_per_prompt": 1,
+        "algorithm": {"advantage": {"name": "raw"}},
+    }
+    teacher = {"source": teacher_in(tmp_path), "divergence": "forward_kl"}
+    steps = steps_of(finished_run(tmp_path, **LONGER | changes, teacher=teacher))
+    divergence = [step["teacher/divergence"] for step in steps]
+    assert divergence[-1] < 0.7 * divergence[0]
+    with pytest.raises(InputError, match="logp_sampler of each token"):
+        finished_run(tmp_path, **LONGER | changes, teacher={"source": teacher["source"], "advantage": 1}, name="again")
