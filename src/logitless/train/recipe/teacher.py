@@ -21,33 +21,23 @@ class TeacherSection(Section):
     (docs/distillation.md)."""
 
     source: str = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; base: LoRA's base model, without a "
-        "copy"
+        description="hub name, folder or GGUF file, with the policy's tokenizer; base: LoRA's base model"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="of the teacher's weights; auto: bfloat16 on a GPU that computes in it, else float32"
+        "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
     )
-    place: Literal["device", "host"] = Field(
-        "device", description="where the teacher's weights wait between a block's scoring and its steps"
-    )
-    divergence: Divergence | None = Field(
-        None, description="a term of the loss, over the whole vocabulary (docs/distillation.md); None: no term"
-    )
+    place: Literal["device", "host"] = Field("device", description="where its weights wait between uses")
+    divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
     beta: float | None = Field(
         None, ge=0, le=1, description="the teacher's share of the mixture under `jensen_shannon`; None: 0.5"
     )
-    weight: PositiveFloat = Field(1.0, description="of the divergence; each token also has its weight in the loss")
+    weight: PositiveFloat = Field(1.0, description="of the divergence")
     advantage: NonNegativeFloat = Field(
         0.0,
-        description="coefficient of `logp_teacher - logp_sampler`, which is added to each token's advantage (on-policy "
-        "distillation); `true` is 1, 0: none",
+        description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
     )
-    alone: bool = Field(
-        False, description="learn from the teacher alone: rewards give no advantages, and are metrics and evaluation"
-    )
-    temperature: PositiveFloat | None = Field(
-        None, description="divides the teacher's logits; None: the temperature of sampling, as the policy's"
-    )
+    alone: bool = Field(False, description="rewards are measured, and give no advantages")
+    temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
 
     @property
     def is_base(self) -> bool:
