@@ -626,6 +626,7 @@ class TokenScores:
     Args:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
+        divergence: [N] nats from a teacher's next-token distribution, or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -635,6 +636,7 @@ class TokenScores:
     logp: Float[Tensor, "N"]
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
+    divergence: Float[Tensor, "N"] | None = None
 
 
 @dataclass(frozen=True)

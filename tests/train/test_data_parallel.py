@@ -94,6 +94,12 @@ CASES = {
         "rollout__parity": {"stop": {"max": 1e-4, "sequence": 1e-3}},
     },
     "a value head, rows of one sequence": {"algorithm": {"preset": "ppo"}, "train__tokens_per_micro_batch": 13},
+    "an adapter whose base is its teacher, in the loss and in the advantage": {
+        "kl": None,
+        "model__lora": {"rank": 2},
+        "teacher": {"source": "base", "divergence": "reverse_kl", "advantage": 0.5},
+        "parallel__deterministic": True,
+    },
 }
 
 
@@ -101,7 +107,7 @@ CASES = {
     ("case", "num_ranks"),
     [
         (next(iter(CASES)), 2),
-        *(pytest.param(case, n, marks=pytest.mark.slow) for case, n in zip(list(CASES)[1:], (3, 2, 3), strict=True)),
+        *(pytest.param(case, n, marks=pytest.mark.slow) for case, n in zip(list(CASES)[1:], (3, 2, 3, 2), strict=True)),
     ],
 )
 def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):

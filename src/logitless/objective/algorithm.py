@@ -8,6 +8,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Estimator
+from logitless.objective.distillation import Distillation
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
 from logitless.objective.ranges import Level
@@ -31,12 +32,13 @@ class Algorithm:
         kl_control: the coefficient of the KL; None if the caller chooses it.
         kl_in_reward: whether a KL is subtracted from the rewards instead of being a term of the loss.
         drop_truncated: whether completions cut at their limit are left out of the loss.
+        distillation: how a teacher enters the loss and the advantages; None without a teacher.
         notes: remarks on a translated configuration, for the log.
 
     Raises:
         ConfigurationError: a loss without the advantage that it reads; values without a value loss, or the reverse;
             advantages that differ between tokens that share a ratio; a KL in two places, or in rewards that the
-            advantage does not read.
+            advantage does not read; a teacher's advantage for a loss that reads none.
 
     Example:
         >>> from logitless.objective.presets import ppo
@@ -51,6 +53,7 @@ class Algorithm:
     kl_control: KLControl | None = None
     kl_in_reward: bool = False
     drop_truncated: bool = False
+    distillation: Distillation | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -60,6 +63,12 @@ class Algorithm:
                 given="none",
                 remedy="Set algorithm.advantage: {name: group_standardized}.",
             )
+        if self.teacher_in_advantage and not self.objective.surrogate.reads_advantage:
+            raise ConfigurationError(
+                needed="a surrogate that reads advantages, with teacher.advantage",
+                given=repr(self.objective.surrogate.name),
+                remedy="Set teacher.divergence in place of teacher.advantage, or another algorithm.preset.",
+            )
         self._check_values()
         self._check_kl()
         self._check_shared()
@@ -68,6 +77,11 @@ class Algorithm:
     def kl_in_loss(self) -> bool:
         """Whether the KL is a term of the loss."""
         return self.objective.kl is not None
+
+    @property
+    def teacher_in_advantage(self) -> bool:
+        """Whether a teacher adds to the advantage of each token."""
+        return self.distillation is not None and self.distillation.advantage > 0
 
     @cached_property
     def silent_without_advantage(self) -> bool:
@@ -83,6 +97,7 @@ class Algorithm:
         return (
             not (depends_on_micro_batch or uses_kl)
             and self.value_loss is None
+            and self.distillation is None
             and is_silent_without_advantage(self.objective)
         )
 
@@ -142,11 +157,12 @@ class Algorithm:
         shared = [surrogate.level]
         if surrogate.reads == "any" and ratio.advantages is None:
             shared.append(ratio.level)
-        fine = _FINE_TO_COARSE.index(self.advantage.level(kl_in_reward=self.kl_in_reward))
+        level = "token" if self.teacher_in_advantage else self.advantage.level(kl_in_reward=self.kl_in_reward)
+        fine = _FINE_TO_COARSE.index(level)
         if fine < max(_FINE_TO_COARSE.index(level) for level in shared):
             raise ConfigurationError(
                 needed=f"tokens that share an advantage under {surrogate.name!r} with ratio {ratio.name!r}",
-                given=f"{self.advantage.name}, an advantage a {_FINE_TO_COARSE[fine]}",
+                given=f"{'teacher' if self.teacher_in_advantage else self.advantage.name}, an advantage a {level}",
                 remedy="Use a surrogate of the ratio with algorithm.ratio: {name: token}, or another advantage.",
             )
 

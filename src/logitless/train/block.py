@@ -71,6 +71,7 @@ class ScoredBlock(PackedBlock):
         live: one flag a sequence: whether it can change a gradient. The others are left out of training passes. None:
             all can.
         scores_itself: whether ``logp_old`` of the sequences flagged ``live`` comes from the block's only training pass.
+        logp_teacher: [N] under the teacher; None where it adds nothing to the advantages.
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
             value head.
@@ -82,6 +83,7 @@ class ScoredBlock(PackedBlock):
     value_old: Float[Tensor, "N"] | None
     live: tuple[bool, ...] | None = field(default=None, kw_only=True)
     scores_itself: bool = field(default=False, kw_only=True)
+    logp_teacher: Float[Tensor, "N"] | None = field(default=None, kw_only=True)
     advantage: Float[Tensor, "N"]
     value_target: Float[Tensor, "N"] | None
 

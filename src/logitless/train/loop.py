@@ -34,6 +34,7 @@ from logitless.train.learn.block_metrics import (
     block_metrics,
     lag_metrics,
     scoring_metrics,
+    teacher_metrics,
     training_metrics,
     value_metrics,
 )
@@ -381,6 +382,7 @@ def next_block(
         check_parity(found, collector.options.parity, journal.message)
     advantages = advantages_of(scored, judged)
     metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
-    metrics |= advantage_metrics(advantages, learner.algorithm.advantage) | value_metrics(scored)
+    metrics |= advantage_metrics(advantages, learner.algorithm.advantage)
+    metrics |= value_metrics(scored) | teacher_metrics(scored)
     journal.write_rollouts(done + 1, judged, advantages)
     return judged, scored, metrics

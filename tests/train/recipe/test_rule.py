@@ -34,6 +34,8 @@ FLIGHT = (*SERVER, "rollout.engine.in_flight=true", "rollout.staleness=1")
 PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 AHEAD = ("rollout.staleness=1",)
+TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
+BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
 def engine(name):
@@ -102,6 +104,13 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (("parallel.deterministic=true",), "parallel.sequence=2"),
     (("algorithm.correction={max: 2.0}",), "rollout.sampling.top_k=3"),
     ((ACCEPTED, "rollout.sampling.top_p=0.9"), "algorithm.correction={max: 2.0}"),
+    ((*TEACHER, "rewards=[]"), "rollout.zero_signal=drop"),
+    ((*TEACHER, "rollout.zero_signal=drop"), "teacher.alone=true"),
+    (TEACHER, "teacher.divergence=null"),
+    ((*TEACHER, "teacher.advantage=0.5", "teacher.weight=2"), "teacher.divergence=null"),
+    ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
+    (BASE, "model.lora=null"),
+    (BASE, "teacher.place=host"),
 ]
 
 
@@ -153,6 +162,7 @@ OF_PROCESSES = [
     ((layers("row_invariant"),), 1, 2),
     (FOUR_BITS, 1, 2),
     (AHEAD, 1, 2),
+    (TEACHER, 1, 2),
     ((engine("vllm"), "parallel.replicate=2"), None, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
 ]

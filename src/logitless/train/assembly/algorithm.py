@@ -9,6 +9,7 @@ from torch import nn
 
 from logitless.models.value_head import ValueHead, value_head_for
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.distillation import Distillation
 from logitless.objective.own import OwnAdvantage, OwnSurrogate
 from logitless.objective.presets import algorithm
 from logitless.train.recipe.algorithm import COMPOSED_RULES, value_head_section
@@ -35,6 +36,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     advantage = section.advantage or preset.advantage
     kl = recipe.kl
     penalty = kl.penalty if kl is not None and kl.placement == "loss" else None
+    teacher = recipe.teacher
     weighting = section.weighting or preset.weighting
     found = replace(
         preset,
@@ -45,6 +47,9 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         kl_control=None if kl is None else kl.control,
         kl_in_reward=kl is not None and kl.placement == "reward",
         drop_truncated=recipe.train.drop_truncated or preset.drop_truncated,
+        distillation=None
+        if teacher is None
+        else Distillation(0.0 if teacher.divergence is None else teacher.weight, teacher.advantage, teacher.alone),
     )
     found.check_completions(recipe.rollout.completions_per_prompt)
     check(COMPOSED_RULES, Composed(recipe, found))

@@ -40,11 +40,19 @@ from logitless.train.assembly.model import is_cut_from_host, policy_model, token
 from logitless.train.assembly.policies import policies_of, scores_all_rows
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
+from logitless.train.assembly.teacher import (
+    check_teacher_tokenizer,
+    digest_of_teacher,
+    has_teacher_model,
+    teacher_line,
+    teacher_of,
+)
 from logitless.train.collect.ahead import LOG, collector_of
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import Evaluation, evaluation_of
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy, Scorer
+from logitless.train.learn.teacher import Teacher
 from logitless.train.optim.optimizer import implementation
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
@@ -157,6 +165,7 @@ def read(
     arrangement = arrangement_of(recipe, ranks.world)
     algorithm = algorithm or algorithm_of(recipe)  # before anything is loaded: a preset may be misspelled
     tokenizer = tokenizer_of(recipe.model)
+    check_teacher_tokenizer(recipe, tokenizer)
     if environment is None:
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
@@ -244,23 +253,33 @@ def learner_of(
         rewards: their weights are for advantages that read each reward.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
-    _distribute(recipe, arrangement, policy, reference, ranks)
+    teacher = teacher_of(recipe, policy, arrangement)
+    _distribute(recipe, arrangement, policy, reference, teacher, ranks)
     weights = {reward.name: reward.weight for reward in rewards}
-    return Learner(recipe, algorithm, policy, reference, reward_weights=weights, ranks=ranks), activations
+    learner = Learner(recipe, algorithm, policy, reference, teacher=teacher, reward_weights=weights, ranks=ranks)
+    return learner, activations
 
 
 def _distribute(
-    recipe: Recipe, arrangement: Arrangement, policy: Policy, reference: Scorer | None, ranks: Ranks
+    recipe: Recipe,
+    arrangement: Arrangement,
+    policy: Policy,
+    reference: Scorer | None,
+    teacher: Teacher | None,
+    ranks: Ranks,
 ) -> None:
-    """Broadcast the first rank's policy and reference to all ranks, whole or sharded."""
-    copies = [each for each in (policy, reference) if isinstance(each, Policy)]
+    """Broadcast the first rank's policy, reference and teacher to all ranks, whole or sharded."""
+    taught_by = None if teacher is None else teacher.model
+    copies = [each for each in (policy, reference, taught_by) if isinstance(each, Policy)]
+    waits = {id(reference): recipe.parallel.reference == "host"}
+    waits[id(taught_by)] = recipe.teacher is not None and recipe.teacher.place == "host"
     for each in copies:
         each.share_prompts_unless(ranks.broadcast_object(each.unshared_because))
     if arrangement.is_sharded:
         mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout)
         all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
         for each in copies:
-            on_host = each is reference and recipe.parallel.reference == "host"
+            on_host = waits.get(id(each), False)
             each.shard(mesh, on_host=on_host, made_same=ranks.broadcast, all_rows=all_rows)
     else:
         for each in copies:
@@ -278,6 +297,8 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         yield f"prompts are read for each completion: {policy.unshared_because}"
     if parts.activations is not None:
         yield f"activations: {parts.activations}"
+    if recipe.teacher is not None:
+        yield teacher_line(recipe.teacher)
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor
@@ -300,6 +321,8 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     given = {name: prompts for name, prompts in named.items() if prompts}
     given |= {f"evaluation.sets.{name}": prompts for name, prompts in data.held_out_sets.items()}
     found = {name: digest_of_prompts(prompts) for name, prompts in given.items()}
+    if recipe.teacher is not None and has_teacher_model(recipe):
+        found["teacher"] = digest_of_teacher(recipe.teacher.source)
     engine = recipe.rollout.engine
     if engine.recorded_run is not None:
         found["completions"] = digest_of_log(engine.recorded_run / LOG)

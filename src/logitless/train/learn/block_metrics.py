@@ -112,7 +112,7 @@ def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
 
 
 def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numbers:
-    """Speed of the scoring passes of policy and reference, and the number of tokens that needed no pass of the policy.
+    """Speed of all scoring passes, and the number of tokens that needed no pass of the policy.
 
     Args:
         block: scored.
@@ -120,7 +120,8 @@ def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numb
         seconds: that scoring took.
     """
     known = int((~block.logp_old.isnan()).sum()) if passed else 0
-    num_scored = known + (0 if block.logp_ref is None else int((~block.logp_ref.isnan()).sum()))
+    others = [each for each in (block.logp_ref, block.logp_teacher) if each is not None]
+    num_scored = known + sum(int((~each.isnan()).sum()) for each in others)
     return {
         "time/scoring_seconds": seconds,
         "throughput/scoring_tokens_per_second": num_scored / seconds,
@@ -202,6 +203,13 @@ def value_metrics(block: ScoredBlock) -> Numbers:
         "value/return_mean": float(block.value_target.nanmean()),
         "value/explained_variance": float(explained_variance(block.value_old, block.value_target)),
     }
+
+
+def teacher_metrics(block: ScoredBlock) -> Numbers:
+    """Log ratio of teacher and sampler; none where a teacher adds nothing to the advantages."""
+    if block.logp_teacher is None:
+        return {}
+    return {"teacher/log_ratio": float((block.logp_teacher - block.packed.logp_sampler).mean())}
 
 
 def _spread(group: Group) -> float:

@@ -27,6 +27,7 @@ from logitless.errors import TrainingError
 from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.distillation import teacher_advantage
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
@@ -49,6 +50,7 @@ from logitless.train.learn.step import (
     step_numbers,
     zero_advantage_output,
 )
+from logitless.train.learn.teacher import Teacher
 from logitless.train.optim.master_weights import MasterAdamW
 from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
@@ -119,6 +121,7 @@ class Learner:
         algorithm: objective, advantage, weighting and value loss of the recipe.
         policy: trained in place.
         reference: the frozen policy; None without a KL.
+        teacher: that the policy learns from; None without one.
         reward_weights: by name, for advantages that read each reward.
         ranks: that train the policy together.
 
@@ -135,6 +138,7 @@ class Learner:
         policy: Policy,
         reference: Scorer | None,
         *,
+        teacher: Teacher | None = None,
         reward_weights: Mapping[str, float],
         ranks: Ranks = Ranks.alone(),
     ) -> None:
@@ -143,6 +147,7 @@ class Learner:
         self.halved: str | None = None
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
+        self.teacher = teacher
         self.reward_weights = reward_weights
         self.router_coefficient = router_loss_coefficient(policy.model, recipe.model.router.loss)
         self.optimizer = adamw(
@@ -175,7 +180,7 @@ class Learner:
         *,
         rescore: bool = False,
     ) -> ScoredBlock:
-        """Compute log-probs under policy and reference, and advantages.
+        """Compute log-probs under policy, reference and teacher, and advantages.
 
         ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from the training pass if
         the block has one step and nothing needs it before, else from a scoring pass in the rows of the first epoch, so
@@ -206,6 +211,13 @@ class Learner:
             old=old,
             logp_ref=logp_ref,
         )
+        advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
+        if distillation is not None and distillation.alone:
+            advantage = torch.zeros_like(advantage)
+        if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
+            with self.teacher.on_device():
+                logp_teacher = self._scores(self.teacher, packed, trained).logp
+            advantage = advantage + teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,
@@ -214,7 +226,8 @@ class Learner:
             value_old=old.value,
             live=live,
             scores_itself=itself,
-            advantage=found.advantage,
+            logp_teacher=logp_teacher,
+            advantage=advantage,
             value_target=found.value_target,
         )
 
@@ -479,9 +492,13 @@ class Learner:
         router_loss: RouterLoss | None,
         *labels: int,
     ) -> list[MicroBatchOutput]:
-        recipe = self.recipe
+        recipe, distillation = self.recipe, self.algorithm.distillation
+        teacher = None if distillation is None or not distillation.weight else self.teacher
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
-        with seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext():
+        with (
+            seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
+            nullcontext() if teacher is None else teacher.on_device(),
+        ):
             return backward(
                 self.policy,
                 self.algorithm.objective,
@@ -495,6 +512,8 @@ class Learner:
                 value_loss=self.algorithm.value_loss,
                 gather=gather,
                 router_loss=router_loss,
+                teacher=teacher,
+                distillation=distillation,
             )
 
     def _summed_in_order(

@@ -187,7 +187,14 @@ class Policy:
         if self.sharded is not None:
             self.sharded.release()
 
-    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
+    def scores(
+        self,
+        batch: PackedBatch,
+        *,
+        temperature: float,
+        backend: Backend,
+        divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+    ) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
 
         Differentiable unless called under ``torch.no_grad``.
@@ -195,10 +202,12 @@ class Policy:
         Args:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
+            divergence: of the same batch, from ``Teacher.divergences``; for weights that are whole on this rank.
         """
         if not batch.num_tokens:
             if self._is_whole:
-                return self._no_scores()
+                none = self._no_scores()
+                return none if divergence is None else replace(none, divergence=none.logp)
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
         inputs = self._read(batch)
         source, target = inputs.source, batch.target
@@ -207,15 +216,11 @@ class Policy:
             own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
             places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
             source, target = source[places] - own.start, target[places.to(target.device)]
-        hidden = self._hidden(inputs)
-        if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
-            rows = RepeatedRows.of(source).to(self.device).take(hidden)
-        else:
-            rows = hidden.index_select(0, sent(source, self.device))
-        head = self.head()
+        rows, head = self._rows(inputs, source), self.head()
+        of_head = rows if self.autocast is None else rows.to(self.autocast)
         of_all = self.all_rows and is_sharded(head.weight)
         scores = (token_scores_of_all if of_all else token_scores)(
-            rows if self.autocast is None else rows.to(self.autocast),
+            of_head,
             head,
             sent(target, self.device),
             temperature=temperature,
@@ -224,11 +229,24 @@ class Policy:
         )
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
+        if divergence is not None:
+            scores = replace(scores, divergence=divergence(of_head, head))
         if self.sequence is None or places is None:
             return scores
         columns = [each for each in (scores.logp, scores.entropy, scores.value) if each is not None]
         found = pieced_together(torch.stack(columns, 1), places.to(self.device), batch.num_tokens, self.sequence)
         return TokenScores(*found.unbind(1))
+
+    def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
+        """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them."""
+        inputs = self._read(batch)
+        return self._rows(inputs, inputs.source), self.head()
+
+    def _rows(self, inputs: PackedInputs | SharedInputs, source: Tensor) -> Tensor:
+        hidden = self._hidden(inputs)
+        if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
+            return RepeatedRows.of(source).to(self.device).take(hidden)
+        return hidden.index_select(0, sent(source, self.device))
 
     @contextmanager
     def routing(self) -> Iterator[list[RoutingSums]]:
@@ -380,6 +398,11 @@ class AdaptersOff:
         """logp and entropy [N] under the base model, which has no value head."""
         with adapters_off(self.policy.model):
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
+
+    def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
+        """See ``Policy.hidden_and_head``; of the base model."""
+        with adapters_off(self.policy.model):
+            return self.policy.hidden_and_head(batch)
 
 
 def _check_memory(needed: int, device: torch.device) -> None:

@@ -1,7 +1,8 @@
 """One optimizer step: weights from counts, micro-batches through the policy, gradients summed.
 
     loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
-         + coefficient * sum over micro-batches of (value_weight * value_loss).sum()
+         + coefficient * sum over micro-batches of (value_weight * value_loss).sum(), with a teacher's divergence
+         + weight * sum over micro-batches of (token_weight * divergence).sum()
          and of a mixture the load-balancing loss of the step (routing.py)
 
 Weights are made for the whole step before its first forward pass, so that the cut into micro-batches changes memory and
@@ -23,6 +24,7 @@ from logitless.errors import InputError
 from logitless.models.router import RoutingSums
 from logitless.objective.advantage import turn_index
 from logitless.objective.diagnostics import step_diagnostics
+from logitless.objective.distillation import Distillation, DistillationOutput, distillation_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
@@ -30,6 +32,7 @@ from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics,
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.routing import RouterLoss
+from logitless.train.learn.teacher import Teacher
 from logitless.train.recipe.training import Backend
 from logitless.train.record.metrics import Numbers
 from logitless.types import PackedBatch, PackedInputs, TokenBatch
@@ -60,6 +63,7 @@ class MicroBatchOutput:
         logp_old: [n] of a micro-batch that scores itself, detached; None for others.
         router: its share of the load-balancing loss, or None without one.
         routing: what its routers said, without gradient; empty for a dense model.
+        distillation: a teacher's divergence; None if it is no term of the loss.
     """
 
     policy: ObjectiveOutput
@@ -67,11 +71,13 @@ class MicroBatchOutput:
     logp_old: Float[Tensor, "n"] | None = None
     router: Float[Tensor, ""] | None = None
     routing: tuple[RoutingSums, ...] = ()
+    distillation: DistillationOutput | None = None
 
     @property
     def loss(self) -> Float[Tensor, ""]:
         """The sum of all, differentiable."""
         loss = self.policy.loss if self.value is None else self.policy.loss + self.value.loss
+        loss = loss if self.distillation is None else loss + self.distillation.loss
         return loss if self.router is None else loss + self.router
 
 
@@ -222,6 +228,8 @@ def backward(
     value_loss: ValueLoss | None = None,
     gather: GatherOverRanks = one_rank,
     router_loss: RouterLoss | None = None,
+    teacher: Teacher | None = None,
+    distillation: Distillation | None = None,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
@@ -235,6 +243,8 @@ def backward(
         value_loss: of the algorithm, for a policy with a value head.
         gather: over ranks, for parts that choose tokens in each micro-batch.
         router_loss: of the step, which knows of every micro-batch but this call's first.
+        teacher: whose divergence is a term of the loss; None for no such term.
+        distillation: of the algorithm, with the weight of that term.
 
     Raises:
         InputError: there is no micro-batch, and so no gradient.
@@ -247,8 +257,9 @@ def backward(
     generator = torch.Generator().manual_seed(seed)
     for batch in micro_batches:
         tokens = batch.tokens.to(policy.device)
+        found = None if teacher is None else teacher.divergences(batch.packed, temperature=temperature, backend=backend)
         with policy.routing() as routing:
-            scores = policy.scores(batch.packed, temperature=temperature, backend=backend)
+            scores = policy.scores(batch.packed, temperature=temperature, backend=backend, divergence=found)
         if batch.scores_itself:
             tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
         policy_output = objective(
@@ -268,6 +279,7 @@ def backward(
             scores.logp.detach() if batch.scores_itself else None,
             None if router_loss is None else router_loss.share(routing),
             tuple(each.detach() for each in routing),
+            None if scores.divergence is None or distillation is None else distillation.loss(scores.divergence, tokens),
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         outputs.append(output if output.router is None else replace(output, router=output.router.detach()))
@@ -287,6 +299,11 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
         numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
+    taught = [each.distillation for each in outputs if each.distillation is not None]
+    if taught:
+        numbers |= distillation_diagnostics(taught, gather=ranks.gather)
+        of_teacher = torch.stack([each.loss.detach() for each in taught]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_teacher)
     return numbers
 
 

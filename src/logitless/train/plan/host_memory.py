@@ -2,8 +2,8 @@
 
     reading the model   the model in the dtype that it is read in, until it is on the GPU: in each process, or, if it is
                         sharded from there, in the first one alone, with its master weights and its reference
-    training            page-locked memory (master weights and optimizer state, the reference, inputs of layers), and
-                        a tensor that is copied for a checkpoint
+    training            page-locked memory (master weights and optimizer state, the reference, inputs of layers), a
+                        tensor that is copied for a checkpoint, and a teacher that waits on the host
     writing the model   page-locked memory, and the model as the first process writes it
 
 Master weights and optimizer state are counted in whole pages, other page-locked memory in powers of two, as PyTorch
@@ -25,7 +25,14 @@ from logitless.models.loading import stored_dtype
 from logitless.train.assembly.model import is_cut_from_host
 from logitless.train.optim.locked_memory import locked_bytes
 from logitless.train.optim.master_weights import master_weight
-from logitless.train.plan.training_memory import TrainingMemory, has_reference, layer_bytes, num_bytes, shard_bytes
+from logitless.train.plan.training_memory import (
+    TrainingMemory,
+    has_reference,
+    layer_bytes,
+    num_bytes,
+    shard_bytes,
+    teacher_bytes,
+)
 from logitless.train.recipe.config import Recipe
 
 ROWS = 2
@@ -56,6 +63,8 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     locked = _page_locked(recipe, model, arrangement, processes)
     copied = max((shard_bytes(master_weight(p), arrangement.weights) for p in trained), default=0)
     lora = recipe.model.lora is not None
+    if recipe.teacher is not None and recipe.teacher.place == "host":
+        locked["teacher"] = math.ceil(processes * teacher_bytes(recipe) / arrangement.weights)
     written = {"the adapter" if lora else "the model": num_bytes(trained if lora else model.parameters())}
     return TrainingMemory(
         {},

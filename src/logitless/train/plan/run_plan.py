@@ -22,6 +22,7 @@ from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.stages import load, read
+from logitless.train.assembly.teacher import teacher_line
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.host_memory import host_memory
 from logitless.train.plan.training_memory import TrainingMemory, kept_bytes, memory_of_rank, num_bytes, sampling_bytes
@@ -48,7 +49,7 @@ class Plan:
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
-        chosen: dtype, layers and engine, each with its reason.
+        chosen: dtype, layers and engine, each with its reason; the teacher.
         warnings: choices that make the run more than twice as slow.
     """
 
@@ -101,6 +102,7 @@ def plan_of(recipe: Recipe) -> Plan:
             dtype_line(recipe.model),
             f"layers {chosen.layers_line}",
             f"engine {chosen.engine_line}",
+            *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
         ),
         warnings=tuple(costly_choices(chosen, device_of(recipe.model))),
     )
@@ -115,8 +117,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     alone = memory_of_rank(recipe, model, Arrangement(), value_head)
     end = alone.moments["end"]
     parts = {"trained weights": alone.always["trained weights"], "gradients": end["gradients"], **alone.always}
-    if "autocast copies" in end:
-        parts["autocast copies"] = end["autocast copies"]
+    parts |= {name: end[name] for name in ("autocast copies", "teacher") if name in end}
     kept, sampling = kept_bytes(recipe, model), sampling_bytes(recipe, model)
     overlap = recipe.rollout.samples_with_a_copy  # while the policy is trained
     parts["activations or cache (estimate)"] = kept + sampling if overlap else max(kept, sampling)

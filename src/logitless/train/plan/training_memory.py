@@ -27,6 +27,7 @@ from logitless.models.four_bit import saved_bytes
 from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
+from logitless.train.assembly.teacher import has_teacher_model, teacher_model
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.recipe.config import Recipe
 
@@ -185,6 +186,10 @@ def memory_of_rank(
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
+    if recipe.teacher is not None and has_teacher_model(recipe):
+        teacher = math.ceil(teacher_bytes(recipe) / arrangement.weights)
+        for parts in [always] if recipe.teacher.place == "device" else moments.values():
+            parts["teacher"] = teacher
     for parts in moments.values():
         if section.autocast is not None:  # a copy of each trained matrix in its dtype, during a pass
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
@@ -201,6 +206,11 @@ def memory_of_rank(
         if arrangement.is_sharded:
             moments["sampling"]["whole weights"] = sum(map(num_bytes, own_parameters(model)))
     return TrainingMemory(always, moments)
+
+
+def teacher_bytes(recipe: Recipe) -> int:
+    """Bytes of the weights of a teacher that has its own."""
+    return num_bytes(teacher_model(recipe, torch.device("meta")).parameters())
 
 
 def has_reference(recipe: Recipe) -> bool:

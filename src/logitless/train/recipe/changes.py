@@ -29,7 +29,7 @@ ROUNDING = (
 """How much is computed at a time: loss and gradient are sums of the same terms, added in another order."""
 
 MOVED = (  # the file's content must stay the same, which its digest in provenance.json proves
-    *("model.tokenizer", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
+    *("model.tokenizer", "teacher.source", "data.train.path", "data.train.sources.*.data.path", "data.held_out.path"),
     *("warm_start.data.path", "rollout.engine.path"),
     *(f"rollout.engine.{key}" for key in ("urls", "api_key_file", "api_key_variable", "give_up_seconds")),
 )

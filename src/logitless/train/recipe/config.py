@@ -10,7 +10,18 @@ from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from logitless.data.sources import MixedData
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.recipe import algorithm, data, engine, evaluation, model, parallel, rollout, training, writers
+from logitless.train.recipe import (
+    algorithm,
+    data,
+    engine,
+    evaluation,
+    model,
+    parallel,
+    rollout,
+    teacher,
+    training,
+    writers,
+)
 from logitless.train.recipe.algorithm import AlgorithmSection, KLInLoss, KLInReward, ValueHeadSection
 from logitless.train.recipe.data import AnyReward, DataSection, WarmStartSection
 from logitless.train.recipe.evaluation import CheckpointSection, EvaluationSection
@@ -19,6 +30,7 @@ from logitless.train.recipe.parallel import ParallelSection
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.train.recipe.rule import Machine, Processes, Rule, check
 from logitless.train.recipe.section import Section
+from logitless.train.recipe.teacher import TeacherSection
 from logitless.train.recipe.training import TrainSection
 from logitless.train.recipe.writers import WriterSection
 
@@ -44,6 +56,7 @@ class Recipe(Section):
     kl: KLInLoss | KLInReward | None = Field(
         None, discriminator="placement", description="distance to the reference; None: no reference is loaded"
     )
+    teacher: TeacherSection | None = None
     train: TrainSection = Field(default_factory=TrainSection)
     parallel: ParallelSection = Field(default_factory=ParallelSection)
     evaluation: EvaluationSection = Field(default_factory=EvaluationSection)
@@ -80,13 +93,13 @@ class Recipe(Section):
 
 RULES: tuple[Rule[Recipe], ...] = (
     *(*data.RULES, *writers.RULES, *evaluation.RULES, *rollout.RULES, *training.RULES),
-    *(*model.RULES, *engine.RULES, *parallel.RULES, *algorithm.RULES),
+    *(*model.RULES, *engine.RULES, *parallel.RULES, *algorithm.RULES, *teacher.RULES),
 )
 """Checked when a recipe is read."""
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     *(*parallel.PROCESS_RULES, *training.PROCESS_RULES, *rollout.PROCESS_RULES),
-    *(*engine.PROCESS_RULES, *model.PROCESS_RULES),
+    *(*engine.PROCESS_RULES, *model.PROCESS_RULES, *teacher.PROCESS_RULES),
 )
 """Checked when the number of processes is known."""
 

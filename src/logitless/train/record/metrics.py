@@ -98,6 +98,9 @@ value/mean | reward | mean | block | the value head's prediction in the scoring 
 value/return_mean | reward | mean | block | the return that it is fitted to, over tokens with one
 value/explained_variance | 1 | last | block | 1 - Var(return - value) / Var(return), over these tokens
 value/clipped_fraction | 1 | mean | token | tokens with a return whose value gradient the clip removes
+# A teacher
+teacher/divergence | nat | mean | token | the teacher's divergence in the loss, before its weight
+teacher/log_ratio | nat | mean | block | logp_teacher - logp_sampler, before its coefficient
 # Age and lengths of completions
 rollout/lag_mean | step | mean | completion | optimizer steps since the weights that sampled a block
 rollout/lag_max | step | max | completion | the same, of a completion's oldest token

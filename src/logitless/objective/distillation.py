@@ -1,0 +1,109 @@
+"""Distillation: a teacher's divergence as a term of the loss, and its log-probs as advantages.
+
+    loss += weight * sum_t w_t D_t
+    A_t  += advantage * sg(logp_teacher_t - logp_sampler_t)
+
+``w_t`` are the weights of the policy loss, so that the cut of a step into micro-batches and ranks changes nothing.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from logitless.errors import InputError
+from logitless.objective.inputs import shaped
+from logitless.objective.over_ranks import GatherOverRanks, one_rank
+from logitless.types import TokenBatch
+
+
+@dataclass(frozen=True)
+class DistillationOutput:
+    """What a micro-batch adds to the loss, and vectors for diagnostics, which are detached.
+
+    Args:
+        loss: this micro-batch's part, to be summed over micro-batches and ranks, never averaged.
+        divergence: [N] nats; 0 in tokens of weight 0.
+        trained: [N] tokens with a weight.
+    """
+
+    loss: Float[Tensor, ""]
+    divergence: Float[Tensor, "N"]
+    trained: Bool[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class Distillation:
+    """How a teacher enters a step; see the equations above.
+
+    Args:
+        weight: of the divergence in the loss; 0 for none.
+        advantage: coefficient of the log ratio in the advantages; 0 for none.
+        alone: whether rewards give no advantages.
+
+    Example:
+        >>> batch = TokenBatch(sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2),
+        ...                    token_weight=torch.tensor([0.5, 0.5]))
+        >>> Distillation(weight=2.0).loss(torch.tensor([1.0, 3.0]), batch).loss
+        tensor(4.)
+    """
+
+    weight: float = 0.0
+    advantage: float = 0.0
+    alone: bool = False
+
+    def loss(self, divergence: Float[Tensor, "N"], batch: TokenBatch) -> DistillationOutput:
+        """``weight * sum_t w_t D_t`` of a micro-batch.
+
+        Gradient: through ``divergence``; exactly 0 in tokens of weight 0.
+        """
+        trained = batch.token_weight != 0
+        counted = torch.where(trained, divergence, 0.0)
+        loss = self.weight * (batch.token_weight.to(counted.dtype) * counted).sum()
+        return DistillationOutput(loss, counted.detach(), trained)
+
+
+@shaped
+def teacher_advantage(
+    logp_teacher: Float[Tensor, "N"], logp_sampler: Float[Tensor, "N"], coefficient: float = 1.0
+) -> Float[Tensor, "N"]:
+    """``coefficient * sg(logp_teacher - logp_sampler)``: the advantage of on-policy distillation.
+
+    Its policy gradient is, on average over completions, that of ``-coefficient * KL(policy || teacher)`` of each token.
+
+    Raises:
+        InputError: a token without ``logp_sampler``.
+
+    Example:
+        >>> teacher_advantage(torch.tensor([-0.5]), torch.tensor([-2.0]))
+        tensor([1.5000])
+    """
+    missing = int(logp_sampler.isnan().sum())
+    if missing:
+        raise InputError(
+            needed="logp_sampler of each token, which teacher.advantage compares with the teacher's log-prob",
+            given=f"none for {missing} of {len(logp_sampler)} tokens",
+            remedy="Let the engine give log-probs, or set teacher.divergence in place of teacher.advantage.",
+        )
+    return coefficient * (logp_teacher - logp_sampler).detach()
+
+
+def distillation_diagnostics(
+    outputs: Sequence[DistillationOutput], *, gather: GatherOverRanks = one_rank
+) -> dict[str, Float[Tensor, ""]]:
+    """``teacher/divergence``: the mean over the step's trained tokens, without weights, on the device.
+
+    Args:
+        outputs: of every micro-batch of the step on this rank.
+        gather: over all ranks.
+
+    Example:
+        >>> one = DistillationOutput(torch.tensor(1.0), torch.tensor([3.0, 0.0]), torch.tensor([True, False]))
+        >>> distillation_diagnostics([one])["teacher/divergence"].item()
+        3.0
+    """
+    sums = [torch.stack([each.divergence.double().sum(), each.trained.double().sum()]) for each in outputs]
+    total, count = gather(torch.stack(sums)).sum(0)
+    return {"teacher/divergence": total / count.clamp(min=1)}

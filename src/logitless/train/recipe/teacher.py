@@ -1,0 +1,115 @@
+"""The section ``teacher``: a frozen model that the policy learns from."""
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field, NonNegativeFloat, PositiveFloat
+
+from logitless.head.divergence import Divergence
+from logitless.rollout.environments.options import pays
+from logitless.train.recipe.rule import Processes, Rule, Setting, needs_whole_weights
+from logitless.train.recipe.section import Section
+
+if TYPE_CHECKING:
+    from logitless.train.recipe.config import Recipe
+
+BASE = "base"
+"""The teacher's ``source`` for LoRA's base model."""
+
+
+class TeacherSection(Section):
+    """A frozen model that the policy learns from: by a divergence in the loss, by advantages, or by both
+    (docs/distillation.md)."""
+
+    source: str = Field(
+        description="hub name, folder or GGUF file, with the policy's tokenizer; base: LoRA's base model"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
+    )
+    place: Literal["device", "host"] = Field("device", description="where its weights wait between uses")
+    divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
+    beta: float | None = Field(
+        None, ge=0, le=1, description="the teacher's share of the mixture under `jensen_shannon`; None: 0.5"
+    )
+    weight: PositiveFloat = Field(1.0, description="of the divergence")
+    advantage: NonNegativeFloat = Field(
+        0.0,
+        description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
+    )
+    alone: bool = Field(False, description="rewards are measured, and give no advantages")
+    temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
+
+    @property
+    def is_base(self) -> bool:
+        """Whether the teacher is LoRA's base model."""
+        return self.source == BASE
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def _teacher(recipe: "Recipe") -> TeacherSection:
+    assert recipe.teacher is not None
+    return recipe.teacher
+
+
+def _teaches_alone(recipe: "Recipe") -> bool:
+    """Whether no reward enters the advantages."""
+    without = not recipe.rewards and not pays(recipe.rollout.environment)
+    return recipe.teacher is not None and (recipe.teacher.alone or without)
+
+
+teacher = Setting["Recipe"]("teacher", lambda recipe: recipe.teacher is not None)
+base = Setting["Recipe"]("teacher.source base", lambda recipe: recipe.teacher is not None and recipe.teacher.is_base)
+divergence = Setting["Recipe"](
+    "teacher.divergence", lambda recipe: recipe.teacher is not None and recipe.teacher.divergence is not None
+)
+
+RULES: tuple[Rule["Recipe"], ...] = (
+    teacher.needs(
+        "divergence, advantage or both",
+        holds=lambda recipe: _teacher(recipe).divergence is not None or _teacher(recipe).advantage > 0,
+        given=lambda _: "neither, so that nothing is learnt from it",
+        remedy="Set teacher.divergence: reverse_kl, or teacher.advantage: true.",
+    ),
+    Setting["Recipe"]("teacher.weight", lambda recipe: recipe.teacher is not None and recipe.teacher.weight != 1).needs(
+        "teacher.divergence, which it multiplies",
+        holds=lambda recipe: _teacher(recipe).divergence is not None,
+        given=lambda _: "no divergence",
+        remedy="Set teacher.divergence; the coefficient of the advantage is teacher.advantage itself.",
+    ),
+    Setting["Recipe"](
+        "teacher.beta", lambda recipe: recipe.teacher is not None and recipe.teacher.beta is not None
+    ).needs(
+        "teacher.divergence: jensen_shannon, which mixes student and teacher",
+        holds=lambda recipe: _teacher(recipe).divergence == "jensen_shannon",
+        given=lambda recipe: f"divergence: {_teacher(recipe).divergence}",
+        remedy="Leave beta out, or choose jensen_shannon.",
+    ),
+    Setting["Recipe"]("a teacher alone", _teaches_alone).needs(
+        "rollout.zero_signal: keep, for rewards do not say what there is to learn",
+        holds=lambda recipe: recipe.rollout.zero_signal == "keep",
+        given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
+        remedy="Leave rollout.zero_signal out.",
+    ),
+    base.needs(
+        "model.lora, whose base it is",
+        holds=lambda recipe: recipe.model.lora is not None,
+        given=lambda _: "full fine-tuning",
+        remedy="Name the teacher's folder or hub name.",
+    ),
+    base.needs(
+        "neither dtype nor place, for it has the weights of the policy",
+        holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
+        given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
+        remedy="Leave both out; model.dtype is the base's.",
+    ),
+)
+
+PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    needs_whole_weights(
+        divergence,
+        ", for the LM heads of policy and teacher are not cut",
+        "Set parallel.replicate to the number of processes, or teacher.advantage in place of divergence.",
+    ),
+)

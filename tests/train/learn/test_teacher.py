@@ -1,0 +1,169 @@
+"""The laws of a teacher in a step: any cut gives the same gradient, which is that of full logits."""
+
+import pytest
+import torch
+
+from logitless.models.loading import disable_dropout, load_model
+from logitless.models.lora import LoraOptions, add_lora
+from logitless.objective.distillation import Distillation
+from logitless.objective.presets import algorithm
+from logitless.train.learn.policy import AdaptersOff, Policy
+from logitless.train.learn.step import backward, on_host, step_numbers
+from logitless.train.learn.teacher import Teacher
+from logitless.train.recipe.teacher import TeacherSection
+from tests.train.learn.test_step import CUTS, GPT2, TEMPERATURE, WHOLE, _assert_same, _block, _each, _parts, _policy
+
+WEIGHT = 0.4
+CASES = [
+    ("forward_kl", None, "grpo"),
+    ("reverse_kl", None, "dapo"),
+    ("jensen_shannon", 0.3, "rloo"),
+    ("total_variation", None, "grpo"),
+]
+WIDER = GPT2 | {"n_embd": 24, "n_head": 4, "vocab_size": 29}
+"""A teacher with another width, and a vocabulary that is padded further."""
+
+
+def _teacher(kind="reverse_kl", beta=None, **options) -> Teacher:
+    model = load_model(WIDER, dtype=torch.float64, random_weights=True, seed=9)
+    disable_dropout(model)
+    section = TeacherSection(source="x/y", divergence=kind, beta=beta, weight=WEIGHT, **options)
+    return Teacher(Policy(model.requires_grad_(False).eval()), section)
+
+
+def _adapted() -> Policy:
+    """A policy with adapters that have learnt something."""
+    model = add_lora(_policy().model, LoraOptions(rank=2, targets=("c_fc", "c_attn")))
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3, generator=generator)
+    return Policy(model.double())
+
+
+def _gradient(policy, block, plan, teacher, preset="grpo", dropped=None, weight=WEIGHT):
+    """Loss and gradient of a step under a preset and a teacher."""
+    found = algorithm(preset)
+    parameters = [p for p in policy.named_parameters().values() if p.requires_grad]
+    for parameter in parameters:
+        parameter.grad = None
+    outputs = backward(
+        policy,
+        found.objective,
+        _parts(block, plan, found.objective, found.weighting, **({} if dropped is None else {"dropped": dropped})),
+        temperature=TEMPERATURE,
+        backend="chunked",
+        beta=0.0,
+        entropy_coefficient=None,
+        statistics=None,
+        seed=0,
+        teacher=teacher,
+        distillation=Distillation(weight=weight),
+    )
+    gradient = torch.cat([p.grad.flatten() for p in parameters])
+    return sum(output.loss.detach() for output in outputs), gradient, outputs
+
+
+@pytest.mark.parametrize(("kind", "beta", "preset"), CASES)
+def test_the_cut_and_the_order_change_a_step_with_a_teacher_by_float64_rounding_only(kind, beta, preset):
+    policy, teacher = _policy(), _teacher(kind, beta)
+    block = _block(policy)
+    whole = _gradient(policy, block, WHOLE, teacher, preset)
+    without = _gradient(policy, block, WHOLE, None, preset)
+    assert (whole[1] - without[1]).abs().max() > 0.01 * without[1].abs().max()
+    for plan in CUTS.values():
+        _assert_same(_gradient(policy, block, plan, teacher, preset), whole, 1e-12)
+
+
+def test_shared_prompts_change_nothing_of_either_model():
+    shared, apart, teacher = _policy(), _policy(share_prompts=False), _teacher()
+    teacher.model.shares_prompts = False
+    expected = _gradient(apart, _block(apart), WHOLE, teacher)
+    teacher.model.shares_prompts = True
+    _assert_same(_gradient(shared, _block(shared), WHOLE, teacher), expected, 1e-12)
+
+
+def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time():
+    policy, teacher = _policy(), _teacher(temperature=1.3)
+    block = _block(policy)
+    loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], teacher)
+    _, without, _ = _gradient(policy, block, CUTS["uneven rows"], None)
+    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
+    disable_dropout(oracle)
+    expected, every = torch.zeros((), dtype=torch.float64), []
+    for _, ids, target, _ in _each(block):
+        p = (oracle(ids[None]).logits[0, -len(target) :] / TEMPERATURE).log_softmax(-1)
+        q = (teacher.model.model(input_ids=ids[None]).logits[0, -len(target) :, :23] / 1.3).log_softmax(-1)
+        divergence = (p.exp() * (p - q)).sum(-1)
+        every.append(divergence.detach())
+        expected = expected + WEIGHT * divergence.mean() / 8  # grpo: a mean over sequences, the empty one too
+    expected.backward()
+    of_term = torch.cat([p.grad.flatten() for p in oracle.parameters()])
+    assert (found - without - of_term).abs().max() <= 1e-12 * of_term.abs().max()
+    numbers = on_host(step_numbers(outputs))
+    assert numbers["teacher/divergence"] == pytest.approx(float(torch.cat(every).mean()), rel=1e-12)
+    assert numbers["loss/total"] == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_dropped_completions_learn_nothing_from_the_teacher():
+    policy, teacher = _policy(), _teacher()
+    block = _block(policy)
+    dropped = [s == 6 for s in range(8)]
+    whole = _gradient(policy, block, WHOLE, teacher, "dapo", dropped)
+    rows = ((0, 1, 2, 3), (4, 7))
+    without = _gradient(policy, block, type(WHOLE)((0, 1, 2, 3, 4, 5, 7), rows), teacher, "dapo")
+    _assert_same(whole, without, 1e-12)
+
+
+def test_the_base_of_an_adapter_teaches_as_a_copy_of_it_does():
+    policy = _adapted()
+    block, section = _block(_policy()), TeacherSection(source="base", divergence="forward_kl")
+    copy = Teacher(Policy(_policy().model.requires_grad_(False).eval()), section)
+    base = Teacher(AdaptersOff(policy), section)
+    expected = _gradient(policy, block, WHOLE, copy)
+    assert expected[2][0].distillation.divergence.max() > 1e-3
+    for plan in CUTS.values():
+        _assert_same(_gradient(policy, block, plan, base), expected, 1e-12)
+    scored = [
+        each.scores(block.packed, temperature=TEMPERATURE, backend="chunked").logp.detach() for each in (base, copy)
+    ]
+    torch.testing.assert_close(*scored, rtol=1e-12, atol=1e-12)
+
+
+def test_a_policy_that_is_its_teacher_gets_the_gradient_of_the_policy_loss_alone():
+    policy = _policy()
+    block = _block(policy)
+    same = Teacher(Policy(_policy().model), TeacherSection(source="x/y", divergence="reverse_kl"))
+    found, without = (_gradient(policy, block, WHOLE, teacher) for teacher in (same, None))
+    assert found[2][0].distillation.divergence.tolist() == [0] * block.packed.num_tokens
+    _assert_same(found, without, 1e-12)
+    assert all(p.grad is None for p in same.model.model.parameters())
+
+
+def _away_and_back(device: str) -> None:
+    teacher = _teacher(place="host")
+    parameters = list(teacher.model.model.to(device).parameters())
+    teacher.model.device, before = parameters[0].device, [p.detach().clone() for p in parameters]
+    teacher.wait()
+    waiting = [p.data_ptr() for p in parameters]
+    assert {p.device.type for p in parameters} == {"cpu"}
+
+    def interrupted():
+        with teacher.on_device():
+            assert {p.device.type for p in parameters} == {device}
+            assert all(torch.equal(p, old) for p, old in zip(parameters, before, strict=True))
+            raise KeyError("interrupted")
+
+    with pytest.raises(KeyError, match="interrupted"):
+        interrupted()
+    assert [p.data_ptr() for p in parameters] == waiting
+
+
+def test_weights_that_wait_on_the_host_are_the_same_after_a_use_that_failed():
+    _away_and_back("cpu")
+
+
+@pytest.mark.gpu
+def test_weights_that_wait_on_the_host_are_on_the_gpu_while_they_are_used():
+    _away_and_back("cuda")

@@ -1,0 +1,169 @@
+"""Runs that learn from a teacher, in the loss and in the advantage; and teachers that are refused."""
+
+import json
+import shutil
+
+import pytest
+
+from logitless.errors import ConfigurationError, InputError
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.train.plan.run_plan import dry_run
+from logitless.types import Completion
+from tests.train.tiny import (
+    ALPHABET,
+    SHORT,
+    TINY_LLAMA,
+    assert_same_run,
+    finished_run,
+    recorded_engine,
+    start,
+    steps_of,
+    tiny_model,
+    tiny_raw,
+    tiny_recipe,
+)
+
+ALONE = {"kl": None, "rewards": [], "data__held_out": None, "train__epochs_per_block": 1}
+LONGER = {**ALONE, "train__blocks": 10, "train__tokens_per_step": 100, "train__optimizer": {"learning_rate": 3e-2}}
+
+
+def teacher_in(folder, alphabet=ALPHABET, **config):
+    """The folder of a random model that has opinions."""
+    tiny_raw(folder)
+    source = TINY_LLAMA | {"initializer_range": 0.5, "hidden_size": 24} | config
+    model = tiny_model(tiny_recipe(folder, model__source=source), seed=5)
+    model.save_pretrained(folder / "teacher")
+    character_tokenizer(alphabet).save_pretrained(folder / "teacher")
+    return str(folder / "teacher")
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jensen_shannon"])
+def test_a_run_without_rewards_comes_near_its_teacher(tmp_path, kind):
+    teacher = {"source": teacher_in(tmp_path), "divergence": kind}
+    steps = steps_of(finished_run(tmp_path, **LONGER, teacher=teacher))
+    divergence = [step["teacher/divergence"] for step in steps]
+    assert divergence[0] > 0.1
+    assert sum(divergence[-3:]) / 3 < 0.85 * divergence[0]
+    assert all("teacher/log_ratio" not in step for step in steps)
+    assert all(step["saving/zero_advantage_sequences"] == 0 for step in steps)
+
+
+def test_on_policy_distillation_by_advantages_alone_raises_the_teachers_log_probs_of_what_is_sampled(tmp_path):
+    changes = {
+        "rollout__completions_per_prompt": 16,
+        "algorithm": {"advantage": {"name": "raw"}},
+        "train__tokens_per_step": 1000,
+        "train__blocks": 14,
+    }
+    teacher = {"source": teacher_in(tmp_path, initializer_range=0.3), "advantage": True}
+    steps = steps_of(finished_run(tmp_path, **LONGER | changes, teacher=teacher))
+    ratio = [step["teacher/log_ratio"] for step in steps if "teacher/log_ratio" in step]
+    assert len(ratio) == 14
+    assert sum(ratio[:3]) < -0.3  # minus estimates of KL(policy || teacher)
+    assert sum(ratio[-3:]) > 0.7 * sum(ratio[:3])
+    assert all("teacher/divergence" not in step for step in steps)
+
+
+def test_the_teachers_advantage_is_added_to_that_of_the_rewards(tmp_path):
+    once = {"train__blocks": 1, "kl": None, "data__held_out": None}
+    source = teacher_in(tmp_path)
+    rewarded = finished_run(tmp_path, **once, name="rewarded")
+    plain, measured, half, whole = (
+        [
+            row["advantage"]
+            for _, rows in finished_run(tmp_path, **once, name=f"taught-{n}", **changes).read_rollouts()
+            for row in rows
+        ]
+        for n, changes in enumerate(
+            [
+                {"rewards": [], "teacher": {"source": source, "advantage": 1}},
+                {"teacher": {"source": source, "advantage": 1, "alone": True}},
+                {"teacher": {"source": source, "advantage": 0.5}},
+                {"teacher": {"source": source, "advantage": 1}},
+            ]
+        )
+    )
+    of_rewards = [row["advantage"] for _, rows in rewarded.read_rollouts() for row in rows]
+    expected = [[r + c * t for r, t in zip(of_rewards, plain, strict=True)] for c in (0.5, 1)]
+    assert measured == plain
+    assert half == pytest.approx(expected[0], abs=1e-5)
+    assert whole == pytest.approx(expected[1], abs=1e-5)
+
+
+def test_a_run_with_a_teacher_is_resumed_bitwise_and_its_checkpoints_hold_nothing_of_the_teacher(tmp_path):
+    source = teacher_in(tmp_path)
+    changes = {**ALONE, "rewards": [{"name": "length", "cap": 6}]}
+    changes["teacher"] = {"source": source, "divergence": "jensen_shannon", "beta": 0.3, "advantage": 0.5}
+    whole = finished_run(tmp_path, **changes, train__blocks=2, name="whole")
+    finished_run(tmp_path, **changes, train__blocks=1)
+    resumed = finished_run(tmp_path, **changes, train__blocks=2, resume=True)
+    assert_same_run(whole, resumed)
+    plain = finished_run(tmp_path, **SHORT, name="plain")
+    names = [
+        sorted(json.loads(next(run.checkpoints.glob("*/index.json")).read_text())["tensors"]) for run in (plain, whole)
+    ]
+    assert names[0] == names[1]
+
+
+def test_another_teacher_in_the_same_folder_is_noticed_and_the_same_in_another_is_none(tmp_path):
+    teacher = {"source": teacher_in(tmp_path), "divergence": "reverse_kl"}
+    finished_run(tmp_path, **ALONE | {"train__blocks": 1}, teacher=teacher)
+    shutil.move(teacher["source"], tmp_path / "moved")
+    moved = teacher | {"source": str(tmp_path / "moved")}
+    finished_run(tmp_path, **ALONE | {"train__blocks": 2}, teacher=moved, resume=True)
+    shutil.rmtree(tmp_path / "moved")
+    teacher_in(tmp_path, initializer_range=0.4)
+    with pytest.raises(ConfigurationError, match="other rows in teacher"):
+        start(tiny_recipe(tmp_path, **ALONE | {"train__blocks": 3}, teacher=teacher), resume=True)
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_the_model_is_loaded(tmp_path):
+    source = teacher_in(tmp_path, alphabet="abcdefgi")
+    recipe = tiny_recipe(tmp_path, **ALONE, teacher={"source": source, "divergence": "reverse_kl"})
+    for refused in (start, dry_run):
+        with pytest.raises(ConfigurationError, match="2 tokens have another id or none, the first 'h'"):
+            refused(recipe)
+
+
+def test_a_vocabulary_that_is_padded_further_teaches(tmp_path):
+    teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl"}
+    steps = steps_of(finished_run(tmp_path, **ALONE, teacher=teacher))
+    assert all(0 < step["teacher/divergence"] < 10 for step in steps)
+
+
+def test_a_dry_run_names_the_teacher_and_counts_its_weights(tmp_path):
+    source = teacher_in(tmp_path)
+    teacher = {"source": source, "divergence": "reverse_kl", "weight": 0.5}
+    text = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher))
+    assert f"teacher {source}: 0.5 * reverse_kl in the loss" in text
+    assert any(line.split()[0] == "teacher" and "KiB" in line for line in text.splitlines())
+
+
+def test_the_base_of_an_adapter_holds_it_back(tmp_path):
+    """With rewards alone the adapter leaves its base; under a heavy divergence from the base it stays near."""
+    pytest.importorskip("peft")
+    changes = {"kl": None, "data__held_out": None, "model__lora": {"rank": 2}, "train__blocks": 4}
+    distances = []
+    for weight in (1e-6, 10.0):
+        teacher = {"source": "base", "divergence": "reverse_kl", "weight": weight}
+        run = finished_run(tmp_path, **changes, teacher=teacher, name=f"weight-{weight:g}")
+        distances.append([step["teacher/divergence"] for step in steps_of(run)])
+        assert "teacher" not in json.loads(run.provenance.read_text())["data"]
+    free, held = distances
+    assert free[0] == held[0] == 0
+    assert held[-1] < 0.5 * free[-1]
+
+
+def test_recorded_completions_are_learnt_from_a_teacher_without_rewards(tmp_path):
+    recorded = [Completion(str(n), (3 + n % 8, 4, 2), "", "stop") for n in range(8)]
+    changes = {
+        "rollout__engine": recorded_engine(tmp_path, recorded),
+        "rollout__completions_per_prompt": 1,
+        "algorithm": {"advantage": {"name": "raw"}},
+    }
+    teacher = {"source": teacher_in(tmp_path), "divergence": "forward_kl"}
+    steps = steps_of(finished_run(tmp_path, **LONGER | changes, teacher=teacher))
+    divergence = [step["teacher/divergence"] for step in steps]
+    assert divergence[-1] < 0.7 * divergence[0]
+    with pytest.raises(InputError, match="logp_sampler of each token"):
+        finished_run(tmp_path, **LONGER | changes, teacher={"source": teacher["source"], "advantage": 1}, name="again")
