@@ -443,6 +443,11 @@ def _tile(tiles: dict[int, _Tile], large: dict[int, _Tile], rows: int, like: Ten
     return (large if _has_room(like.device) else tiles)[rows]
 
 
+def _outer_tile(like: Tensor) -> tuple[int, _Tile]:
+    """Rows of a tile, and the rest of it."""
+    return (_OUTER_ROWS, _OUTER) if like.is_cuda and like.dtype != torch.float32 else (32, _SMALL)
+
+
 @cache
 def _has_room(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0))  # data centre GPUs
@@ -560,8 +565,7 @@ def outer_products(
         adds: add to ``out``; an expert without slots costs nothing.
     """
     num_experts, num_rows, num_columns = out.shape
-    small = not a.is_cuda or a.dtype == torch.float32
-    rows, tile = (32, _SMALL) if small else (_OUTER_ROWS, _OUTER)
+    rows, tile = _outer_tile(a)
     grid = (divided_up(num_rows, rows) * divided_up(num_columns, tile.columns), num_experts)
     outer_kernel[grid](
         a, b, weights, out, slots.order, slots.begin, num_rows, num_columns, *out.stride(), scale,

@@ -1,0 +1,57 @@
+"""Compiles the kernels of a mixture for one compute capability: python -m tests.models.kernels.experts_ahead 80."""
+
+import json
+import sys
+from unittest import mock
+
+import torch
+
+from logitless.models.kernels import experts
+from logitless.models.kernels.experts import Act, LowRank, Slots
+from logitless.models.kernels.route import Routing, Score, route, route_backward
+from tests.models.kernels.ahead import compiled
+
+
+def launch(rows: int, act: Act, *, adapters: bool, biases: bool) -> None:
+    """The products of a few experts in tiles of so many rows, forward and backward."""
+    dtype, width, inner = torch.bfloat16, 256, 128
+    x, down = torch.zeros(8, width, dtype=dtype), torch.zeros(4, width, inner, dtype=dtype)
+    gate_up = torch.zeros(4, 2 * inner, width, dtype=dtype)
+    slots = Slots.of(torch.zeros(8, 2, dtype=torch.int32), 4, rows=rows)
+    weights, low = torch.zeros(slots.count), torch.zeros(slots.count, 16, dtype=dtype) if adapters else None
+    first = LowRank(torch.zeros(4, 16, width, dtype=dtype), gate_up[..., :16].contiguous(), 2.0) if adapters else None
+    second = LowRank(torch.zeros(4, 16, inner, dtype=dtype), down[..., :16].contiguous(), 2.0) if adapters else None
+    bias = gate_up[..., 0].contiguous() if biases else None
+    hidden, both = experts.gated_products(x, gate_up, slots, act, bias=bias, low=low, adapter=first, keeps_both=True)
+    assert both is not None
+    experts.gated_products(x, gate_up, slots, act, bias=bias, low=low, adapter=first)
+    low_b = None if second is None else second.b
+    parts = experts.grouped_product(hidden, down, slots, to_slots=True, low=low, low_b=low_b)
+    experts.grouped_product(both, gate_up.transpose(1, 2), slots, to_slots=True)
+    experts.gated_products_backward(x, weights, down, both, slots, act, low=low, adapter=second, keeps_hidden=True)
+    experts.outer_products(x, hidden, slots, down, a_of_tokens=True, weights=weights)
+    experts.outer_products(both, x, slots, torch.zeros(4, 2 * inner, width), b_of_tokens=True, adds=True)
+    experts.combined(parts, 2, weights, x)
+
+
+def main() -> None:
+    """Prints what became of each launch."""
+    capability = int(sys.argv[1])
+    large = capability in (80, 90, 100)
+    tiles = mock.patch.object(experts, "_tile", lambda small, big, rows, _: (big if large else small)[rows])
+    outer = mock.patch.object(experts, "_outer_tile", return_value=(experts._OUTER_ROWS, experts._OUTER))
+    scores: tuple[Score, ...] = ("softmax", "sigmoid", "softmax of the chosen")
+    with tiles, outer, compiled(capability) as found:
+        for rows in experts.TILE_ROWS:
+            launch(rows, Act(), adapters=rows == 16, biases=False)
+        launch(128, Act(interleaved=True, limit=7.0), adapters=True, biases=True)
+        logits = torch.zeros(8, 128, dtype=torch.bfloat16)
+        for score in scores:
+            routing = Routing(8, score, groups=4 if score == "sigmoid" else 1, chosen_groups=2)
+            weights, chosen = route(logits, routing)
+            route_backward(logits, routing, weights, chosen.zero_(), weights)
+    print(json.dumps([list(kernel) for kernel in found]))
+
+
+if __name__ == "__main__":
+    main()
