@@ -6,12 +6,12 @@ Each is a kernel with a fixed order of sums (``kernels/route.py``, ``kernels/exp
 router logits, experts and output alone, in any packed row, and decoded.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from logitless.float32_sums import add_product, float32_product, gradient_dtype, sums_in_float32
 from logitless.models.kernels.experts import (
@@ -211,6 +211,12 @@ def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) ->
     return cast(Tensor, out)
 
 
+_X, _SHARED, _ROUTER, _ROUTER_BIAS, _GATE_UP, _DOWN, _GATE_UP_BIAS, _DOWN_BIAS = range(8)
+_GATE_UP_A, _GATE_UP_B, _DOWN_A, _DOWN_B = range(8, 12)
+"""Places of the tensors among the arguments of ``_Mixture.forward``."""
+_NUM_ARGUMENTS = 16
+
+
 class _Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -220,111 +226,162 @@ class _Mixture(torch.autograd.Function):
         down_scale: float, given: MixtureWeights, differentiated: bool,
     ) -> Tensor:  # fmt: skip
         form, num_experts = given.form, router.shape[0]
-        logits = product(x, router, router_bias, out_dtype=torch.float32 if form.float32_router else None)
-        logits = logits.contiguous()
+        logits = product(x, router, router_bias, out_dtype=torch.float32 if form.float32_router else None).contiguous()
         weights, chosen = route(logits, form.routing, given.correction)
         if given.chosen is not None:
             given.chosen(logits, weights, chosen)
         slots = Slots.of(chosen, num_experts)
-        first, second = _stored(gate_up, form), _stored(down, form)
-        of_first = _adapter(gate_up_a, gate_up_b, gate_up_scale, num_experts, x.dtype)
-        of_second = _adapter(down_a, down_b, down_scale, num_experts, x.dtype)
-        low = None if of_first is None else grouped_product(x, of_first.a, slots, of_tokens=True)
+        first = _adapter(gate_up_a, gate_up_b, gate_up_scale, num_experts, x.dtype)
+        second = _adapter(down_a, down_b, down_scale, num_experts, x.dtype)
+        low = None if first is None else grouped_product(x, first.a, slots, of_tokens=True)
         hidden, both = gated_products(
-            x, first, slots, form.act, bias=gate_up_bias, low=low, adapter=of_first, keeps_both=differentiated
-        )
-        down_low = None if of_second is None else grouped_product(hidden, of_second.a, slots)
+            x, _stored(gate_up, form), slots, form.act, bias=gate_up_bias, low=low, adapter=first,
+            keeps_both=differentiated,
+        )  # fmt: skip
         parts = grouped_product(
-            hidden, second, slots, to_slots=True, bias=down_bias, low=down_low,
-            low_b=None if of_second is None else of_second.b, scale=down_scale,
+            hidden, _stored(down, form), slots, to_slots=True, bias=down_bias,
+            low=None if second is None else grouped_product(hidden, second.a, slots),
+            low_b=None if second is None else second.b, scale=down_scale,
         )  # fmt: skip
         ctx.save_for_backward(
-            x, router, gate_up, down, gate_up_a, gate_up_b, down_a, down_b, logits, weights, chosen, both, low
+            x,
+            router,
+            gate_up,
+            down,
+            down_bias,
+            gate_up_a,
+            gate_up_b,
+            down_a,
+            down_b,
+            logits,
+            weights,
+            chosen,
+            both,
+            low,
         )
         ctx.form, ctx.slots, ctx.scales = form, slots, (gate_up_scale, down_scale)
-        ctx.params = (router, router_bias, gate_up, down, gate_up_bias, down_bias, gate_up_a, gate_up_b, down_a, down_b)
+        ctx.parameters = (
+            None, None, router, router_bias, gate_up, down, gate_up_bias, down_bias,
+            gate_up_a, gate_up_b, down_a, down_b,
+        )  # fmt: skip
         return combined(parts, form.routing.experts_per_token, weights.view(-1), shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_twice()
-        x, router, gate_up, down, *factors, logits, weights, chosen, both, low = ctx.saved_tensors
-        form, slots, needed = ctx.form, ctx.slots, ctx.needs_input_grad
-        grad, num_experts = grad.contiguous(), router.shape[0]
-        first, second = _stored(gate_up, form), _stored(down, form)
-        of_first = _adapter(factors[0], factors[1], ctx.scales[0], num_experts, x.dtype)
-        of_second = _adapter(factors[2], factors[3], ctx.scales[1], num_experts, x.dtype)
-        out: list[Tensor | None] = [None] * 16
-        out[1] = grad if needed[1] else None
+        x, router, gate_up, down, down_bias, *factors, logits, weights, chosen, both, low = ctx.saved_tensors
+        form, slots, needed, grad = ctx.form, ctx.slots, ctx.needs_input_grad, grad.contiguous()
+        first = _adapter(factors[0], factors[1], ctx.scales[0], len(router), x.dtype)
+        second = _adapter(factors[2], factors[3], ctx.scales[1], len(router), x.dtype)
+        tokens, out = weights.view(-1), _Gradients(ctx.parameters, needed, slots)
+        out.found[_SHARED] = grad if needed[_SHARED] else None
+        # the second product, and the activation
         back = None
-        if of_second is not None:
-            back = grouped_product(grad, of_second.b.transpose(1, 2), slots, of_tokens=True) * of_second.scale
+        if second is not None:
+            back = grouped_product(grad, second.b.transpose(1, 2), slots, of_tokens=True) * second.scale
         grad_both, grad_weights, hidden = gated_products_backward(
-            grad, weights.view(-1), second, both, slots, form.act, low=back, adapter=of_second,
-            keeps_hidden=bool(needed[5] or of_second is not None),
+            grad, tokens, _stored(down, form), both, slots, form.act, low=back, adapter=second,
+            keeps_hidden=bool(needed[_DOWN] or second is not None),
         )  # fmt: skip
-
-        def sums(number: int, a: Tensor, b: Tensor, *, transposed: bool = False, **options: Any) -> None:
-            """Set the gradient of the parameter at this place of ``forward`` to the sum of outer products."""
-            parameter = ctx.params[number - 2]
-            adds = sums_in_float32(parameter)
-            before = parameter.grad if adds else None
-            total = before
-            if total is None:
-                total = torch.empty_like(
-                    parameter, dtype=gradient_dtype(parameter), memory_format=torch.contiguous_format
-                )
-            target = total.transpose(1, 2) if transposed else total
-            outer_products(a, b, slots, target, adds=before is not None, **options)
-            if adds:
-                parameter.grad = total
-            else:
-                out[number] = total
-
-        tokens = weights.view(-1)
-        if needed[5] and hidden is not None:
-            sums(5, grad, hidden, transposed=form.transposed, a_of_tokens=True, weights=tokens)
-        if needed[4]:
-            sums(4, grad_both, x, transposed=form.transposed, b_of_tokens=True)
-        ones = x.new_ones(slots.count, 1) if needed[6] or needed[7] else None
-        if needed[7] and ones is not None:
-            out[7] = _rows_summed(grad, ones, slots, num_experts, gradient_dtype(ctx.params[5]), tokens)
-        if needed[6] and ones is not None:
-            out[6] = _rows_summed(grad_both, ones, slots, num_experts, gradient_dtype(ctx.params[4]), None)
+        if hidden is not None:
+            out.add(_DOWN, grad, hidden, transposed=form.transposed, a_of_tokens=True, weights=tokens)
+        out.add_bias(_DOWN_BIAS, grad, a_of_tokens=True, weights=tokens)
+        if second is not None and back is not None and hidden is not None:
+            out.add_factor_a(_DOWN_A, back, hidden, weights=tokens)
+            low_again = grouped_product(hidden, second.a, slots)
+            out.add_factor_b(_DOWN_B, grad, low_again, scale=second.scale, a_of_tokens=True, weights=tokens)
+        # the first product
+        out.add(_GATE_UP, grad_both, x, transposed=form.transposed, b_of_tokens=True)
+        out.add_bias(_GATE_UP_BIAS, grad_both)
         low_back = None
-        if of_first is not None:
-            low_back = grouped_product(grad_both, of_first.b.transpose(1, 2), slots) * of_first.scale
-            options: dict[str, Any] = {"b_of_tokens": True}
-            out[8] = _factor_a(low_back, x, slots, of_first, gradient_dtype(ctx.params[6]), **options)
-            assert low is not None
-            out[9] = _factor_b(grad_both, low, slots, of_first, gradient_dtype(ctx.params[7]))
-        if of_second is not None:
-            assert back is not None
-            assert hidden is not None
-            out[10] = _factor_a(back, hidden, slots, of_second, gradient_dtype(ctx.params[8]), weights=tokens)
-            low_again = grouped_product(hidden, of_second.a, slots)
-            options = {"a_of_tokens": True, "weights": tokens}
-            out[11] = _factor_b(grad, low_again, slots, of_second, gradient_dtype(ctx.params[9]), **options)
+        if first is not None:
+            low_back = grouped_product(grad_both, first.b.transpose(1, 2), slots) * first.scale
+            out.add_factor_a(_GATE_UP_A, low_back, x, b_of_tokens=True)
+            out.add_factor_b(_GATE_UP_B, grad_both, low, scale=first.scale)
+        # the router
         grad_weights = grad_weights.view_as(weights)
-        if ctx.params[5] is not None:
-            of_bias = float32_product(grad, ctx.params[5].detach().to(grad.dtype).t())  # [T, E]
+        if down_bias is not None:
+            of_bias = float32_product(grad, down_bias.to(grad.dtype).t())  # [T, E]
             grad_weights = grad_weights + of_bias.gather(1, chosen.long())
         grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
-        wide = x if grad_logits.dtype == x.dtype else x.float()
-        if needed[2] and sums_in_float32(ctx.params[0]) and wide is x:
-            add_product([ctx.params[0]], grad_logits, x)
-        elif needed[2]:
-            out[2] = float32_product(grad_logits.t(), wide).to(gradient_dtype(ctx.params[0]))
-        if needed[3]:
-            out[3] = grad_logits.sum(0, dtype=torch.float32).to(gradient_dtype(ctx.params[1]))
-        if needed[0]:
+        out.add_router(grad_logits, x)
+        if needed[_X]:
             of_router = (grad_logits @ router.to(grad_logits.dtype)).to(x.dtype)
             parts = grouped_product(
-                grad_both, first.transpose(1, 2), slots, to_slots=True, low=low_back,
-                low_b=None if of_first is None else of_first.a.transpose(1, 2),
+                grad_both, _stored(gate_up, form).transpose(1, 2), slots, to_slots=True, low=low_back,
+                low_b=None if first is None else first.a.transpose(1, 2),
             )  # fmt: skip
-            out[0] = combined(parts, form.routing.experts_per_token, addend=of_router)
-        return tuple(out)
+            out.found[_X] = combined(parts, form.routing.experts_per_token, addend=of_router)
+        return tuple(out.found)
+
+
+class _Gradients:
+    """Gradients of the arguments of ``_Mixture.forward``, each computed only where it is needed.
+
+    Args:
+        parameters, needed: by their places.
+        slots: of the forward pass.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor | None], needed: Sequence[bool], slots: Slots) -> None:
+        self.found: list[Tensor | None] = [None] * _NUM_ARGUMENTS
+        self._parameters, self._needed, self._slots = parameters, needed, slots
+
+    def add(self, place: int, a: Tensor, b: Tensor, *, transposed: bool = False, **options: Any) -> None:
+        """Of a weight of all experts: sums of ``outer_products``; a float32 sum is added to where it is."""
+        parameter = self._parameters[place]
+        if parameter is None or not self._needed[place]:
+            return
+        adds = sums_in_float32(parameter)
+        before = parameter.grad if adds else None
+        total = self._empty(place, *parameter.shape) if before is None else before
+        target = total.transpose(1, 2) if transposed else total
+        outer_products(a, b, self._slots, target, adds=before is not None, **options)
+        if adds:
+            parameter.grad = total
+        else:
+            self.found[place] = total
+
+    def add_bias(self, place: int, rows: Tensor, **options: Any) -> None:
+        """Of a bias [E, N] of all experts: the sums of each expert's rows."""
+        parameter = self._parameters[place]
+        if parameter is None or not self._needed[place]:
+            return
+        total = self._empty(place, *parameter.shape, 1)
+        outer_products(rows, rows.new_ones(self._slots.count, 1), self._slots, total, **options)
+        self.found[place] = total[..., 0]
+
+    def add_factor_a(self, place: int, a: Tensor, b: Tensor, **options: Any) -> None:
+        """Of PEFT's [E * R, M]."""
+        if self._needed[place]:
+            total = self._empty(place, len(self._slots.begin) - 1, a.shape[1], b.shape[1])
+            outer_products(a, b, self._slots, total, **options)
+            self.found[place] = total.flatten(0, 1)
+
+    def add_factor_b(self, place: int, a: Tensor, b: Tensor, **options: Any) -> None:
+        """Of PEFT's [N, R * E], experts innermost."""
+        if self._needed[place]:
+            total = self._empty(place, a.shape[1], b.shape[1], len(self._slots.begin) - 1)
+            outer_products(a, b, self._slots, total.permute(2, 0, 1), **options)
+            self.found[place] = total.flatten(1)
+
+    def add_router(self, grad_logits: Tensor, x: Tensor) -> None:
+        """Of the router's weight and bias."""
+        router, bias = self._parameters[_ROUTER], self._parameters[_ROUTER_BIAS]
+        wide = x.to(grad_logits.dtype)  # float32 where logits are
+        if self._needed[_ROUTER] and router is not None:
+            if sums_in_float32(router) and wide.dtype == router.dtype:
+                add_product([cast(nn.Parameter, router)], grad_logits, wide)
+            else:
+                self.found[_ROUTER] = float32_product(grad_logits.t(), wide).to(gradient_dtype(router))
+        if self._needed[_ROUTER_BIAS] and bias is not None:
+            self.found[_ROUTER_BIAS] = grad_logits.sum(0, dtype=torch.float32).to(gradient_dtype(bias))
+
+    def _empty(self, place: int, *shape: int) -> Tensor:
+        """In the dtype of this parameter's gradient."""
+        parameter = self._parameters[place]
+        assert parameter is not None
+        return torch.empty(shape, dtype=gradient_dtype(parameter), device=parameter.device)
 
 
 def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
@@ -335,30 +392,6 @@ def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
 
 def _adapter(a: Tensor | None, b: Tensor | None, scale: float, num_experts: int, dtype: torch.dtype) -> LowRank | None:
     return None if a is None or b is None else Adapter(a.detach(), b.detach(), scale).of(num_experts, dtype)
-
-
-def _rows_summed(
-    rows: Tensor, ones: Tensor, slots: Slots, num_experts: int, dtype: torch.dtype, weights: Tensor | None
-) -> Tensor:
-    """[E, N] the sum of each expert's rows: of tokens if they are weighted, else of places."""
-    total = torch.empty(num_experts, rows.shape[1], 1, dtype=dtype, device=rows.device)
-    outer_products(rows, ones, slots, total, a_of_tokens=weights is not None, weights=weights)
-    return total[..., 0]
-
-
-def _factor_a(a: Tensor, b: Tensor, slots: Slots, adapter: LowRank, dtype: torch.dtype, **options: Any) -> Tensor:
-    """Gradient of PEFT's [E * R, M]."""
-    total = torch.empty(adapter.a.shape, dtype=dtype, device=a.device)
-    outer_products(a, b, slots, total, **options)
-    return total.flatten(0, 1)
-
-
-def _factor_b(a: Tensor, b: Tensor, slots: Slots, adapter: LowRank, dtype: torch.dtype, **options: Any) -> Tensor:
-    """Gradient of PEFT's [N, R * E]."""
-    num_experts, num_rows, rank = adapter.b.shape
-    total = torch.empty(num_rows, rank, num_experts, dtype=dtype, device=a.device)
-    outer_products(a, b, slots, total.permute(2, 0, 1), scale=adapter.scale, **options)
-    return total.flatten(1)
 
 
 def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:
