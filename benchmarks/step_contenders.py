@@ -27,7 +27,6 @@ from logitless.objective.presets import trl as trl_preset
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import scores_of
 from logitless.train.learn.step import MicroBatch, backward, on_host, step_batch, step_numbers
-from logitless.train.recipe.training import Backend
 from logitless.types import Completion, PackedBatch, Prompt, TokenBatch, TokenScores
 from shapes import Workload
 
@@ -174,7 +173,7 @@ class FullLogits(Policy):
     No entropy is taken, which such a trainer needs another [N, V] for: the figure here is in its favour.
     """
 
-    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:  # noqa: ARG002
+    def scores(self, batch: PackedBatch, *, temperature: float, **_: Any) -> TokenScores:
         """logp [N]; the entropy is 0."""
         batch = batch.to(self.device)
         with torch.autocast(self.device.type, self.autocast, enabled=self.autocast is not None):

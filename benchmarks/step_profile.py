@@ -16,16 +16,17 @@ CLASSES: tuple[tuple[str, str], ...] = (
         "head",
         r"^(anchored_exp_product|target_logits|partial_sums|rescale_rows|row_scores|"
         r"logit_gradient_product|add_entropy_gradient|move_rows|clear_rows|gather_rows|row_product|sum_parts|"
-        r"column_product|low_rows|tile_sums|tile_gradient)$",
+        r"column_product|low_rows|tile_sums|tile_gradient|pair_(sums|terms|gradient))$",
     ),
     (
         "attention",
-        r"attention_forward|query_gradient|key_gradient|sum_key_parts|^decode_(own|shared)$|^merge_splits$|"
+        r"attention_forward|query_gradient|key_gradient|sum_key_parts|^decode_(own|shared)$|^merge_splits$|^sinks_|"
         r"flash|fmha|sdpa|cudnn.*attention|varlen",
     ),
     ("norms", r"^norm_kernel|^norm_backward|sum_parts_kernel|rms_?norm"),
     ("rotary positions", r"^rotary"),
     ("gate", r"^gate_(backward_)?kernel|silu"),
+    ("experts", r"^(grouped|gated|gated_backward|outer|combine|route|route_backward)_kernel$"),
     ("optimizer", r"adamw|multi_tensor_apply|squares_kernel|[Aa]dam"),
     ("products", r"^low_rank_kernel|nvjet|gemm|cutlass|xmma|product_kernel|cublas|splitK|gemv"),
     ("embedding", r"embedding|index_select|indexSelect|gather|scatter|index_elementwise|radix|sort|Sort|unique"),
