@@ -189,7 +189,7 @@ def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_res
         for engine in ("gpu", "transformers")
     }
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
-    assert f"| {1000 * steps['logitless']:.0f} ms | {1000 * steps['logitless-autocast']:.0f} ms |" in page
-    assert " | ".join(f"{rates[engine]['tokens_per_second']:,.0f} tokens/s" for engine in rates) in page
+    assert f"{1000 * steps['logitless']:.0f} ms instead of {1000 * steps['logitless-autocast']:.0f} (" in page
+    assert "ten times as fast" in page
     assert 3.5 < steps["logitless-autocast"] / steps["logitless"] < 4.5  # "about 4 times"
-    assert 9 < rates["gpu"]["tokens_per_second"] / rates["transformers"]["tokens_per_second"] < 11  # "about 10 times"
+    assert 9 < rates["gpu"]["tokens_per_second"] / rates["transformers"]["tokens_per_second"] < 11  # "ten times"
