@@ -115,7 +115,7 @@ class Routers:
             # Outside of ``read`` nothing is recorded, as when the backward recomputes a layer. No tensor operation
             # here: a checkpointed layer must run the same operations both times.
             if reading:
-                reading[-1].append(Choice(output[0], output[2]))
+                reading[-1].append(Choice(output[0], output[2].long()))  # transformers' are int64 already
 
         self._reading = reading
         self.num_layers = len(router_modules(model))

@@ -6,7 +6,7 @@ Each is a kernel with a fixed order of sums (``kernels/route.py``, ``kernels/exp
 router logits, experts and output alone, in any packed row, and decoded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -124,11 +124,18 @@ class MixtureWeights:
         )
 
     @property
+    def parameters(self) -> tuple[Tensor | None, ...]:
+        """What may need a gradient, in the order of ``_Mixture.forward``."""
+        none = None, None
+        of_gate_up = none if self.gate_up_adapter is None else self.gate_up_adapter[:2]
+        of_down = none if self.down_adapter is None else self.down_adapter[:2]
+        biases = self.gate_up_bias, self.down_bias
+        return (self.router, self.router_bias, self.gate_up, self.down, *biases, *of_gate_up, *of_down)
+
+    @property
     def tensors(self) -> list[Tensor]:
-        """Every tensor that may need a gradient."""
-        factors = [t for each in (self.gate_up_adapter, self.down_adapter) if each is not None for t in each[:2]]
-        named = (self.router, self.router_bias, self.gate_up, self.down, self.gate_up_bias, self.down_bias, *factors)
-        return [tensor for tensor in named if tensor is not None]
+        """``parameters`` that there are."""
+        return [tensor for tensor in self.parameters if tensor is not None]
 
 
 def router_of(mlp: Any) -> Any:
@@ -138,14 +145,22 @@ def router_of(mlp: Any) -> Any:
 
 def experts_of(mlp: Any) -> tuple[Any, dict[str, Adapter]]:
     """The experts of a mixture without PEFT's wrappers, and the adapters of these by the name of the weight."""
-    module, adapters = mlp.experts, dict[str, Adapter]()
+    experts, adapters = mlp.experts, dict[str, Adapter]()
+    for wrapper in _wrappers(mlp):
+        experts = wrapper.base_layer
+        for name in wrapper.active_adapters:
+            if name in wrapper.lora_A and not wrapper.disable_adapters:
+                a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
+                adapters[wrapper.parameter_name] = Adapter(a, b, wrapper.scaling[name])
+    return experts, adapters
+
+
+def _wrappers(mlp: Any) -> Iterator[Any]:
+    """PEFT's wrappers of the experts, each of one weight, from the outermost in."""
+    module = mlp.experts
     while hasattr(module, "base_layer"):
-        for name in module.active_adapters:
-            if name in module.lora_A and not module.disable_adapters:
-                a, b = module.lora_A[name].weight, module.lora_B[name].weight
-                adapters[module.parameter_name] = Adapter(a, b, module.scaling[name])
+        yield module
         module = module.base_layer
-    return module, adapters
 
 
 def mixture_form(mlp: Any, config: Any) -> MixtureForm:
@@ -182,11 +197,8 @@ def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
         found.append(f"the activation {config.hidden_act} in experts")
     if getattr(config, "router_jitter_noise", 0.0):
         found.append("noise in the router's input")
-    module = mlp.experts
-    while hasattr(module, "base_layer"):
-        if len(module.active_adapters) > 1:
-            found.append("several adapters of the experts")
-        module = module.base_layer
+    if any(len(wrapper.active_adapters) > 1 for wrapper in _wrappers(mlp)):
+        found.append("several adapters of the experts")
     if any(hasattr(each, "base_layer") for each in router_of(mlp).modules()):
         found.append("an adapter of the router")
     return found
@@ -202,19 +214,13 @@ def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) ->
         weights: of the layer.
         shared: [T, D] the output of experts that every token goes through.
     """
-    adapters = [(None, None, 1.0) if each is None else each for each in (weights.gate_up_adapter, weights.down_adapter)]
-    out = apply(
-        _Mixture, x, shared, weights.router, weights.router_bias, weights.gate_up, weights.down, weights.gate_up_bias,
-        weights.down_bias, *adapters[0][:2], *adapters[1][:2], adapters[0][2], adapters[1][2], weights,
-        gradients_wanted(),
-    )  # fmt: skip
-    return cast(Tensor, out)
+    return cast(Tensor, apply(_Mixture, x, shared, *weights.parameters, weights, gradients_wanted()))
 
 
 _X, _SHARED, _ROUTER, _ROUTER_BIAS, _GATE_UP, _DOWN, _GATE_UP_BIAS, _DOWN_BIAS = range(8)
 _GATE_UP_A, _GATE_UP_B, _DOWN_A, _DOWN_B = range(8, 12)
 """Places of the tensors among the arguments of ``_Mixture.forward``."""
-_NUM_ARGUMENTS = 16
+_NUM_ARGUMENTS = 14
 
 
 class _Mixture(torch.autograd.Function):
@@ -222,8 +228,8 @@ class _Mixture(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, shared: Tensor | None, router: Tensor, router_bias: Tensor | None, gate_up: Tensor,
         down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_a: Tensor | None,
-        gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, gate_up_scale: float,
-        down_scale: float, given: MixtureWeights, differentiated: bool,
+        gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, given: MixtureWeights,
+        differentiated: bool,
     ) -> Tensor:  # fmt: skip
         form, num_experts = given.form, router.shape[0]
         logits = product(x, router, router_bias, out_dtype=torch.float32 if form.float32_router else None).contiguous()
@@ -231,8 +237,8 @@ class _Mixture(torch.autograd.Function):
         if given.chosen is not None:
             given.chosen(logits, weights, chosen)
         slots = Slots.of(chosen, num_experts)
-        first = _adapter(gate_up_a, gate_up_b, gate_up_scale, num_experts, x.dtype)
-        second = _adapter(down_a, down_b, down_scale, num_experts, x.dtype)
+        first = _adapter(gate_up_a, gate_up_b, given.gate_up_adapter, num_experts, x.dtype)
+        second = _adapter(down_a, down_b, given.down_adapter, num_experts, x.dtype)
         low = None if first is None else grouped_product(x, first.a, slots, of_tokens=True)
         hidden, both = gated_products(
             x, _stored(gate_up, form), slots, form.act, bias=gate_up_bias, low=low, adapter=first,
@@ -241,7 +247,7 @@ class _Mixture(torch.autograd.Function):
         parts = grouped_product(
             hidden, _stored(down, form), slots, to_slots=True, bias=down_bias,
             low=None if second is None else grouped_product(hidden, second.a, slots),
-            low_b=None if second is None else second.b, scale=down_scale,
+            low_b=None if second is None else second.b, scale=1.0 if second is None else second.scale,
         )  # fmt: skip
         ctx.save_for_backward(
             x,
@@ -259,21 +265,18 @@ class _Mixture(torch.autograd.Function):
             both,
             low,
         )
-        ctx.form, ctx.slots, ctx.scales = form, slots, (gate_up_scale, down_scale)
-        ctx.parameters = (
-            None, None, router, router_bias, gate_up, down, gate_up_bias, down_bias,
-            gate_up_a, gate_up_b, down_a, down_b,
-        )  # fmt: skip
+        ctx.given, ctx.slots = given, slots
         return combined(parts, form.routing.experts_per_token, weights.view(-1), shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_twice()
         x, router, gate_up, down, down_bias, *factors, logits, weights, chosen, both, low = ctx.saved_tensors
-        form, slots, needed, grad = ctx.form, ctx.slots, ctx.needs_input_grad, grad.contiguous()
-        first = _adapter(factors[0], factors[1], ctx.scales[0], len(router), x.dtype)
-        second = _adapter(factors[2], factors[3], ctx.scales[1], len(router), x.dtype)
-        tokens, out = weights.view(-1), _Gradients(ctx.parameters, needed, slots)
+        given, slots, needed, grad = ctx.given, ctx.slots, ctx.needs_input_grad, grad.contiguous()
+        form = given.form
+        first = _adapter(factors[0], factors[1], given.gate_up_adapter, len(router), x.dtype)
+        second = _adapter(factors[2], factors[3], given.down_adapter, len(router), x.dtype)
+        tokens, out = weights.view(-1), _Gradients((None, None, *given.parameters), needed, slots)
         out.found[_SHARED] = grad if needed[_SHARED] else None
         # the second product, and the activation
         back = None
@@ -390,8 +393,13 @@ def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
     return weight.transpose(1, 2) if form.transposed else weight
 
 
-def _adapter(a: Tensor | None, b: Tensor | None, scale: float, num_experts: int, dtype: torch.dtype) -> LowRank | None:
-    return None if a is None or b is None else Adapter(a.detach(), b.detach(), scale).of(num_experts, dtype)
+def _adapter(
+    a: Tensor | None, b: Tensor | None, adapter: Adapter | None, num_experts: int, dtype: torch.dtype
+) -> LowRank | None:
+    """An adapter by expert, of factors as autograd gives them."""
+    if a is None or b is None or adapter is None:
+        return None
+    return Adapter(a.detach(), b.detach(), adapter.scale).of(num_experts, dtype)
 
 
 def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:
@@ -402,6 +410,6 @@ def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:
 
     def call(logits: Tensor, weights: Tensor, chosen: Tensor) -> None:
         for hook in hooks.values():
-            hook(router, (), (logits, weights, chosen.long()))
+            hook(router, (), (logits, weights, chosen))
 
     return call
