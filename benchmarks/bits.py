@@ -15,7 +15,7 @@ import torch
 import bits_report
 from bits_cases import MODELS, Results
 from logitless.bench.machine import environment, release
-from script import add_table_arguments, among, main, needs_gpu, update
+from script import add_table_arguments, among, main, needs_gpu, short_name_of, update
 
 PACKAGES = ("triton", "transformers")
 PARTS = ("laws", "second_gpu", "train_forward", "train_step", "decode")
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     from bits_measured import Measured  # needs Triton
 
     here = environment("cuda", PACKAGES)
-    card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
+    card = short_name_of(here["gpu"])
     path = args.output / f"bits-{card}.json"
     results = Results(path, here)
     parts = args.parts.split(",")

@@ -22,7 +22,7 @@ from logitless.models.row_invariant.paged_attention import PAGE
 from logitless.rollout.gpu.steps import STEPS, Begin, Place, Steps, TokenSampling
 from logitless.rollout.sampling import SamplingOptions
 from rollout_report import plot_step
-from script import RESULTS, ROOT, command_line
+from script import RESULTS, ROOT, command_line, short_name_of
 
 PROMPT_PAGES = 7
 SAMPLES = 8
@@ -150,7 +150,7 @@ def main() -> None:
             if part in found[rows]
         ]
         here = environment("cuda", ("triton", "transformers", "peft"))
-        card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
+        card = short_name_of(here["gpu"])
         note = "kernels' times by torch.profiler, each launched behind the other; samples of prompts of 448 tokens, at "
         write_result(
             options.output / f"decode-step-{card}.json",

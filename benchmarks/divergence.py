@@ -7,7 +7,7 @@ Every contender runs interleaved in one process on the same bfloat16 inputs. Two
 of 4096 rows whose bfloat16 output the next chunk overwrites, stand beside them:
 
     bare    student's logits, teacher's logits, gradient of the student's hidden states, gradient of its weight
-    logits  the two products for logits alone, which whoever keeps no logits computes again in the backward
+    logits  the two products for the logits alone; a contender that keeps no logits computes them again in the backward
 
 A row's ``ratio_to_bare`` is against the first, ``ratio_to_bare_recomputed`` against the sum of both. Times are the
 device's, medians. Errors are against float64 on 128 rows, also those of float32 logits (``float32-logits``).

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from logitless.bench.machine import environment, write_result
 from logitless.models.kernels import experts as kernels
 from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form
-from script import command_line, parsed, short_name
+from script import command_line, milliseconds, parsed, short_name, short_name_of
 
 _REST = {"num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
 _REST |= {"eos_token_id": 1, "pad_token_id": 0}
@@ -108,21 +108,12 @@ def differing(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]
         handle.remove()
 
 
-def milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
-    """The median of a few calls."""
+def median_milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
+    """Of a few calls, after three that warm up."""
     for _ in range(3):
         call()
-    if not torch.cuda.is_available():
-        return 0.0
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return median(times)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return median(milliseconds(call, device, pause=0) for _ in range(repeats))
 
 
 def packed(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
@@ -155,7 +146,7 @@ def packed(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
 
 
 def _both(ours: Callable[[], object], theirs: Callable[[], object]) -> dict[str, float]:
-    mine, other = milliseconds(ours), milliseconds(theirs)
+    mine, other = median_milliseconds(ours), median_milliseconds(theirs)
     return {"ms": mine, "transformers_ms": other, "ratio": mine / other if other else 0.0}
 
 
@@ -169,7 +160,7 @@ def in_a_graph(call: Callable[[], object], calls: int = 4) -> float:
     with torch.cuda.graph(graph):
         for _ in range(calls):
             call()
-    return milliseconds(graph.replay, 5) / calls
+    return median_milliseconds(graph.replay, 5) / calls
 
 
 @torch.no_grad()
@@ -179,7 +170,7 @@ def decoded(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
     if x.is_cuda:
         big = torch.empty(2**30, device=x.device, dtype=torch.uint8)
         copy = torch.empty_like(big)
-        bandwidth = 2 * 2**30 / milliseconds(lambda: copy.copy_(big))  # bytes a millisecond
+        bandwidth = 2 * 2**30 / median_milliseconds(lambda: copy.copy_(big))  # bytes a millisecond
         del big, copy
     weights = MixtureWeights.of(mlp, form)
     chosen = list[Tensor]()
@@ -253,7 +244,11 @@ def search(name: str, device: str, part: slice = slice(None), *, timed: bool = T
             mlp.experts.requires_grad_(what == "_OUTER")
             with mock.patch.object(kernels, what, value):
                 try:
-                    ms = (in_a_graph(call) if graphed else milliseconds(call, 5)) if timed else float(call() is None)
+                    ms = (
+                        (in_a_graph(call) if graphed else median_milliseconds(call, 5))
+                        if timed
+                        else float(call() is None)
+                    )
                     found.setdefault(task, []).append((round(ms, 3), str(value)))
                 except Exception as error:  # more shared memory or registers than there are
                     torch.cuda.synchronize()
@@ -290,7 +285,7 @@ def table(documents: Iterable[Mapping[str, Any]]) -> str:
         "|---|--:|--:|--:|--:|--:|",
     ]
     for found in documents:
-        card = found["machine"]["gpu"].removeprefix("NVIDIA ").split()[0]
+        card = short_name_of(found["machine"]["gpu"])
         for name, rows in found["models"].items():
             tokens = sum(row["tokens"] for row in rows["bits"])
             differ = sum(row[kind] for row in rows["bits"] for kind in ("router", "experts", "output"))

@@ -519,9 +519,8 @@ def measure(options: argparse.Namespace) -> Results:
     wanted = [(model, name, engine) for engine in options.engines for name in options.only for model in options.models]
     missing = [key for key in wanted if options.again or results.rows.get(key, {}).get("ok") is not True]
     together = [key for key in missing if CASES[key[1]].num_gpus == 1]
-    lock, free = threading.Lock(), SimpleQueue[str | None]()
-    for worker in range(options.workers):
-        free.put(devices[worker % len(devices)] if devices else None)
+    several = [key for key in missing if key not in together]
+    lock = threading.Lock()
 
     def time_left() -> float:
         return float(options.seconds - (time.perf_counter() - begun))
@@ -531,31 +530,29 @@ def measure(options: argparse.Namespace) -> Results:
         write_models(runner.folder, options.models, options.layers, toy=options.toy)
         slowest = [10.0]
 
-        def one(key: tuple[str, str, str]) -> None:
-            if time_left() < max(slowest):
-                return  # it would not end in time
-            device = free.get()
-            try:
-                row = {**runner.row(*key, device), "at_once": options.workers}
-            finally:
-                free.put(device)
-            with lock:
-                slowest.append(row.get("seconds", 0.0))
-                results.add(row)
+        def run_all(keys: Sequence[tuple[str, str, str]], places: Sequence[str | None]) -> None:
+            """Run cases, as many at once as there are places: a GPU for each, or None for all GPUs."""
+            free = SimpleQueue[str | None]()
+            for each in places:
+                free.put(each)
 
-        with ThreadPoolExecutor(options.workers) as pool:
-            list(pool.map(one, together))
-        several = [key for key in missing if key not in together]
-        at_once = max(1, options.workers // 8)
-
-        def of_all(key: tuple[str, str, str]) -> None:
-            if time_left() > max(slowest):
-                row = {**runner.row(*key, None), "at_once": at_once}
+            def one(key: tuple[str, str, str]) -> None:
+                if time_left() < max(slowest):
+                    return  # it would not end in time
+                device = free.get()
+                try:
+                    row = {**runner.row(*key, device), "at_once": len(places)}
+                finally:
+                    free.put(device)
                 with lock:
+                    slowest.append(row.get("seconds", 0.0))
                     results.add(row)
 
-        with ThreadPoolExecutor(at_once) as pool:
-            list(pool.map(of_all, several))
+            with ThreadPoolExecutor(len(places)) as pool:
+                list(pool.map(one, keys))
+
+        run_all(together, [devices[i % len(devices)] if devices else None for i in range(options.workers)])
+        run_all(several, [None] * max(1, options.workers // 8))
         for row in longest_of_each(beyond_bound(results.rows.values())):
             if row["model"] in options.models and time_left() > options.alone_seconds:
                 key = row["model"], row["options"], row["engine"]

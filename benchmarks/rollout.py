@@ -15,7 +15,7 @@ from typing import Any
 import rollout_report
 from logitless.bench.machine import environment, release
 from rollout_workloads import Ceilings, Workload, roofline
-from script import Rows, add_table_arguments, among, main, needs_gpu, update
+from script import Rows, add_table_arguments, among, main, needs_gpu, short_name_of, update
 
 PACKAGES = ("triton", "transformers", "peft")
 MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b", "llama-3.1-8b-lora")
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     import rollout_contenders as contenders
 
     here = environment("cuda", PACKAGES)
-    card = here["gpu"].removeprefix("NVIDIA ").split(" ")[0]
+    card = short_name_of(here["gpu"])
     rollouts = Rows(args.output / f"rollout-{card}.json", here, ("model", "workload", "engine"))
     whole = Rows(args.output / f"block-{card}.json", here, ("model", "engine"))
     laws = Rows(args.output / f"sampled-bits-{card}.json", here, ("model",))

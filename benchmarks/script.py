@@ -185,7 +185,17 @@ def short_name(device: str) -> str:
     """
     import torch
 
-    return "cpu" if device == "cpu" else torch.cuda.get_device_name().removeprefix("NVIDIA ").split()[0]
+    return "cpu" if device == "cpu" else short_name_of(torch.cuda.get_device_name())
+
+
+def short_name_of(gpu: str) -> str:
+    """A GPU's name without the vendor and the memory.
+
+    Example:
+        >>> short_name_of("NVIDIA H100 80GB HBM3")
+        'H100'
+    """
+    return gpu.removeprefix("NVIDIA ").split()[0]
 
 
 def record(runs: list[dict[str, Any]], out: Path, **more: Any) -> None:
