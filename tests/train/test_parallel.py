@@ -206,7 +206,6 @@ def _sharded(rank, folder, **changes):
         ({}, True),
         ({"warm_start": {"steps": 3, "data": {"name": "file", "path": "x"}}}, False),
         ({"train__activation_memory": 1}, False),
-        ({"model__layers": "liger"}, False),  # its kernels are tried when they are installed
         ({"model__compile": True}, False),
         ({"model__attention": "sdpa", "model__sdpa_backends": ["cudnn"]}, False),
     ],

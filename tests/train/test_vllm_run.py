@@ -12,13 +12,9 @@ from safetensors import SafetensorError
 from logitless.distributed import Ranks
 from logitless.distributed.failing import SharedWork
 from logitless.distributed.sharding import ShardedModel
-from logitless.errors import EngineError, UnavailableError
-from logitless.http_client import HttpClient, Patience
+from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
 from logitless.rollout.vllm import weight_folder
-from logitless.rollout.vllm.api import VllmServer
-from logitless.rollout.vllm.nccl_transfer import NcclSync
-from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.collect.ahead import LOG
 from logitless.train.collect.one_client import ShardedWeights
@@ -82,21 +78,6 @@ def test_an_adapter_alone_trains_on_a_server_that_holds_the_base_model(tmp_path)
 
 def _loads(served):
     return [path for path, _ in served.asked if path == "/collective_rpc"]
-
-
-def _opened(recipe):
-    return open_engines(recipe, tiny_model(recipe), tokenizer_of(recipe.model))
-
-
-@pytest.mark.parametrize("staleness", [0, 1])
-def test_over_nccl_a_restarted_server_gets_the_weights_again_only_where_nothing_trains_meanwhile(
-    tmp_path, monkeypatch, staleness
-):
-    made = mock.Mock(wraps=NcclSync)
-    monkeypatch.setattr("logitless.train.assembly.engines.NcclSync", made)
-    weights = {"name": "nccl", "address": "127.0.0.1"}
-    _opened(_recipe(tmp_path, engine={"weights": weights}, rollout__staleness=staleness)).close()
-    assert made.call_args.kwargs["trains_meanwhile"] == (staleness > 0)
 
 
 def _on_servers(rank, folder, urls, node, changes, device="cpu"):
@@ -188,21 +169,6 @@ def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
     assert all("HTTP 503" in end for end in ends)
     assert "(on rank 0)" in ends[1]
     assert checkpoints(RunFolder(tmp_path / "runs" / "several").checkpoints)[-1].name.startswith("block-000001")
-
-
-def test_without_vllm_the_engine_in_this_process_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr("logitless.train.assembly.engines.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnavailableError, match=r"logitless\[vllm\]"):
-        _opened(tiny_recipe(tmp_path, rollout__engine={"name": "vllm"}))
-
-
-def test_without_vllm_beside_the_trainer_weights_do_not_go_over_nccl(tmp_path, monkeypatch):
-    monkeypatch.setitem(__import__("sys").modules, "vllm", None)
-    served = _served(tmp_path)
-    with serving(served) as url:
-        sync = NcclSync("policy", Patience(give_up_seconds=0.1), address="127.0.0.1", port=29600)
-        with pytest.raises(UnavailableError, match="vLLM beside the trainer"):
-            sync.push([VllmServer(HttpClient(url))], Weights.of(served.model()), 0)
 
 
 # --- weights that change while completions are under way

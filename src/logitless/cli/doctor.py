@@ -3,8 +3,6 @@
 Without a recipe: versions, devices, backends, engines, attention, sandbox. With a recipe: whether it runs here,
 settings that are often a mistake, faster settings, and a forecast of time and memory; exit status 1 if it cannot run,
 with the nearest settings that can. Given a run's ``config.yaml``, also which rewards failed in that run.
-``--source FOLDER`` reads training code without running it and lists likely mistakes; exit status 0 with or without
-findings.
 """
 
 import argparse
@@ -19,21 +17,16 @@ from logitless.errors import LogitlessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recipe or the source, and the form of the output."""
+    """The recipe, and the form of the output."""
     parser.add_argument("recipe", type=Path, nargs="?", help="YAML file; without it the machine is described")
     add_overrides(parser)
-    parser.add_argument(
-        "--source", type=Path, metavar="FOLDER", help="read training code, and list places worth a look"
-    )
     parser.add_argument("--no-measure", action="store_true", help="with a recipe: the plan alone, no measured batch")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; 1 where a recipe cannot run here."""
-    if options.source is not None:
-        found, status = _source(options.source), 0
-    elif options.recipe is not None:
+    if options.recipe is not None:
         found, status = _recipe(options.recipe, options.overrides, measure=not options.no_measure)
     else:
         from logitless.doctor.machine import findings
@@ -60,17 +53,6 @@ def _finding(entry: dict[str, Any]) -> str:
     from logitless.doctor.finding import Finding
 
     return str(Finding(**entry))
-
-
-def _source(folder: Path) -> dict[str, Any]:
-    from logitless.doctor.source_audit import NUM_RULES, audit_source
-
-    findings, unread = audit_source(folder)
-    found: dict[str, Any] = {f"{folder}: worth a look": [dataclasses.asdict(each) for each in findings]}
-    if unread:
-        found["not read"] = unread
-    found["done"] = f"{len(findings) or 'nothing'} found by {NUM_RULES} rules; nothing was run"
-    return found
 
 
 def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:

@@ -28,7 +28,6 @@ COMMANDS = {
     "export": "write a checkpoint of a run as a folder that other programs load",
     "score": "judge a file of responses with a suite or a reward function",
     "parity": "compare losses and gradients between backends and against other libraries",
-    "bench": "measure speed, memory and error on this machine",
     "doctor": "say what this machine can run",
     "completion": "print a script with which bash or zsh completes commands and options",
 }

@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from logitless.bench.machine import environment
-from logitless.bench.recommended import recommended_here
 from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
 from logitless.rewards.workers.sandbox import sandbox_of
 from logitless.train.assembly.layers import against_row_invariant
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import allocator_of_environment, device_of, sdpa_allowed
-from logitless.train.optim.optimizer import automatic_implementation
 from logitless.train.plan.run_plan import Plan, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.types import LMHead
@@ -39,7 +36,6 @@ OPTIONAL = {
     "gguf": "gguf",
     "mlflow": "mlflow",
     "verifiers": "verifiers",
-    "vllm": "vllm",
 }
 """Packages, and the extra that installs each."""
 
@@ -137,9 +133,8 @@ def _engines() -> dict[str, str]:
         gpu = "no: it needs a CUDA device"
     elif importlib.util.find_spec("triton") is None:
         gpu = "no: pip install 'logitless[triton]'"
-    vllm = "runs" if importlib.util.find_spec("vllm") else "no: pip install 'logitless[vllm]'"
     servers = "runs, on servers that the recipe names"
-    return {"transformers": "runs", "recorded": "runs", "gpu": gpu, "vllm": vllm, "vllm_server": servers}
+    return {"transformers": "runs", "recorded": "runs", "gpu": gpu, "vllm_server": servers}
 
 
 def _attention() -> dict[str, str]:
@@ -176,29 +171,7 @@ def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
         recipe: runs here.
         plan: of the recipe.
     """
-    device = device_of(recipe.model)
-    settled = _settled(recipe, plan, device)
-    measured = [
-        f"{line} — bench {name}"
-        for name, line in recommended_here()
-        if line.partition(":")[0] not in settled and not _has(recipe, line, device)
-    ]
-    keys = {line.partition(":")[0] for line in measured}
-    return [*(line for line in _left(recipe, plan, device) if line.partition(":")[0] not in keys), *measured]
-
-
-_NOT_ROW_INVARIANT = frozenset(
-    f"model.{key}" for key in ("attention", "sdpa_backends", "autocast", "matmul_precision", "compile", "layers")
-)
-
-
-def _settled(recipe: Recipe, plan: Plan, device: torch.device) -> frozenset[str]:
-    """Keys for which the fastest measured value is not recommended, because the recipe would lose something else."""
-    rows = frozenset[str]() if _has_room_for_rows(recipe, plan, device) else frozenset({"rollout.max_rows"})
-    if takes_row_invariant_layers(recipe, device) or _would_take_row_invariant_layers(recipe, device):
-        return rows | _NOT_ROW_INVARIANT  # these would rule out row-invariant layers
-    lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
-    return rows | ({"model.autocast", "model.matmul_precision"} if lowered else frozenset())
+    return list(_left(recipe, plan, device_of(recipe.model)))
 
 
 def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
@@ -230,18 +203,6 @@ def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bo
     key = "trained_dtype" if recipe.model.lora is None else "dtype"
     lowered = recipe.model.model_copy(update={"autocast": None, key: "bfloat16"})
     return takes_row_invariant_layers(recipe.model_copy(update={"model": lowered}), device)
-
-
-def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
-    """Whether a recipe already has the setting of a line, explicitly or by default."""
-    key, _, value = line.partition(": ")
-    at: Any = recipe
-    for part in key.split("."):
-        at = getattr(at, part)
-    if key == "train.optimizer.implementation" and at == "auto":
-        at = automatic_implementation(device)
-    wanted = yaml.safe_load(value)
-    return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
 
 
 def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:

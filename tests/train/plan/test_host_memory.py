@@ -190,10 +190,3 @@ def test_what_processes_of_one_machine_hold_adds_up_and_on_a_cpu_is_all_that_the
     assert read == [read[0], 8 * read[0], 16 * read[0]]
     on_cpu = forecast(tiny_recipe(tmp_path, **SIZES, kl=None), model, arrangement, processes=4)
     assert on_cpu.host.peak_bytes == 4 * on_cpu.memory.peak_bytes
-
-
-def test_weights_that_vllm_keeps_while_it_sleeps_are_in_its_dtype(tmp_path):
-    engine = {"name": "vllm", "sleep": True, "dtype": "bfloat16"}
-    recipe = on_a_gpu(tmp_path, rollout__engine=engine, kl=None)
-    parts = forecast_of(recipe).moments["training"]
-    assert 2 * parts["vLLM's weights while it sleeps (estimate)"] == storages(tiny_model(recipe))

@@ -88,6 +88,21 @@ def test_a_renamed_key_is_refused_with_its_name_of_today(tmp_path, override, old
 
 
 @pytest.mark.parametrize(
+    ("override", "gone"),
+    [
+        ("rollout.engine={name: vllm, sleep: true}", "rollout.engine: vllm is gone, .*take {name: vllm_server}"),
+        (
+            "rollout.engine={name: vllm_server, urls: [http://a], weights: {name: nccl, port: 1}}",
+            "rollout.engine.weights: nccl is gone, .*take {name: folder}",
+        ),
+        ("model.layers=liger", "model.layers: liger is gone, .*take auto"),
+    ],
+)
+def test_a_removed_choice_is_refused_with_what_to_take_instead(tmp_path, override, gone):
+    assert re.search(gone, refused(tmp_path, "", override))
+
+
+@pytest.mark.parametrize(
     ("override", "wrong", "nearest"),
     [
         ("trian.blocks=3", "trian", "train"),

@@ -79,9 +79,7 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (("model.lora={dropout: 0.1}",), engine("gpu")),
     (FOUR_BITS, "model.lora=null"),
     (FOUR_BITS, *WARM),
-    (FOUR_BITS, layers("liger")),
     (FOUR_BITS, layers("row_invariant")),
-    (FOUR_BITS, engine("vllm")),
     ((*FOUR_BITS, *ADAPTER), "rollout.engine.weights={name: folder}"),
     ((layers("row_invariant"),), "model.attention=sdpa"),
     ((layers("row_invariant"),), "model.autocast=bfloat16"),
@@ -90,8 +88,6 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((engine("gpu"),), layers("transformers")),
     ((engine("gpu"),), "train.scoring_backend=chunked"),
     ((engine("gpu"),), "train.training_backend=reference"),
-    ((engine("vllm"),), "rollout.staleness=1"),
-    ((engine("vllm"), "rollout.sampling.min_p=0.1"), "rollout.sampling.top_k=3"),
     (SERVER, "evaluation.sampling={max_new_tokens: 6, min_p: 0.1, top_p: 0.5}"),
     ((*SERVER, "rollout.engine.api_key_file=a"), "rollout.engine.api_key_variable=B"),
     ((*SERVER, "rollout.engine.model=served", "model.source={model_type: llama}"), "rollout.engine.model=null"),
@@ -146,11 +142,10 @@ def test_a_recipe_is_refused_for_the_one_rule_that_it_breaks_and_valid_without_t
     assert str(rule.error(recipe)) in str(error.value)
 
 
-@pytest.mark.parametrize("layers_named", ["liger", "transformers"])
-def test_what_a_rule_of_another_setting_refuses_is_valid_without_that(loaded, layers_named):
+def test_what_a_rule_of_another_setting_refuses_is_valid_without_that(loaded):
     free = ("model.gradient_checkpointing=true", "model.attention=sdpa", "parallel.shard=2")
     free += ("train.optimizer.implementation=fused", "train.scoring_backend=chunked")
-    loaded(layers(layers_named), *free, "rollout.sampling={max_new_tokens: 8, min_p: 0.1, top_k: 3}")
+    loaded(layers("transformers"), *free, "rollout.sampling={max_new_tokens: 8, min_p: 0.1, top_k: 3}")
 
 
 OF_PROCESSES = [
@@ -163,7 +158,6 @@ OF_PROCESSES = [
     (FOUR_BITS, 1, 2),
     (AHEAD, 1, 2),
     (TEACHER, 1, 2),
-    ((engine("vllm"), "parallel.replicate=2"), None, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
 ]
 
@@ -193,8 +187,6 @@ def _processes(recipe, world):
 OF_MACHINES = [  # overrides, device, an absent package, and what does without
     ((layers("row_invariant"),), "cpu", None, "model.layers=transformers"),
     ((layers("row_invariant"),), "cuda", "triton", "model.layers=transformers"),
-    ((layers("liger"),), "cpu", None, "model.layers=auto"),
-    ((layers("liger"),), "cuda", "liger_kernel", "model.layers=auto"),
     (("model.attention=flex_attention",), "cpu", None, "model.attention=packed"),
     (FOUR_BITS, "cuda", "bitsandbytes", "model.quantize=null"),
     (LORA, "cuda", "peft", None),

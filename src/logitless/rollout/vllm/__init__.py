@@ -1,1 +1,1 @@
-"""Engines of vLLM: in this process and over HTTP, with the ways that weights take to them."""
+"""Sampling on vLLM servers over HTTP, with the ways that weights take to them."""

@@ -1,7 +1,6 @@
 """Requests to vLLM's HTTP server, with its replies checked: samples by token ids, weights, versions.
 
-Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. All paths of the server are used
-here, except those for transfer over NCCL.
+Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags.
 """
 
 import math
@@ -29,7 +28,7 @@ class Sampled:
         token_ids: [L] the stop token included.
         logp: [L] nats, in the distribution that the token was sampled from.
         finish_reason: of vLLM.
-        weights: name of the weights that sampled each token; empty for vLLM in this process.
+        weights: name of the weights that sampled each token.
         versions: of these weights; None until ``WeightSync.versions`` has found them.
     """
 
@@ -172,25 +171,6 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
         >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]
         0.5
     """
-    return {
-        **sampling_fields(options),
-        "max_tokens": options.max_new_tokens,
-        "stop": list(options.stop),
-        "stop_token_ids": list(ends),
-        "logprobs": 0,
-    }
-
-
-def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
-    """The sampling parameters with the same names in the server's API and in ``SamplingParams``.
-
-    Raises:
-        InputError: see ``request_settings``.
-
-    Example:
-        >>> sampling_fields(SamplingOptions(max_new_tokens=4))["top_k"]
-        -1
-    """
     if options.min_p > 0 and (options.top_p < 1 or options.top_k is not None):
         raise InputError(
             needed="min_p alone under vLLM, which applies it before top_k and top_p and not after them",
@@ -213,6 +193,10 @@ def sampling_fields(options: SamplingOptions) -> dict[str, Any]:
         "frequency_penalty": options.frequency_penalty,
         "min_tokens": options.min_new_tokens,
         "ignore_eos": False,
+        "max_tokens": options.max_new_tokens,
+        "stop": list(options.stop),
+        "stop_token_ids": list(ends),
+        "logprobs": 0,
     }
 
 

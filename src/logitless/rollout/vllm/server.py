@@ -81,11 +81,7 @@ class VllmServerEngine:
         return len(self._watched)
 
     def take_share(self, place: int, of: int) -> None:
-        """Use every ``of``-th server only, starting with number ``place``; other clients use the others.
-
-        Raises:
-            UnavailableError: a weight transfer that only one process can use.
-        """
+        """Use every ``of``-th server only, starting with number ``place``; other clients use the others."""
         self._watched = self._watched[place::of]
         if of > 1:
             self._sync.keep_apart(place)

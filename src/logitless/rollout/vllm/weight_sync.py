@@ -3,8 +3,7 @@
     folder     all weights, or what changed of them, in a folder that the server reads: any server on this file system
     adapter    a LoRA adapter alone, in PEFT's format; each version is served under a name of its own
 
-Transfer over NCCL is in ``nccl_transfer.py``. All weights have names, so that a server is recognised that was restarted
-or got weights from another client.
+All weights have names, so that a server is recognised that was restarted or got weights from another client.
 """
 
 import shutil
@@ -68,7 +67,7 @@ class WeightSync(Protocol):
         ...
 
     def keep_apart(self, client: int) -> None:
-        """Share no folder and no port with the run's other clients; ``client`` is this one's number."""
+        """Share no folder with the run's other clients; ``client`` is this one's number."""
         ...
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:

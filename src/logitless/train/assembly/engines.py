@@ -1,6 +1,5 @@
 """The engines of a recipe."""
 
-import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,8 +16,6 @@ from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm.api import VllmServer
-from logitless.rollout.vllm.in_process import VllmEngine
-from logitless.rollout.vllm.nccl_transfer import NcclSync
 from logitless.rollout.vllm.probe import Probe, probe_prompt
 from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.rollout.vllm.weight_sync import AdapterSync, FolderSync, WeightSync
@@ -29,11 +26,9 @@ from logitless.train.recipe.engine import (
     AutoEngineSection,
     FolderWeightsSection,
     GpuEngineSection,
-    NcclWeightsSection,
     ProbeSection,
     RecordedEngineSection,
     TransformersEngineSection,
-    VllmEngineSection,
     VllmServerEngineSection,
 )
 from logitless.train.record.metrics import Numbers
@@ -121,9 +116,6 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             if recipe.rollout.staleness > 0 and not section.in_flight:
                 servers = TurnTaking(servers)
             return Engines(servers, servers)
-        case VllmEngineSection() as section:
-            vllm = _vllm(recipe, section, tokenizer)
-            return Engines(vllm, vllm)
 
 
 def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> TransformersEngine:
@@ -160,15 +152,6 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
             )
         case AdapterWeightsSection(path=path):
             sync = AdapterSync(patience, root=None if path is None else Path(path))
-        case NcclWeightsSection(address=address, port=port):
-            sync = NcclSync(
-                served,
-                patience,
-                address=address,
-                port=port,
-                in_flight=section.in_flight,
-                trains_meanwhile=recipe.rollout.staleness > 0,
-            )
     dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
     return VllmServerEngine(
         servers,
@@ -177,26 +160,6 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
         probe=_probe(recipe, section.probe, tokenizer, exact=dtypes <= {"float32", None}),
         patience=patience,
         requests_at_once=section.requests_at_once,
-    )
-
-
-def _vllm(recipe: Recipe, section: VllmEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
-    if importlib.util.find_spec("vllm") is None:
-        raise UnavailableError(
-            needed="vLLM, for rollout.engine vllm",
-            given="none",
-            remedy="Install logitless[vllm], or sample on a server with rollout.engine: {name: vllm_server}.",
-        )
-    longest = max(each.max_new_tokens for each in recipe.samplings)
-    return VllmEngine(
-        tokenizer,
-        dtype=section.dtype,
-        context=section.context or recipe.data.max_prompt_tokens + longest,
-        memory_fraction=section.memory_fraction,
-        sleep=section.sleep,
-        eager=section.eager,
-        max_rows=recipe.rollout.max_rows,
-        probe=_probe(recipe, section.probe, tokenizer, exact=section.dtype == "float32"),
     )
 
 

@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.models.activations import set_modes
-from logitless.models.liger_layers import install_liger_layers
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
@@ -116,11 +115,11 @@ def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
     """Whether the first rank loads the model into host memory, from where its units are sharded one by one.
 
     Not if the whole model must run on the device before: for a warm start, to measure activations, or to try layers
-    that do not run on a CPU (Liger's, compiled ones, chosen attention backends).
+    that do not run on a CPU (compiled ones, chosen attention backends).
     """
     model = recipe.model
     runs_before = recipe.warm_start is not None or recipe.train.activation_memory is not None
-    for_gpus = model.layers == "liger" or model.compile or model.sdpa_backends is not None
+    for_gpus = model.compile or model.sdpa_backends is not None
     return arrangement.is_sharded and not runs_before and not for_gpus
 
 
@@ -146,9 +145,7 @@ def _finish(section: ModelSection, model: nn.Module) -> None:
         freeze_routers(model, dtype=None if section.lora else getattr(torch, section.trained_dtype))
     if section.trained_dtype != "float32":
         lower_to(getattr(torch, section.trained_dtype), model.parameters())
-    if section.layers == "liger":
-        install_liger_layers(model)
-    elif section.layers != "transformers":
+    if section.layers != "transformers":
         _exchange_layers(section, model)
 
 

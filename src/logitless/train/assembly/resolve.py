@@ -46,10 +46,7 @@ class Resolved:
     def layers_line(self) -> str:
         """The model's layers in words, with the reason if ``auto`` chose them."""
         reason = self.because.get(LAYERS)
-        chosen = {
-            "row_invariant": "row-invariant: a token is bitwise identical in any packed row",
-            "liger": "Liger's norm, rotary embedding and gated MLP",
-        }
+        chosen = {"row_invariant": "row-invariant: a token is bitwise identical in any packed row"}
         return chosen.get(self.recipe.model.layers, "transformers' own") + (f", for {reason}" if reason else "")
 
     @property

@@ -97,7 +97,7 @@ def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, proc
 
 def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, processes: int) -> dict[str, int]:
     """Page-locked bytes by part. They stay allocated until the run ends, for PyTorch keeps freed blocks."""
-    section, engine = recipe.model, recipe.rollout.engine
+    section = recipe.model
     trained = [p for p in model.parameters() if p.requires_grad]
     found: dict[str, int] = {}
     if recipe.train.optimizer.moments == "host":
@@ -112,9 +112,6 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
         found["reference, page-locked"] = processes * sum(map(page_locked, shards))
     if inputs := _input_bytes(recipe, model, arrangement):
         found["inputs of layers, page-locked (estimate)"] = processes * inputs
-    if engine.sleeping_dtype is not None:
-        size = getattr(torch, engine.sleeping_dtype).itemsize
-        found["vLLM's weights while it sleeps (estimate)"] = size * sum(p.numel() for p in model.parameters())
     return found
 
 

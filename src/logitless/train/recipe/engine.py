@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from logitless.errors import UnavailableError
-from logitless.rollout.vllm.api import sampling_fields
+from logitless.rollout.vllm.api import request_settings
 from logitless.train.recipe.rule import (
     Machine,
     Rule,
     Setting,
     needs_gpu,
-    needs_one_process,
     needs_whole_weights,
     refusal,
 )
@@ -67,11 +66,6 @@ class EngineSection(Section):
     def changes_in_flight(self) -> bool:
         """Whether it gets new weights while it is sampling."""
         return False
-
-    @property
-    def sleeping_dtype(self) -> str | None:
-        """Dtype of the weights that it keeps in host memory while the policy is trained; None if it keeps none."""
-        return None
 
 
 class TransformersEngineSection(EngineSection):
@@ -157,14 +151,6 @@ class AdapterWeightsSection(Section):
     path: str | None = Field(None, description="None: a private temporary folder")
 
 
-class NcclWeightsSection(Section):
-    """From GPU to GPU, by vLLM's own transfer. Not measured yet."""
-
-    name: Literal["nccl"] = "nccl"
-    address: str = Field("127.0.0.1", description="of this machine, as the servers reach it")
-    port: PositiveInt = Field(29600, description="free on this machine; each further server takes the next")
-
-
 class ProbeSection(Section):
     """After every weight sync, log-probs of a fixed prompt's continuation: trainer against sampler."""
 
@@ -183,7 +169,7 @@ class VllmServerEngineSection(EngineSection):
     model: str | None = Field(None, description="the servers' name of the model; None: model.source")
     api_key_file: str | None = Field(None, description="file with the key; the key itself is never in a recipe")
     api_key_variable: str | None = Field(None, description="environment variable with the key")
-    weights: FolderWeightsSection | AdapterWeightsSection | NcclWeightsSection = Field(
+    weights: FolderWeightsSection | AdapterWeightsSection = Field(
         default_factory=FolderWeightsSection, discriminator="name", description="how new weights reach the engine"
     )
     probe: ProbeSection = Field(default_factory=ProbeSection)
@@ -205,32 +191,8 @@ class VllmServerEngineSection(EngineSection):
         return self.in_flight
 
 
-class VllmEngineSection(EngineSection):
-    """Sample with vLLM in this process. Sleep and wake are for GPUs, and not measured yet."""
-
-    name: Literal["vllm"] = "vllm"
-    is_vllm: ClassVar[bool] = True
-    dtype: Literal["float32", "bfloat16", "float16"] = Field("bfloat16", description="of weights and products")
-    context: PositiveInt | None = Field(
-        None, description="tokens of prompt and completion; None: what the recipe needs at most"
-    )
-    memory_fraction: float = Field(0.4, gt=0, lt=1, description="of the GPU's memory, weights included")
-    sleep: bool = Field(False, description="give the memory away while training; GPUs only")
-    eager: bool = Field(False, description="run without CUDA graphs")
-    probe: ProbeSection = Field(default_factory=ProbeSection)
-
-    @property
-    def sleeping_dtype(self) -> str | None:
-        return self.dtype if self.sleep else None
-
-
 AnyEngine: TypeAlias = (
-    AutoEngineSection
-    | TransformersEngineSection
-    | RecordedEngineSection
-    | GpuEngineSection
-    | VllmServerEngineSection
-    | VllmEngineSection
+    AutoEngineSection | TransformersEngineSection | RecordedEngineSection | GpuEngineSection | VllmServerEngineSection
 )
 
 
@@ -248,11 +210,10 @@ def _backends(recipe: "Recipe") -> tuple[str, str]:
 
 def _not_applied_by_vllm(recipe: "Recipe") -> str:
     """Sampling settings that vLLM lacks or applies in another order; empty where there are none."""
-    return "; ".join(filter(None, (refusal(partial(sampling_fields, each)) for each in recipe.samplings)))
+    return "; ".join(filter(None, (refusal(partial(request_settings, each, ())) for each in recipe.samplings)))
 
 
 gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
-vllm = Setting["Recipe"]("rollout.engine vllm", lambda recipe: recipe.rollout.engine.name == "vllm")
 server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
@@ -279,13 +240,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Leave model.layers out.",
     ),
     GPU_FUSED,
-    vllm.needs(
-        "rollout.staleness: 0, for it does not sample while the policy is trained",
-        holds=lambda recipe: recipe.rollout.staleness == 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
-        remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
-    ),
-    Setting["Recipe"]("rollout.engine vllm or vllm_server", lambda recipe: recipe.rollout.engine.is_vllm).needs(
+    server.needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
         given=_not_applied_by_vllm,
         remedy="Leave one of them out, or sample with rollout.engine: {name: transformers}.",
@@ -309,7 +264,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Set it, or leave in_flight out.",
     ),
     in_flight.needs(
-        "weights by folder or nccl: an adapter has a name of its own for each version",
+        "weights by folder: an adapter has a name of its own for each version",
         holds=lambda recipe: not recipe.rollout.engine.takes_adapters,
         given=lambda _: "weights: adapter",
         remedy="Leave weights or in_flight out.",
@@ -339,9 +294,6 @@ PROCESS_RULES = (
         gpu,
         ", at one place in memory",
         "Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
-    ),
-    needs_one_process(
-        vllm, ", for each would push the weights", "Start one, or sample with rollout.engine: {name: transformers}."
     ),
 )
 

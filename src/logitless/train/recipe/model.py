@@ -73,11 +73,10 @@ class ModelSection(Section):
     attention: Literal["packed", "sdpa", "eager", "flex_attention"] = Field(
         "packed", description="packed: own packed attention; the others: transformers' with a block-diagonal mask"
     )
-    layers: Literal["auto", "transformers", "row_invariant", "liger"] = Field(
+    layers: Literal["auto", "transformers", "row_invariant"] = Field(
         "auto",
         description="transformers: the model's own; row_invariant: fused and bitwise identical in any batch, on a GPU "
-        "(docs/bits.md); liger: Liger's norm, rotary embedding and gated MLP; auto: row_invariant where "
-        "they serve a model in 16 bits, else transformers",
+        "(docs/bits.md); auto: row_invariant where they serve a model in 16 bits, else transformers",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -150,7 +149,6 @@ dropout = Setting["Recipe"](
 )
 layers = row_invariant.on(_model)
 lora = Setting["Recipe"]("model.lora", lambda recipe: recipe.model.lora is not None)
-liger = Setting["Recipe"]("model.layers liger", lambda recipe: recipe.model.layers == "liger")
 flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -202,12 +200,6 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Leave one of them out.",
     ),
     quantize.needs(
-        "model.layers: auto or transformers",
-        holds=lambda recipe: recipe.model.layers != "liger",
-        given=lambda recipe: f"model.layers: {recipe.model.layers}",
-        remedy="Leave model.layers out.",
-    ),
-    quantize.needs(
         "a rollout.engine other than vLLM, or one that takes the adapter alone, for four bits cannot be merged into",
         holds=lambda recipe: not recipe.rollout.engine.is_vllm or recipe.rollout.engine.takes_adapters,
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
@@ -229,7 +221,6 @@ PROCESS_RULES = (
 
 MACHINE_RULES = (
     needs_gpu(layers, "a GPU and Triton (pip install 'logitless[triton]')", "model.layers=transformers", "triton"),
-    needs_gpu(liger, "a GPU and Liger (pip install 'logitless[liger]')", "model.layers=auto", "liger_kernel"),
     needs_gpu(flex, "a GPU for its backward", "model.attention=packed"),
     needs_package(quantize, "bitsandbytes", "four-bit", "model.quantize=null"),
     needs_package(lora, "peft", "lora", None),

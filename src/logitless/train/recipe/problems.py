@@ -22,6 +22,13 @@ RENAMED = {
 }
 """Renamed keys, old to new."""
 
+REMOVED = {
+    ("rollout.engine", "vllm"): "vLLM in the trainer's process; take {name: vllm_server}, or auto",
+    ("rollout.engine.weights", "nccl"): "transfer over NCCL; take {name: folder}",
+    ("model.layers", "liger"): "Liger's layers; take auto",
+}
+"""Removed values of keys: what each was, and what to take instead."""
+
 OF_TRL = {
     "adam_epsilon": "train.optimizer.eps",
     "beta": "kl.control.beta",
@@ -103,6 +110,8 @@ def _problem(details: ErrorDetails) -> str:
     where, kind, given = ".".join(path) or "the recipe", details["type"], details["input"]
     if kind == "union_tag_invalid":
         given = details["ctx"]["tag"]
+    if (gone := REMOVED.get((where, str(given)))) is not None:
+        return f"{where}: {given} is gone, {gone}"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(path, {name for each in beside for name in _fields(each)}, of_function=Function in beside)
     if kind == "missing":
