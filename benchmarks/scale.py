@@ -35,7 +35,7 @@ from logitless.head import sharded, token_scores
 from logitless.train.learn.policy import Policy
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.optim.optimizer import adamw, take_step
-from logitless.train.plan.scaling import WORK, traffic_of_rank
+from logitless.train.plan.scaling import traffic_of_rank
 from logitless.train.plan.training_memory import training_memory
 from logitless.train.recipe.training import OptimizerSection
 from logitless.types import Completion, LMHead, PackedBatch, Prompt
@@ -183,7 +183,7 @@ def _key(row: dict[str, Any]) -> tuple[Any, ...]:
 
 def _work_of(row: dict[str, Any]) -> tuple[Any, ...]:
     """What each GPU does, or all of them where they share sequences."""
-    return tuple(row[name] for name in WORK)
+    return tuple(row[name] for name in ("tokens", "length", "micro_batches", "head_budget"))
 
 
 def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, Any]:

@@ -50,7 +50,6 @@ def plan(recipe, *more):
         (["--set", "model.device=cpu"], "cpu"),
         (["--set", "model=7"], "cpu"),
         (["--set", "model.device=auto", "--dry-run"], "cpu"),
-        (["--set", "model.device=auto", "--explain"], "cpu"),
     ],
 )
 def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_are_never_collected(

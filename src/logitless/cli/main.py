@@ -29,7 +29,6 @@ COMMANDS = {
     "score": "judge a file of responses with a suite or a reward function",
     "parity": "compare losses and gradients between backends and against other libraries",
     "doctor": "say what this machine can run",
-    "completion": "print a script with which bash or zsh completes commands and options",
 }
 
 FIRST = """first:

@@ -34,11 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog, parser.formatter_class = STATUS, argparse.RawDescriptionHelpFormatter
     parser.add_argument("recipe", type=Path, help="YAML file, see recipes/ and docs/configuration.md")
     add_overrides(parser)
-    instead, mode = parser.add_mutually_exclusive_group(), parser.add_mutually_exclusive_group()
-    instead.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
-    instead.add_argument(
-        "--explain", action="store_true", help="print what a batch costs and what each saving takes off; train nothing"
-    )
+    parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
+    mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--resume", action="store_true", help="continue the run of this name from its last checkpoint")
     mode.add_argument(
         "--resume-or-start", action="store_true", help="continue the run of this name if there is one, else start it"
@@ -67,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         clock = WallClock.of_process()
         recipe = load_recipe(options.recipe, options.overrides)
         resume: Resume = "auto" if options.resume_or_start else options.resume
-        if options.dry_run or options.explain:
+        if options.dry_run:
             return _planned(recipe, options, resume)
         return train(
             recipe,
@@ -82,18 +79,17 @@ def run(options: argparse.Namespace) -> int:
 def _device_for(options: argparse.Namespace) -> str:
     """The recipe's ``model.device``, before it is checked; the CPU if nothing is trained."""
     model = read_mapping(options.recipe, options.overrides).get("model")
-    if options.dry_run or options.explain or not isinstance(model, dict):
+    if options.dry_run or not isinstance(model, dict):
         return "cpu"
     return str(model.get("device", "auto"))
 
 
 def _planned(recipe: "Recipe", options: argparse.Namespace, resume: "Resume") -> int:
     """Print what a run would be, and whether its start is refused."""
-    from logitless.train.plan.explain import explain
     from logitless.train.plan.run_plan import dry_run
 
     refused = _refused(recipe, resume=resume, fork=options.fork, numbered=options.numbered)
-    print(dry_run(recipe) if options.dry_run else explain(recipe))
+    print(dry_run(recipe))
     if refused is not None:
         print(f"  a start here is refused: {refused}")
     return 0

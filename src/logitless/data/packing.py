@@ -334,10 +334,6 @@ class Packing:
         size = self.hidden_size or 0
         return float(sum(tokens + attention_cost(pairs, size) for tokens, pairs in self._segments(sequences, inputs)))
 
-    def num_pairs(self, sequences: Sequence[int], inputs: PackedInputs) -> float:
-        """Pairs of a token and one that it attends to, in a row of these sequences."""
-        return float(sum(pairs for _, pairs in self._segments(sequences, inputs)))
-
     def _segments(self, sequences: Sequence[int], inputs: PackedInputs) -> Iterator[tuple[int, float]]:
         """(tokens, attended pairs) of each shared prefix, once, and of what is each sequence's own."""
         seen: set[int] = set()

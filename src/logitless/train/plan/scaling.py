@@ -1,18 +1,15 @@
-"""``logitless plan RECIPE --gpus N``: memory of each process, bytes sent in a step, and from measured speeds the time.
+"""``logitless plan RECIPE --gpus N``: memory of each process and bytes sent in a step, for any number of processes.
 
-Bytes are counted from the recipe and the model's shape, for any number of processes. Time needs measurements
-(``benchmarks/scale.py``): tokens a second of one GPU, gigabytes a second between GPUs, and the share of communication
-that is not hidden behind computation. Without the last, nothing is taken to be hidden: the time is an upper bound.
+Both are counted from the recipe and the model's shape.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import DataError
 from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import head_traffic, scores_all_rows
@@ -28,9 +25,6 @@ from logitless.train.plan.training_memory import (
 )
 from logitless.train.recipe.config import Recipe
 
-WORK = ("tokens", "length", "micro_batches", "head_budget")
-"""Columns that must be equal in two rows of ``benchmarks/scale.py`` for a comparison."""
-
 MOMENTS = {
     "head": "the backward of the LM head",
     "layers": "the backward of the last layer",
@@ -38,73 +32,6 @@ MOMENTS = {
     "embedding": "the backward of the embedding",
     "sampling": "sampling",
 }
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """Measured speeds.
-
-    Args:
-        tokens_per_second: of one GPU alone in training steps, forward and backward.
-        bytes_per_second: sent by a rank in large collectives.
-        exposed: share of the communication time by which a step is longer than on one GPU; 1 if nothing overlaps.
-
-    Example:
-        >>> alone = {"gpus": 1, "layout": "shard", "tokens": 8, "length": 8, "micro_batches": 1, "head_budget": None,
-        ...          "tokens_per_second": 8.0, "bytes_per_second": None, "sent_bytes": 0}
-        >>> two = alone | {"gpus": 2, "tokens_per_second": 12.8, "bytes_per_second": 10.0, "sent_bytes": 5}
-        >>> Speeds.measured([alone, two])  # a step of 1.25 s instead of 1 s, for half a second of messages
-        Speeds(tokens_per_second=8.0, bytes_per_second=10.0, exposed=0.5)
-    """
-
-    tokens_per_second: float
-    bytes_per_second: float
-    exposed: float = 1.0
-
-    @classmethod
-    def measured(cls, rows: Sequence[Mapping[str, Any]], layout: str = "shard") -> "Speeds":
-        """Speeds from rows of ``benchmarks/scale.py``: of one GPU, and of the most GPUs with the same work for each.
-
-        Args:
-            rows: of one model.
-            layout: of the row of several GPUs.
-
-        Raises:
-            DataError: there are no such rows.
-        """
-        several = [row for row in rows if row["gpus"] > 1 and row["layout"] == layout]
-        for row in sorted(several, key=lambda each: -each["gpus"]):
-            for one in rows:
-                if one["gpus"] == 1 and one["layout"] == "shard" and all(one[name] == row[name] for name in WORK):
-                    tokens = one["tokens"] * one["micro_batches"]
-                    longer = tokens * (row["gpus"] / row["tokens_per_second"] - 1 / one["tokens_per_second"])
-                    messages = row["sent_bytes"] / row["bytes_per_second"]
-                    return cls(one["tokens_per_second"], row["bytes_per_second"], max(0.0, longer / messages))
-        raise DataError(
-            needed=f"rows of one GPU and of several in layout {layout}, of the same work",
-            given=f"{len(rows)} rows without",
-            remedy="Run `python benchmarks/scale.py --gpus 1,2` of the repository.",
-        )
-
-
-@dataclass(frozen=True)
-class StepTime:
-    """Seconds of an optimizer step.
-
-    Args:
-        compute: without communication.
-        traffic: of communication, without computation.
-        total: of both, less what is hidden.
-    """
-
-    compute: float
-    traffic: float
-    total: float
-
-    @property
-    def traffic_share(self) -> float:
-        """Share of the total that communication adds."""
-        return 1 - self.compute / self.total
 
 
 @dataclass(frozen=True)
@@ -119,7 +46,6 @@ class Forecast:
         traffic_bytes: sent in an optimizer step, by cause.
         rows: micro-batches in a step.
         tokens: most tokens that a rank reads in a step.
-        speeds: measured; or None.
     """
 
     arrangement: Arrangement
@@ -129,13 +55,6 @@ class Forecast:
     traffic_bytes: Mapping[str, int]
     rows: int
     tokens: int
-    speeds: Speeds | None = None
-
-    def step_time(self, speeds: Speeds) -> StepTime:
-        """Time of a step at measured speeds."""
-        compute = self.tokens / speeds.tokens_per_second
-        traffic = sum(self.traffic_bytes.values()) / speeds.bytes_per_second
-        return StepTime(compute, traffic, compute + speeds.exposed * traffic)
 
 
 def forecast(
@@ -144,14 +63,12 @@ def forecast(
     arrangement: Arrangement,
     *,
     value_head: ValueHead | None = None,
-    speeds: Speeds | None = None,
     processes: int | None = None,
 ) -> Forecast:
-    """Forecast memory, traffic and time of a recipe on several processes.
+    """Forecast memory and traffic of a recipe on several processes.
 
     Args:
         model: on any device, ``meta`` included.
-        speeds: measured.
         processes: on one machine; None: all.
     """
     tokens, rows = tokens_of_step(recipe, arrangement), rows_of_step(recipe, arrangement)
@@ -177,7 +94,6 @@ def forecast(
         ),
         rows,
         tokens // arrangement.sequence,
-        speeds,
     )
 
 
@@ -249,15 +165,4 @@ def forecast_text(recipe: Recipe, found: Forecast) -> str:
         "  sent by each in a step",
         *sizes(found.traffic_bytes),
     ]
-    speeds = found.speeds
-    if speeds is None:
-        lines.append("  time: not forecast; give --measured, a file of `benchmarks/scale.py`, or --tokens-per-second")
-        lines.append("        and --gigabytes-per-second")
-    else:
-        time = found.step_time(speeds)
-        lines.append(
-            f"  time of a step: {time.total:.3f} s: {time.compute:.3f} s at {speeds.tokens_per_second:,.0f} tokens/s, "
-            f"and {speeds.exposed:.0%} of {time.traffic:.3f} s of messages at "
-            f"{speeds.bytes_per_second / 1e9:,.0f} GB/s ({time.traffic_share:.0%} of the step)"
-        )
     return "\n".join(lines)
