@@ -1,7 +1,6 @@
-"""What ``logitless parity`` runs: one batch through two implementations, and the differences of loss and gradients.
+"""What ``logitless parity`` runs: one batch through every backend of the head and ``reference``, over many objectives.
 
-This file compares every backend of the head with ``reference`` over a grid of objectives. ``parity_trl`` and
-``parity_liger`` run the installed code of those packages.
+The rows are the differences of loss and gradients. ``benchmarks/trl_parity.py`` makes rows against TRL and Liger.
 """
 
 import math

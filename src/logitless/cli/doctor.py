@@ -59,7 +59,6 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     import torch
 
     from logitless.doctor.forecast import forecast_of
-    from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
     from logitless.doctor.recipe_audit import Scored, audit_recipe, audit_scoring
     from logitless.train.assembly.stages import read
@@ -88,7 +87,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     if torch.cuda.is_available() and host.peak_bytes:
         found["plan"]["memory of the host"] = f"{size_text(host.peak_bytes)}, most while {host.fullest}"
     if fit.changes is not None:
-        found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]
+        found["left on the table"] = list(fit.plan.warnings) or ["nothing found"]
     if measure and not fit.problems:
         forecast = forecast_of(fit.recipe, fit.plan)
         found["forecast"] = str(forecast)

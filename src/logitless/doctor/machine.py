@@ -1,4 +1,4 @@
-"""What is installed on this machine, what of logitless runs on it, and settings that would be faster."""
+"""What is installed on this machine, and what of logitless runs on it."""
 
 import importlib.metadata
 import importlib.util
@@ -11,14 +11,9 @@ from typing import Any
 import torch
 
 from logitless.bench.machine import environment
-from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
 from logitless.rewards.workers.sandbox import sandbox_of
-from logitless.train.assembly.layers import against_row_invariant
-from logitless.train.assembly.model import policy_model, tokenizer_of
-from logitless.train.assembly.process import allocator_of_environment, device_of, sdpa_allowed
-from logitless.train.plan.run_plan import Plan, plan_of
-from logitless.train.recipe.config import Recipe
+from logitless.train.assembly.process import allocator_of_environment, sdpa_allowed
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -162,84 +157,3 @@ def _settings() -> Iterator[tuple[str, str]]:
         needs = "GeForce RTX 40" in name and off != "1"
         hint = "; cards of the 4000 series have no peer-to-peer: if the first collective hangs, set it to 1"
         yield "NCCL_P2P_DISABLE", (off or "not set") + (hint if needs else "")
-
-
-def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
-    """Settings of a recipe that cost speed or memory on this machine without a benefit, one line each.
-
-    Args:
-        recipe: runs here.
-        plan: of the recipe.
-    """
-    return list(_left(recipe, plan, device_of(recipe.model)))
-
-
-def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
-    """Whether more completions could be decoded at once: fewer than a block's are, and the plan takes less than a
-    quarter of the memory."""
-    rollout = recipe.rollout
-    completions = rollout.prompts_per_block * rollout.completions_per_prompt
-    return rollout.max_rows < completions and plan.total_bytes < free_memory(device) / 4
-
-
-def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether a run would use row-invariant layers, if this GPU passes the self-check.
-
-    Args:
-        recipe: runs here.
-        device: of the run.
-    """
-    if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
-        return False
-    tokenizer = tokenizer_of(recipe.model)
-    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
-    return not against_row_invariant(recipe.model, model)
-
-
-def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether only a dtype keeps a recipe from them: that of its weights, under LoRA that of the base model."""
-    if recipe.model.layers != "auto" or takes_row_invariant_layers(recipe, device):
-        return False
-    key = "trained_dtype" if recipe.model.lora is None else "dtype"
-    lowered = recipe.model.model_copy(update={"autocast": None, key: "bfloat16"})
-    return takes_row_invariant_layers(recipe.model_copy(update={"model": lowered}), device)
-
-
-def _left(recipe: Recipe, plan: Plan, device: torch.device) -> Iterator[str]:
-    model, rollout = recipe.model, recipe.rollout
-    if device.type == "cuda":
-        capability = torch.cuda.get_device_capability(device)
-        float32 = model.autocast is None and model.trained_dtype == "float32"
-        if _would_take_row_invariant_layers(recipe, device):
-            yield (
-                f"model.{'trained_dtype' if model.lora is None else 'dtype'}: bfloat16, and no model.autocast — then "
-                "sampling and training use the fused, bitwise identical layers (docs/bits.md)"
-            )
-        elif float32 and capability >= (8, 0):
-            yield (
-                "model.autocast: bfloat16, or model.trained_dtype: bfloat16 — every product is in float32, several "
-                "times slower here"
-            )
-        if model.matmul_precision == "highest" and capability >= (8, 0) and float32:
-            yield "model.matmul_precision: high — float32 products without TF32"
-        if model.attention == "eager":
-            yield "model.attention: packed — eager holds length x length numbers a head"
-        if model.allocator is None and allocator_of_environment() is None:
-            yield "model.allocator: expandable_segments:True — lengths differ from block to block"
-        free, total = torch.cuda.mem_get_info(device)
-        if model.gradient_checkpointing and _without_checkpointing(recipe) < free:
-            yield (
-                f"model.gradient_checkpointing: false — about a quarter of the backbone's work is done twice, and "
-                f"{free / 2**30:.0f} of {total / 2**30:.0f} GiB are free"
-            )
-    if device.type == "cuda" and _has_room_for_rows(recipe, plan, device):
-        completions = rollout.prompts_per_block * rollout.completions_per_prompt
-        yield f"rollout.max_rows: {completions} — {rollout.max_rows} rows are decoded at once, and memory is free"
-    if "reference" in (recipe.train.training_backend, recipe.train.scoring_backend):
-        yield "train.training_backend: auto — the reference backend holds all logits"
-
-
-def _without_checkpointing(recipe: Recipe) -> int:
-    """Bytes if every layer kept its activations."""
-    model = recipe.model.model_copy(update={"gradient_checkpointing": False})
-    return plan_of(recipe.model_copy(update={"model": model})).total_bytes

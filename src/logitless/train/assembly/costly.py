@@ -50,4 +50,4 @@ def _why_not_row_invariant(chosen: Resolved) -> tuple[str, str]:
         remedies.insert(0, "Leave model.lora.dropout out.")
     if lora is not None and not {*lora.modules_to_save} <= {"lm_head"}:
         remedies.insert(0, "Leave model.lora.modules_to_save out.")
-    return cause, " ".join(filter(None, remedies)) or "rollout.engine: vllm samples such a model faster."
+    return cause, " ".join(filter(None, remedies)) or "rollout.engine: vllm_server samples such a model faster."

@@ -74,7 +74,7 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
     _named.needs(
         "a model that they cover (docs/bits.md)",
         given=lambda fitted: fitted.uncovered,
-        remedy="docs/bits.md lists what they cover; rollout.engine: vllm samples such a model faster.",
+        remedy="docs/bits.md lists what they cover; rollout.engine: vllm_server samples such a model faster.",
     ),
     _named.needs(
         "no load-balancing loss of routers",
