@@ -27,15 +27,14 @@ def followed(path):
 
 
 def test_a_suite_is_scored_and_missing_and_skipped_rows_are_no_failure(files, tmp_path, capsys):
-    out, chart = tmp_path / "out.jsonl", tmp_path / "chart.png"
-    arguments = ["score", "--suite", "ifeval", *files, "--json", str(out), "--plot", str(chart), "--workers", "1"]
+    out = tmp_path / "out.jsonl"
+    arguments = ["score", "--suite", "ifeval", *files, "--json", str(out), "--workers", "1"]
     assert main(arguments) == 0
     printed = capsys.readouterr().out
     assert "1 responses without a prompt skipped" in printed
     for part in ("50.0%", "prompt-level strict", "instruction-level loose", "2 scored", "1 missing: no response"):
         assert part in printed
     assert followed(out) == [[True, True], [False, False]]
-    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
 def test_loose_rows_on_request(files, tmp_path):
@@ -104,8 +103,6 @@ def test_a_function_that_fails_is_shown_with_its_first_traceback(files, tmp_path
         *((["--suite", "ifeval", "--deadline", seconds], "--deadline") for seconds in ("inf", "0")),
         (["--suite", "ifeval", "--workers", "0"], "--workers"),
         (["--suite", "ifeval", "--json", "no/such/folder/out.jsonl"], "existing folder for --json"),
-        (["--suite", "ifeval", "--plot", "no/such/folder/out.png"], "existing folder for --plot"),
-        *((["--suite", "ifeval", "--plot", name], ".png") for name in ("chart.banana", "chart")),
     ],
 )
 def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint):

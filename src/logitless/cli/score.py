@@ -21,7 +21,6 @@ from logitless.rewards.evaluation import (
     official_rows,
     read_pairing,
     reward_at,
-    save_bar_chart,
     score_reward,
     score_suite,
     suite_report,
@@ -45,19 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON Lines: prompt (or key) and response; or what `logitless sample --out` wrote",
     )
     parser.add_argument("--json", type=Path, metavar="OUT", help="write the official row of every scored prompt")
-    parser.add_argument("--loose", action="store_true", help="loose verdicts in table, chart and rows")
-    parser.add_argument("--plot", type=Path, metavar="IMAGE", help="write a bar chart of the families")
+    parser.add_argument("--loose", action="store_true", help="loose verdicts in table and rows")
     parser.add_argument("--workers", type=int, default=2, help="processes for a suite (default 2)")
     parser.add_argument("--deadline", type=float, default=10.0, metavar="SECONDS", help="limit on one response")
 
 
 def run(args: argparse.Namespace) -> int:
     """Score, print, and write what was asked for; 0 also where responses are missing."""
-    if args.reward and (args.loose or args.plot):
+    if args.reward and args.loose:
         raise ConfigurationError(
-            needed="--suite with --loose and --plot",
+            needed="--suite with --loose",
             given="--reward",
-            remedy="Leave them out: a reward has neither loose verdicts nor families.",
+            remedy="Leave it out: a reward has no loose verdicts.",
         )
     _check(args)
     pairing = read_pairing(args.prompts, args.responses)
@@ -75,17 +73,6 @@ def _check(args: argparse.Namespace) -> None:
         )
     check_at_least("--workers", args.workers, 1)
     check_output_file("--json", args.json)
-    check_output_file("--plot", args.plot)
-    if args.plot is not None:
-        from matplotlib.backend_bases import FigureCanvasBase
-
-        known = sorted(FigureCanvasBase.get_supported_filetypes())
-        if args.plot.suffix.removeprefix(".").lower() not in known:
-            raise ConfigurationError(
-                needed="an image type that matplotlib writes for --plot",
-                given=str(args.plot),
-                remedy=f"End its name with one of .{', .'.join(known)}.",
-            )
 
 
 def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
@@ -104,9 +91,6 @@ def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -
     _print_counts(console, pairing, [(verdict.status, verdict.message) for verdict in verdicts])
     if args.json:
         write_rows(args.json, official_rows(pairing, verdicts, loose=args.loose))
-    if args.plot:
-        kind = "loose" if args.loose else "strict"
-        save_bar_chart(args.plot, _family_rates(report, kind), f"{args.suite}, {kind}")
 
 
 def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:

@@ -1,26 +1,22 @@
-"""Tasks of `verifiers` as environments, and rewards converted in both directions; for verifiers 0.4 and later.
+"""Tasks of `verifiers` as environments; for verifiers 0.4 and later.
 
 - ``play_task`` runs an episode (``rollout.environment: {name: harness}``): verifiers runs a task with its own harness
   program, tools and rewards against the policy's endpoint.
 - ``task_rows`` are the rows to train on; ``python -m logitless.integrations.verifiers TASKSET`` prints them as JSON.
-- ``task_reward`` makes a logitless reward a ``@reward`` method of a task.
-- ``task_function`` makes a task a reward function with TRL's signature.
 
-Not supported: environments of several agents; in ``task_function`` rewards that need a sandbox or a judge model.
+Not supported: environments of several agents.
 """
 
 import asyncio
 import functools
 import importlib
-import inspect
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from logitless.errors import ConfigurationError, InputError, UnavailableError
-from logitless.rewards.reward import RESERVED_ARGUMENTS, Text, TextReward, TrlFunction, completion_text
 
 
 def play_task(
@@ -140,94 +136,6 @@ def _task(taskset: str, config: str, number: int) -> Any:
     return tasks[number]
 
 
-def task_reward(reward: TextReward, *, weight: float = 1.0) -> Callable[..., Any]:
-    """A logitless reward as a ``@reward`` method of a verifiers task.
-
-    The fields of the task's data are the reward's columns. For a completion without a score the method raises, so that
-    verifiers leaves the reward unscored and records the reason.
-
-    Args:
-        reward: scores the last message that the model wrote.
-        weight: factor in the task's reward.
-
-    Returns:
-        A method to assign in the class of a task; its name is ``reward.metric_name``.
-
-    Raises:
-        UnavailableError: verifiers is not installed.
-
-    Example:
-        >>> import importlib.util
-        >>> from logitless.rewards.text.exact import Exact
-        >>> not importlib.util.find_spec("verifiers") or task_reward(Exact()).reward
-        True
-    """
-    verifiers = _verifiers()
-
-    async def judge(_self: object, task: Any, trace: Any) -> float:
-        columns = {name: [value] for name, value in task.model_dump().items() if name not in RESERVED_ARGUMENTS}
-        written = trace.assistant_messages
-        text = (written[-1].content or "") if written else ""
-        [verdict] = await asyncio.to_thread(reward.verdicts, [task.prompt_text], [text], columns)
-        if verdict.score is None:
-            raise InputError(
-                needed=f"a completion that {reward.metric_name!r} can score",
-                given=f"one with status {verdict.status!r} ({verdict.message})",
-                remedy="Leave the trace out of training.",
-            )
-        return verdict.score
-
-    judge.__name__ = reward.metric_name
-    return verifiers.reward(judge, weight=weight)
-
-
-def task_function(task_type: type[Any], config: Any = None) -> TrlFunction:
-    """A verifiers task as an async reward function with TRL's signature.
-
-    Each completion becomes a finished trace of one turn; the task's data are the prompt and the row's columns.
-
-    ``score = sum_name weight[name] * rewards[name]``
-
-    Args:
-        task_type: subclass of ``verifiers.v1.Task``. Columns that its data do not declare are left out.
-        config: of the task; None for its default.
-
-    Returns:
-        A function that returns None if the task records no reward, and raises what the task raises.
-
-    Raises:
-        UnavailableError: verifiers is not installed.
-        ConfigurationError: not a task, or one whose rewards need a runtime or a judge model.
-
-    Example:
-        >>> import importlib.util
-        >>> installed = importlib.util.find_spec("verifiers")
-        >>> not installed or task_function(importlib.import_module("verifiers.v1").Task).__name__ == "Task"
-        True
-    """
-    verifiers = _verifiers()
-    if not (isinstance(task_type, type) and issubclass(task_type, verifiers.Task)):
-        raise ConfigurationError(
-            needed="a subclass of verifiers.v1.Task", given=repr(task_type), remedy="Give the task, not its taskset."
-        )
-    _check_offline(task_type, config)
-
-    async def judge(prompts: Sequence[Text], completions: Sequence[Text], **columns: Any) -> list[float | None]:
-        scores = []
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-            declared = task_type.data_type().model_fields
-            given = {name: values[row] for name, values in columns.items() if name in declared}
-            task = task_type(task_type.data_type()(**(given | {"prompt": prompt})), config)
-            trace = _trace(verifiers, task, completion_text(completion))
-            await task.score(trace)
-            recorded = list(trace.rewards.values())
-            scores.append(trace.reward if recorded and None not in recorded else None)
-        return scores
-
-    judge.__name__ = task_type.__name__
-    return judge
-
-
 def _verifiers() -> Any:
     try:
         return importlib.import_module("verifiers.v1")
@@ -237,36 +145,6 @@ def _verifiers() -> Any:
             given=str(error),
             remedy="Run pip install 'logitless[verifiers]'.",
         ) from error
-
-
-def _check_offline(task_type: Any, config: Any) -> None:
-    """Refuse rewards that need a runtime: without one verifiers would skip them silently."""
-    methods = [getattr(task_type, name) for name in dir(task_type)]
-    in_sandbox = [
-        method.__name__
-        for method in methods
-        if callable(method) and hasattr(method, "reward") and "runtime" in inspect.signature(method).parameters
-    ]
-    judges = list(getattr(config, "judges", ()))
-    if in_sandbox or judges:
-        raise ConfigurationError(
-            needed="a task whose rewards read the trace alone",
-            given=f"rewards with a runtime {in_sandbox}" if in_sandbox else f"{len(judges)} judge models",
-            remedy="Run that task in verifiers itself.",
-        )
-
-
-def _trace(verifiers: Any, task: Any, text: str) -> Any:
-    """The trace of a task with one answer."""
-    prompt = verifiers.MessageNode(message={"role": "user", "content": task.data.prompt_text})
-    answer = verifiers.MessageNode(parent=0, message={"role": "assistant", "content": text}, sampled=True)
-    return verifiers.Trace(
-        task=verifiers.TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
-        agent=verifiers.AgentInfo(config=verifiers.AgentConfig()),
-        nodes=[prompt, answer],
-        is_completed=True,
-        ok=True,
-    )
 
 
 if __name__ == "__main__":

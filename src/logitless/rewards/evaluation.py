@@ -301,25 +301,6 @@ def write_rows(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
         lines.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def save_bar_chart(path: Path, rates: Mapping[str, Rate], title: str) -> None:
-    """Draw one bar a rate, with its interval; the file's suffix sets the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 1 + 0.35 * max(1, len(rates))), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    names = list(rates)[::-1]
-    values = [rates[name].value for name in names]
-    below = [rates[name].value - rates[name].interval[0] for name in names]
-    above = [rates[name].interval[1] - rates[name].value for name in names]
-    axes.barh(names, values, xerr=[below, above], color="#4878a8", ecolor="#333333", capsize=3)
-    axes.set_xlim(0, 1)
-    axes.set_xlabel("fraction satisfied, with 95 % interval")
-    axes.set_title(title)
-    figure.savefig(path)
-
-
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number, object) of a JSON Lines or Parquet file; blank lines are skipped."""
     if path.is_dir():
