@@ -14,6 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from logitless.bench.machine import environment, write_result
 from rollout_workloads import Workload
 from script import command_line, parsed, short_name
@@ -68,13 +70,19 @@ WORK = {"qwen3-30b-a3b": "64x8-256-512", "tiny": "2x2-4-6"}
 
 def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str, Any]:
     """Seconds of a block's phases, and tokens a second in the sampler and in the training step."""
+    from logitless.distributed.arrangement import Arrangement
     from logitless.distributed.ranks import Ranks
+    from logitless.train.optim.master_weights import lower_to
+    from logitless.train.plan.training_memory import training_memory
+    from rollout_contenders import TOKENS_PER_MICRO_BATCH
     from scale_block import block_over_ranks
 
     shape = SHAPES[name]
     layers = layers or shape.config["num_hidden_layers"]
     shape = replace(shape, config={**shape.config, "num_hidden_layers": layers})
     found = block_over_ranks(Ranks.alone(), shape, "replicate", work, device)
+    model = shape.build("meta")
+    lower_to(torch.bfloat16, (p for p in model.parameters() if p.requires_grad))
     seconds, read = found["seconds"], found["drawn_tokens"] + work.prompts * work.prompt_tokens
     return {
         "model": name,
@@ -86,14 +94,16 @@ def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str,
         "sampled_tokens_per_second": found["tokens"] / seconds["rollout"],
         "trained_tokens_per_second": read / seconds["training"],
         "peak_bytes": found["peak_bytes"],
+        "forecast_bytes": training_memory(model, Arrangement(), tokens=TOKENS_PER_MICRO_BATCH).peak_bytes,
     }
 
 
 def table(found: Mapping[str, Any]) -> str:
     """What was measured, as Markdown."""
     lines = [
-        "| model | layers | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        "| model | layers | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB | "
+        "forecast |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for each in found["rows"]:
         seconds = each["seconds"]
@@ -102,7 +112,7 @@ def table(found: Mapping[str, Any]) -> str:
             f"| {SHAPES[each['model']].title} | {each['layers']} | "
             f"{each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
             f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | {phases} | "
-            f"{each['peak_bytes'] / 2**30:.0f} |"
+            f"{each['peak_bytes'] / 2**30:.0f} | {each['forecast_bytes'] / 2**30:.0f} |"
         )
     machine = found["machine"]
     return "\n".join([*lines, "", f"On one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}."])
