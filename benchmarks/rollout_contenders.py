@@ -37,6 +37,8 @@ from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
 from rollout_workloads import Cost, Workload
 
 _LORA = "-lora"
+TOKENS_PER_MICRO_BATCH = 16384
+"""Of a measured block."""
 
 
 class Subject:
@@ -386,5 +388,5 @@ def block_recipe(work: Workload, *, lora: bool, gpu: bool, ranks: int = 1) -> di
             "sampling": {"max_new_tokens": work.most},
         },
         "rewards": [{"name": "length"}],
-        "train": {"tokens_per_step": 65536 * ranks, "tokens_per_micro_batch": 16384},
+        "train": {"tokens_per_step": 65536 * ranks, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH},
     }
