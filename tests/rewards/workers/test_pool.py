@@ -162,8 +162,8 @@ def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkey
     lone.load("time:sleep")
     real, lost = lone._wait, []
 
-    def late(deadline_seconds, patience):
-        found = real(deadline_seconds, patience)
+    def late(deadline_seconds):
+        found = real(deadline_seconds)
         if not found and not lost:
             lost.append(time.sleep(0.3))
             return []
@@ -350,10 +350,10 @@ def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark,
         [supervisor] = list(processes_of(mark) - workers)
         real, killed = pool._wait, []
 
-        def awake(deadline_seconds, patience):
-            if not killed and all(worker.queued and not worker.outgoing for worker in pool._workers):
+        def awake(deadline_seconds):
+            if not killed and all(worker.item is not None and not worker.outgoing for worker in pool._workers):
                 killed.append(os.kill(supervisor, signal.SIGKILL))
-            return real(deadline_seconds, patience)
+            return real(deadline_seconds)
 
         monkeypatch.setattr(pool, "_wait", awake)
         outcomes = pool.run("time:sleep", [(0.3,)] * 6)

@@ -14,7 +14,6 @@ Linux only (``/proc``, ``prctl``, pidfd).
 
 import functools
 import json
-import math
 import os
 import pickle
 import select
@@ -48,9 +47,6 @@ built on it.
 INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA", "PATH", "TMPDIR", "TZ")
 """The environment variables that processes inherit: paths and languages, never keys."""
 
-QUEUED_PER_WORKER = 8
-QUICK_SECONDS = 0.01
-PATIENCE_SECONDS = 0.1
 STOP_SECONDS = 10.0
 FIND_LAYERS = "logitless.rewards.workers.confinement:layers"
 MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
@@ -209,40 +205,28 @@ class WorkerPool:
         try:
             while len(self._workers) < min(self.num_workers, len(batch.frames)):
                 self._workers.append(self._started().spawn())
-            share = max(1, min(QUEUED_PER_WORKER, len(batch.waiting) // (4 * self.num_workers)))
             batch.suspects -= batch.outcomes.keys()
             if not batch.suspects:
                 for worker in self._workers:
-                    worker.feed(batch, share)
-            elif not any(worker.queued for worker in self._workers):
+                    worker.feed(batch)
+            elif all(worker.item is None for worker in self._workers):
                 batch.waiting.remove(min(batch.suspects))
                 batch.waiting.appendleft(min(batch.suspects))
-                self._workers[0].feed(batch, 1)
-            patience = self._patience(batch)
-            for worker in self._wait(deadline_seconds, patience):
+                self._workers[0].feed(batch)
+            for worker in self._wait(deadline_seconds):
                 self._receive(worker, batch)
             now = time.monotonic()
             for worker in list(self._workers):
                 late = now - worker.granted - self._limit(worker, deadline_seconds)
-                if worker.queued and late >= 0:
+                if worker.item is not None and late >= 0:
                     self._overdue(worker, batch, deadline_seconds, late)
-                elif len(worker.queued) > 1 and now >= worker.since + patience:
-                    worker.give_back(batch)
         except _SupervisorLostError:
             self._recover(batch)
 
     def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
         return deadline_seconds if worker.ready else self._start_seconds
 
-    def _patience(self, batch: "_Batch") -> float:
-        """How long items may be queued behind a slow one: for ever, unless another worker has nothing to do.
-
-        Taking them back means replacing their worker, with what it has loaded on first use.
-        """
-        starving = not batch.waiting and not all(worker.queued for worker in self._workers)
-        return PATIENCE_SECONDS if starving else math.inf
-
-    def _wait(self, deadline_seconds: float, patience: float) -> list["_Worker"]:
+    def _wait(self, deadline_seconds: float) -> list["_Worker"]:
         """Wait for workers that send something or end, or for the first deadline; those workers."""
         poll = select.poll()
         by_descriptor: dict[int, _Worker] = {}
@@ -251,33 +235,30 @@ class WorkerPool:
             poll.register(worker.pidfd, select.POLLIN)
             by_descriptor |= {worker.channel.fileno(): worker, worker.pidfd: worker}
         due = [
-            min(
-                worker.granted + self._limit(worker, deadline_seconds),
-                worker.since + (patience if worker.queued[1:] else math.inf),
-            )
+            worker.granted + self._limit(worker, deadline_seconds)
             for worker in self._workers
-            if worker.queued
+            if worker.item is not None
         ]
         events = poll.poll(max(0.0, min(due) - time.monotonic()) * 1000)
         return list({worker.pid: worker for worker in (by_descriptor[fd] for fd, _ in events)}.values())
 
     def _receive(self, worker: "_Worker", batch: "_Batch") -> bool:
         """Receive a worker's results, or its end; whether it still runs the same item."""
-        since = worker.since
+        before = worker.item, worker.granted
         state = worker.receive(batch)
         if state == "ended":
             self._fail(worker, batch, "crashed", "its process ended")
         elif state == "spent":
             self._started().end(worker.pid)
-            self._remove(worker, batch)
-        return state == "working" and worker.since == since
+            self._remove(worker)
+        return state == "working" and (worker.item, worker.granted) == before
 
     def _fail(self, worker: "_Worker", batch: "_Batch", status: OutcomeStatus, why: str) -> None:
-        """End a worker; its current item gets the status, those queued behind it wait again."""
+        """End a worker; its item gets the status."""
         ended = self._started().end(worker.pid)  # first: if the supervisor is gone, the item is not to blame
-        if worker.queued:
-            batch.outcomes[worker.queued.pop(0)] = Outcome(status, message=f"{why} ({ended})")
-        self._remove(worker, batch)
+        if worker.item is not None:
+            batch.outcomes[worker.item] = Outcome(status, message=f"{why} ({ended})")
+        self._remove(worker)
 
     def _overdue(self, worker: "_Worker", batch: "_Batch", deadline_seconds: float, late: float) -> None:
         """Handle an item over its deadline: extend the deadline, or end the worker with ``timeout`` or ``idle``.
@@ -294,14 +275,14 @@ class WorkerPool:
         if starved and not (worker.ready and busy) and worker.deadlines < MAX_DEADLINES:
             worker.granted, worker.deadlines = time.monotonic(), worker.deadlines + 1
             return
-        to_blame = busy or (usage.asleep and batch.ways[worker.queued[0]] == "confined")
+        assert worker.item is not None, "only an item can be overdue"
+        to_blame = busy or (usage.asleep and batch.ways[worker.item] == "confined")
         why = f"over {deadline_seconds:g} s" if worker.ready else f"its worker did not start in {limit:g} s"
         self._fail(worker, batch, "timeout" if to_blame and worker.ready else "idle", why)
 
-    def _remove(self, worker: "_Worker", batch: "_Batch") -> None:
-        """Remove a worker that has ended; items that it did not start wait again."""
+    def _remove(self, worker: "_Worker") -> None:
+        """Remove a worker that has ended."""
         self._workers.remove(worker)
-        batch.waiting.extendleft(reversed(worker.queued))
         worker.close()
 
     def _recover(self, batch: "_Batch") -> None:
@@ -309,11 +290,9 @@ class WorkerPool:
 
         If the supervisor ends while one of them runs alone, that item has crashed.
         """
-        begun = []
         for worker in self._workers:
             worker.receive(batch)
-            batch.waiting.extendleft(reversed(worker.queued[1:]))
-            begun += worker.queued[:1]
+        begun = [worker.item for worker in self._workers if worker.item is not None]
         if len(begun) == 1 and begun[0] in batch.suspects:
             batch.outcomes[begun.pop()] = Outcome("crashed", message="its supervisor ended")
         batch.waiting.extendleft(begun)
@@ -419,38 +398,30 @@ class _Batch:
 
 @dataclass(eq=False)
 class _Worker:
-    """A worker process, seen from the caller: bytes to and from it, and its queue of items.
+    """A worker process, seen from the caller: bytes to and from it, and its item.
 
-    ``since`` is when it started the first item of the queue, ``seconds`` the processor time that it had used by then,
-    ``deadlines`` how many deadlines that item has been given, and ``granted`` when it got the last. More than one item
-    is queued only if the last item was quick, so that quick items need not wait for the caller; if another worker has
-    nothing to do, the items behind a slow one go there.
+    ``seconds`` is the processor time that it had used before the item, ``deadlines`` how many deadlines the item has
+    been given, and ``granted`` when it got the last.
     """
 
     pid: int
     pidfd: int
     channel: socket.socket
-    since: float = field(default_factory=time.monotonic)
     granted: float = field(default_factory=time.monotonic)
     ready: bool = False
-    quick: bool = False
-    spent: bool = False
     seconds: float = 0.0
     deadlines: int = 1
-    queued: list[int] = field(default_factory=list)
+    item: int | None = None
     outgoing: bytearray = field(default_factory=bytearray)
     incoming: bytearray = field(default_factory=bytearray)
 
-    def feed(self, batch: _Batch, share: int) -> None:
-        """Fill the worker's queue up to its share, and send what the socket takes."""
-        if self.spent:
-            return
-        if not self.queued and self.ready:
-            self._start_next(time.monotonic())
-        while batch.waiting and len(self.queued) < (share if self.quick else 1):
-            index = batch.waiting.popleft()
-            self.queued.append(index)
-            self.outgoing += batch.frames[index]
+    def feed(self, batch: _Batch) -> None:
+        """Give the worker an item if it has none, and send what the socket takes."""
+        if self.item is None and batch.waiting:
+            self.item = batch.waiting.popleft()
+            self.outgoing += batch.frames[self.item]
+            if self.ready:
+                self._begin()
         try:
             while self.outgoing:
                 del self.outgoing[: self.channel.send(self.outgoing)]
@@ -459,15 +430,8 @@ class _Worker:
         except OSError:
             self.outgoing.clear()
 
-    def _start_next(self, now: float) -> None:
-        self.since = self.granted = now
-        self.deadlines = 1
-
-    def give_back(self, batch: _Batch) -> None:
-        """Return all items but the first; the worker, which has received them, is replaced after the first."""
-        batch.waiting.extendleft(reversed(self.queued[1:]))
-        del self.queued[1:]
-        self.spent = True
+    def _begin(self) -> None:
+        self.granted, self.deadlines = time.monotonic(), 1
 
     def receive(self, batch: _Batch) -> Literal["working", "spent", "ended"]:
         """Receive results; ``spent``: the worker must be replaced; ``ended``: its process has ended."""
@@ -485,20 +449,20 @@ class _Worker:
             ended = True
         *lines, self.incoming = self.incoming.split(b"\n")
         for line in lines:
-            now = time.monotonic()
-            self.quick = self.ready and now < self.since + QUICK_SECONDS
-            self._start_next(now)
             if not line and not self.ready:
                 self.ready = True
+                self._begin()
                 continue
             try:
                 status, value, trace, reusable, self.seconds = json.loads(line)
                 done = status == "done"
                 outcome = Outcome("done", value) if done else Outcome(status, message=value, traceback=trace)
-                batch.outcomes[self.queued.pop(0)] = outcome
-            except (ValueError, TypeError, IndexError):
+            except (ValueError, TypeError):
                 return "ended"
-            if self.spent or not reusable:
+            if self.item is None:
+                return "ended"
+            batch.outcomes[self.item], self.item = outcome, None
+            if not reusable:
                 return "spent"
         return "ended" if ended or len(self.incoming) >= MAX_LINE_BYTES else "working"
 
