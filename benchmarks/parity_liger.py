@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from logitless.bench.parity import FLOAT32, Measured, Row, row
 from logitless.errors import UnavailableError
-from parity import FLOAT32, Measured, Row, row
 
 LENGTHS = (5, 2, 7, 3, 1, 6)
 SHAPE = (len(LENGTHS), max(LENGTHS))

@@ -18,6 +18,7 @@ import torch
 from packaging.version import Version
 from torch import Tensor, nn
 
+from logitless.bench.parity import FLOAT64, Measured, Row, row
 from logitless.errors import UnavailableError
 from logitless.integrations.padded import Places, from_padded
 from logitless.objective.advantage import AdvantageInputs, combine_rewards
@@ -27,7 +28,6 @@ from logitless.objective.objective import ObjectiveOutput
 from logitless.objective.presets import trl as trl_preset
 from logitless.objective.weighting import MicroBatchTokenMean, Totals
 from logitless.types import TokenBatch
-from parity import FLOAT64, Measured, Row, row
 
 NUM_PROMPTS, NUM_GENERATIONS, MICRO_BATCH = 2, 4, 2
 NUM_SEQUENCES = NUM_PROMPTS * NUM_GENERATIONS

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import parity_trl
+from logitless.bench.parity import FLOAT64, row
 from logitless.errors import UnavailableError
-from parity import FLOAT64, row
 
 
 @pytest.fixture(scope="module")

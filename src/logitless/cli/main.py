@@ -27,6 +27,7 @@ COMMANDS = {
     "serve-engine": "offer the engine of a recipe or a run to OpenAI clients on this machine",
     "export": "write a checkpoint of a run as a folder that other programs load",
     "score": "judge a file of responses with a suite or a reward function",
+    "parity": "compare losses and gradients between backends",
     "doctor": "say what this machine can run",
 }
 

@@ -1,16 +1,14 @@
-"""Backends of the head against the reference: every row holds, every row could fail."""
+"""The parity engine: every row holds, every row could fail."""
 
 import dataclasses
-import json
 import math
 
 import pytest
 import torch
 
-import parity
+from logitless.bench import parity
+from logitless.bench.parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
 from logitless.objective.presets import PRESETS
-from parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
-from script import main
 
 
 def test_differences_are_relative_to_token_losses_and_to_the_other_gradient():
@@ -85,36 +83,3 @@ def test_a_wrong_head_is_found(monkeypatch):
     monkeypatch.setattr(parity, "token_scores", wrong)
     monkeypatch.setattr(parity, "why_not", lambda backend, *_: None if backend == "chunked" else "not here")
     assert not any(each.ok for each in against_reference(quick=True))
-
-
-# --- the command
-
-
-def printed(capsys, *arguments):
-    status = main(parity, arguments)
-    return status, capsys.readouterr().out
-
-
-def test_only_json_comes_out(capsys):
-    status, out = printed(capsys, "--quick", "--json")
-    rows = json.loads(out)
-    assert status == 0
-    assert {tuple(row) for row in rows} == {("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note")}
-    assert "chunked" in {row["against"] for row in rows}
-
-
-@pytest.mark.parametrize("arguments", [(), ("--json",)])
-def test_a_row_beyond_its_tolerance_is_a_failure(capsys, monkeypatch, arguments):
-    rows = [Row("good", "chunked", 0.0, 1e-12, 1e-9), Row("bad", "chunked", 0.0, 1e-3, 1e-9)]
-    monkeypatch.setattr(parity, "against_reference", lambda quick: iter(rows))
-    status, out = printed(capsys, *arguments)
-    assert status == 1
-    assert "bad" in out
-
-
-def test_the_table_says_which_row_is_the_worst(capsys, monkeypatch):
-    rows = [Row("good", "chunked", 0.0, 1e-12, 1e-9), Row("better", "chunked", 0.0, 0.0, 1e-9)]
-    monkeypatch.setattr(parity, "against_reference", lambda quick: iter(rows))
-    status, out = printed(capsys)
-    assert status == 0
-    assert "chunked: 2 rows, 0 beyond tolerance; largest difference in 'good'" in out

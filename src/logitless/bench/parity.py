@@ -1,22 +1,13 @@
-"""The same batch through two implementations, row by row: differences of loss and gradients.
+"""What ``logitless parity`` runs: one batch through every backend of the head and ``reference``, over many objectives.
 
-    python benchmarks/parity.py                               # backends of the head on this machine against `reference`
-    python benchmarks/parity.py --against trl --against liger # the installed packages' own losses; see `trl_parity.py`
-
-``--json`` prints a JSON list of rows and nothing else, ``--quick`` makes some of the rows only. Exit status 1 where one
-exceeds its tolerance.
+The rows are the differences of loss and gradients. ``benchmarks/trl_parity.py`` makes rows against TRL and Liger.
 """
 
-import argparse
-import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from logitless.head.api import token_scores, why_not
@@ -30,7 +21,6 @@ from logitless.objective.ratio import SequenceRatio, TurnRatio
 from logitless.objective.surrogate import Clip
 from logitless.objective.weighting import TokenMean, Totals, Weighting
 from logitless.types import LMHead, TokenBatch
-from script import main
 
 FLOAT64 = 1e-9
 """Tolerance where both sides compute in float64."""
@@ -276,55 +266,3 @@ def worst(rows: Sequence[Row]) -> Mapping[str, Row]:
 def _badness(each: Row) -> float:
     values = [each.loss_rel / each.tolerance, each.grad_rel / each.tolerance]
     return math.inf if any(math.isnan(value) for value in values) else max(values)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What to compare with, and the form of the output."""
-    parser.add_argument("--against", action="append", choices=("trl", "liger"), help="may be repeated")
-    parser.add_argument("--json", action="store_true", help="print a JSON list of rows and nothing else")
-    parser.add_argument("--quick", action="store_true", help="only some of the rows")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print every row; 1 when one exceeds its tolerance."""
-    rows = list(_rows(options.against, quick=options.quick))
-    if options.json:
-        print(json.dumps([row.as_json() for row in rows], indent=1))
-    else:
-        _print(rows)
-    return 0 if all(row.ok for row in rows) else 1
-
-
-def _rows(against: Sequence[str] | None, *, quick: bool) -> Iterator[Row]:
-    if not against:
-        yield from against_reference(quick=quick)
-    if "trl" in (against or ()):
-        from parity_trl import against_trl
-
-        yield from against_trl(quick=quick)
-    if "liger" in (against or ()):
-        from logitless.integrations.liger import LigerFusedLinearGRPOLoss
-        from parity_liger import against_liger
-
-        yield from against_liger(LigerFusedLinearGRPOLoss, quick=quick)
-
-
-def _print(rows: Sequence[Row]) -> None:
-    table = Table("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note", box=None)
-    for row in rows:
-        ok = "[green]yes[/]" if row.ok else "[red]NO[/]"
-        table.add_row(
-            row.name, row.against, f"{row.loss_rel:.1e}", f"{row.grad_rel:.1e}", f"{row.tolerance:.0e}", ok, row.note
-        )
-    console = Console()
-    console.print(table)
-    for against, row in worst(rows).items():
-        number = sum(each.against == against for each in rows)
-        failed = sum(each.against == against and not each.ok for each in rows)
-        console.print(
-            f"{against}: {number} rows, {failed} beyond tolerance; largest difference in {row.name!r}", highlight=False
-        )
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.modules[__name__]))

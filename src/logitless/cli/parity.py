@@ -1,0 +1,43 @@
+"""``logitless parity``: the same batch through this machine's backends of the head and ``reference``, row by row."""
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from logitless.bench.parity import Row, against_reference, worst
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The form of the output."""
+    parser.add_argument("--json", action="store_true", help="print a JSON list of rows and nothing else")
+    parser.add_argument("--quick", action="store_true", help="only some of the rows")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print every row; 1 when one exceeds its tolerance."""
+    rows = list(against_reference(quick=options.quick))
+    if options.json:
+        print(json.dumps([row.as_json() for row in rows], indent=1))
+    else:
+        _print(rows)
+    return 0 if all(row.ok for row in rows) else 1
+
+
+def _print(rows: Sequence[Row]) -> None:
+    table = Table("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note", box=None)
+    for row in rows:
+        ok = "[green]yes[/]" if row.ok else "[red]NO[/]"
+        table.add_row(
+            row.name, row.against, f"{row.loss_rel:.1e}", f"{row.grad_rel:.1e}", f"{row.tolerance:.0e}", ok, row.note
+        )
+    console = Console()
+    console.print(table)
+    for against, row in worst(rows).items():
+        number = sum(each.against == against for each in rows)
+        failed = sum(each.against == against and not each.ok for each in rows)
+        console.print(
+            f"{against}: {number} rows, {failed} beyond tolerance; largest difference in {row.name!r}", highlight=False
+        )
