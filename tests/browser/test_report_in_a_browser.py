@@ -73,6 +73,17 @@ def test_a_dark_screen_has_a_dark_page_and_plots_that_are_turned_round(browser: 
     assert browser.value(BACKGROUND) == "rgb(248, 250, 252)"
 
 
+def test_a_group_is_a_page_that_its_link_opens(browser: Chromium, run: RunFolder) -> None:
+    browser.size(1300)
+    browser.open(run.report.as_uri())
+    shown = "[...document.querySelectorAll('.page')].filter(page => page.offsetHeight > 0).map(page => page.id).join()"
+    assert browser.value(shown) == ""
+    browser.value("document.querySelector('a[href=\"#block-30-group-2\"]').click()")
+    assert browser.value(shown) == "block-30-group-2"
+    tops = "[...document.querySelectorAll('.page:target article')].map(each => each.getBoundingClientRect().top)"
+    assert browser.value(f"new Set(({tops}).slice(0, 3)).size") == 1  # side by side
+
+
 def test_the_values_of_a_plot_unfold(browser: Chromium, run: RunFolder) -> None:
     browser.open(run.report.as_uri())
     details = "document.querySelector('details.values')"

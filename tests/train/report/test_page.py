@@ -1,6 +1,7 @@
 """The page loads nothing, runs nothing, shows what was recorded, and is written for a run in any state."""
 
 import json
+import re
 from html.parser import HTMLParser
 
 import pytest
@@ -227,12 +228,27 @@ def test_a_long_text_keeps_its_beginning_and_its_end_and_says_what_is_left_out()
     assert report._shortened("", 9) == "(empty)"
 
 
-def test_prompts_are_whole_in_the_samples(tmp_path, drawn):
+def test_a_group_has_a_page_of_its_own_with_every_completion_the_best_first(tmp_path, drawn):
+    folder = fake_run(tmp_path, num_blocks=3)
+    page_of(folder)
+    text = folder.report.read_text()
+    places = [text.index(f'<section class=page id="block-{block}-group-2">') for block in (1, 2, 3)]
+    assert places == sorted(places)
+    assert all(f'href="#block-{block}-group-2"' in text for block in (1, 2, 3))
+    own = text[places[1] :].partition("</section>")[0]
+    rows = [row for row in folder.read_block(2) if row["group"] == 2]
+    assert own.count("<article>") == len(rows) == 8
+    rewards = [float(part.partition(",")[0]) for part in own.split("<p class=facts>reward ")[1:]]
+    assert rewards == sorted(rewards, reverse=True)
+
+
+def test_prompts_are_whole_in_the_samples_and_on_the_page_of_a_group(tmp_path, drawn):
     folder = empty_run(tmp_path)
     prompt = Prompt("7", "question " * 2000 + "the end", (4,))
     completion = Completion("7", (4, 2), "said", "stop")
     folder.write_rollouts(1, [Group(prompt, (completion,), ({"a": Verdict.graded(1.0)},), (1.0,))])
     assert prompt.text in page_of(folder).cells
+    assert folder.report.read_text().count(f"<pre class=prompt>{prompt.text}</pre>") == 1
 
 
 SAID = [
@@ -254,6 +270,18 @@ def test_several_turns_are_a_conversation_with_roles_calls_and_what_tools_answer
     page = page_of(folder)
     before = "" if prompt_shows_it else "system: Be brief.\n\nuser: 2+2=?\n\n"
     assert f'{before}assistant: add({{"a": 2}})\n\ntool add: <4>\n\nassistant: It is 4.' in page.cells
+    own = folder.report.read_text().partition('id="block-1-group-1"')[2]
+    said = re.findall(r'<div class="turn (\w+)"><b>([^<]*)</b><pre>([^<]*)</pre></div>', own)
+    of_prompt = [] if prompt_shows_it else [("other", "system", "Be brief."), ("other", "user", "2+2=?")]
+    call, answer = ("policy", "assistant", "add({&quot;a&quot;: 2})"), ("other", "tool add", "&lt;4&gt;")
+    assert said == [*of_prompt, call, answer, ("policy", "assistant", "It is 4.")]
+
+
+def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():
+    common = {"prompt": "p", "advantage": None, "num_tokens": 1, "finish_reason": "stop", "verdicts": "{}"}
+    rewards = (0.5, None, 0.25, 1.0)
+    page = report._group_page("a", [{**common, "completion": "c", "reward": reward} for reward in rewards])
+    assert [part.partition(",")[0] for part in page.split("<p class=facts>reward ")[1:]] == ["1", "0.5", "0.25", "–"]
 
 
 def test_every_plot_over_steps_has_its_values_below_it(tmp_path, drawn):

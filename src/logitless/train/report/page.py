@@ -1,6 +1,7 @@
 """``report.html``: a self-contained page about a run, finished or not, without scripts or external files.
 
-Each plot has a table of its values. ``logitless show`` prints any group with all its completions.
+Each plot has a table of its values. Some sampled groups have a section of their own, opened by its address
+(``#block-12-group-3``), with the completions side by side.
 
 Everything is read from the run folder; what a run did not record has no plot. Prompts and completions are escaped.
 """
@@ -12,6 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,6 +30,8 @@ from logitless.train.store.atomic import write_atomically
 from logitless.types import Verdict, VerdictStatus
 
 _MAX_COMPLETION_CHARACTERS = 1500
+_GROUP_CHARACTERS = 6000
+_GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
 _TABLE_ROWS = 25
 _HISTOGRAM_BINS = 12
 _BEFORE, _AFTER = Path(__file__).with_name("page.html").read_text("utf-8").split("BODY")
@@ -80,6 +84,7 @@ def _sections(folder: RunFolder) -> list[str]:
         _cost(run),
         _graders(run, rollouts.failures),
         _samples(rollouts),
+        _group_pages(folder, rollouts.blocks),
         f"<section><h2>Recipe</h2><details><summary>config.yaml</summary><pre>{html.escape(config_text)}</pre>"
         "</details></section>",
     ]
@@ -472,16 +477,85 @@ def _samples(rollouts: _Rollouts) -> str:
         for row in chosen
     ]
     table = table_of(["block", "prompt", "completion", "reward", "advantage", "tokens"], rows)
-    note = (
-        "The best and the worst completion of the first prompts, in the first and in the last block; any group: "
-        "<code>logitless show RUN --block N --group N</code>"
-    )
+    note = "The best and the worst completion of the first prompts, in the first and in the last block."
     return f"<section class=samples><h2>Samples</h2><p class=note>{note}</p>{table}</section>"
 
 
 def _as_text(row: Mapping[str, Any]) -> str:
     """A completion as text; several turns with their roles."""
     return "\n\n".join(f"{role}: {text}" if role else text for role, text in turns(row))
+
+
+def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
+    """A list of some groups of a few blocks, and a section for each."""
+    if not blocks:
+        return ""
+    count = min(len(blocks), _GROUP_BLOCKS)
+    chosen = [blocks[round((len(blocks) - 1) * number / max(1, count - 1))] for number in range(count)]
+    links, pages = [], []
+    for block in chosen:
+        groups = list(_by_group(folder.read_block(block)))[:_GROUPS_OF_BLOCK]
+        names = [f"block-{block}-group-{number}" for number in range(1, len(groups) + 1)]
+        described = (
+            f'<a href="#{name}">group {number}, {_rewards_in_words(group)}</a>'
+            for number, (name, group) in enumerate(zip(names, groups, strict=True), start=1)
+        )
+        links.append(f"<li>block {block}: {' · '.join(described)}</li>")
+        pages += [_group_page(name, group) for name, group in zip(names, groups, strict=True)]
+    note = "Some groups with all their completions; any other: <code>logitless show RUN --block N --group N</code>"
+    listed = f"<p class=note>{note}</p><ul class=groups>{''.join(links)}</ul>"
+    return f"<section id=groups><h2>Groups</h2>{listed}</section>{''.join(pages)}"
+
+
+def _by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    for _, group in groupby(rows, key=lambda row: (row.get("group"), row["prompt_id"])):
+        yield list(group)
+
+
+def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
+    rewards = [row["reward"] for row in group if row["reward"] is not None]
+    if not rewards:
+        return "no reward"
+    low, high = min(rewards), max(rewards)
+    return f"rewards {_short(low)}" if low == high else f"rewards {_short(low)} to {_short(high)}"
+
+
+def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
+    """A section with the prompt and all completions, the best first."""
+    ranked = sorted(group, key=lambda row: math.inf if row["reward"] is None else -row["reward"])
+    cards = []
+    for row in ranked:
+        facts = [
+            f"reward {_short(row['reward'])}",
+            f"advantage {_short(row['advantage'])}",
+            f"{row['num_tokens']} tokens",
+        ]
+        facts += ["cut at the limit"] if row["finish_reason"] == "length" else []
+        said = [
+            f"{function}: {verdict['status']} {_short(verdict['score'])}"
+            for function, verdict in json.loads(row["verdicts"]).items()
+        ]
+        cards.append(
+            f"<article><p class=facts>{html.escape(', '.join(facts))}</p>"
+            f"{_conversation(row)}"
+            f"<p class=note>{html.escape('; '.join(said))}</p></article>"
+        )
+    title = html.escape(name.replace("-", " ").replace(" group", ", group"))
+    prompt = html.escape(group[0]["prompt"] or "(empty)")
+    return (
+        f'<section class=page id="{name}"><p><a href="#groups">← back to the run</a></p><h2>{title}</h2>'
+        f"<pre class=prompt>{prompt}</pre><div class=side>{''.join(cards)}</div></section>"
+    )
+
+
+def _conversation(row: Mapping[str, Any]) -> str:
+    """The turns of a completion with their roles; those of the policy are marked."""
+    said = []
+    for role, text in turns(row):
+        shown = f"<pre>{html.escape(_shortened(text, _GROUP_CHARACTERS))}</pre>"
+        kind = "policy" if role == "assistant" else "other"
+        said.append(f'<div class="turn {kind}"><b>{html.escape(role)}</b>{shown}</div>' if role else shown)
+    return "".join(said)
 
 
 def _values(lines: Sequence[Line]) -> str:
