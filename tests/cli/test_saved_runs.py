@@ -1,15 +1,21 @@
 """``logitless export``, ``sample`` and ``show``: what a run left is used without the trainer, bit for bit."""
 
 import json
+from types import SimpleNamespace
 
+import httpx
+import huggingface_hub
 import pytest
 import torch
 import yaml
+from huggingface_hub import RepoUrl
+from huggingface_hub.errors import LocalTokenNotFoundError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from logitless.cli.main import main
 from logitless.models.loading import load_model
 from logitless.rollout.recorded import read_completions
+from logitless.train import push
 from logitless.train.export import _shown_recipe
 from logitless.train.record.run_folder import RunFolder, open_run_folder
 from logitless.train.saved_policy import load_policy
@@ -213,6 +219,91 @@ def test_what_cannot_be_exported_exits_2_and_writes_nothing(run, refused, argume
 
 def test_an_adapter_whose_base_nobody_else_has_is_refused(tmp_path, refused):
     refused("random weights", "export", finished(tmp_path, **LORA).path, "--form", "adapter")
+
+
+class Hub:
+    """Stands in for the hub's client: repositories by name, whether each is private, and what was uploaded."""
+
+    def __init__(self, login=True, private=()):
+        self.login, self.private, self.uploaded = login, dict(private), []
+
+    def whoami(self):
+        if not self.login:
+            raise LocalTokenNotFoundError("Token is required")
+        return {"name": "me"}
+
+    def repo_exists(self, repo):
+        return repo in self.private
+
+    def repo_info(self, repo):
+        return SimpleNamespace(private=self.private[repo])
+
+    def create_repo(self, repo, *, private, exist_ok):
+        assert exist_ok
+        self.private.setdefault(f"me/{repo}", private)
+        return RepoUrl(f"https://huggingface.co/me/{repo}")
+
+    def upload_folder(self, *, repo_id, folder_path, commit_message):
+        self.uploaded.append((repo_id, sorted(path.name for path in folder_path.iterdir()), commit_message))
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """The hub answers, and is a stand-in."""
+
+    def take(stand_in, *, answers=True):
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda: stand_in)
+        monkeypatch.setattr(push, "use_cache_if_unreachable", lambda: not answers)
+        return stand_in
+
+    return take
+
+
+@pytest.mark.parametrize("public", [False, True])
+def test_an_export_is_pushed_where_that_is_asked_for_and_private_unless_public_is(run, tmp_path, capsys, hub, public):
+    stand_in = hub(Hub())
+    exported(run, tmp_path)
+    assert stand_in.uploaded == []
+    (tmp_path / "pushed").mkdir()
+    flags = ["--public"] if public else []
+    folder = exported(run, tmp_path / "pushed", "--push-to-hub", "toy", *flags)
+    [(repo, files, message)] = stand_in.uploaded
+    assert (repo, message) == ("me/toy", "tiny after 2 blocks and 4 steps")
+    assert files == sorted(path.name for path in folder.iterdir())
+    assert {"README.md", "model.safetensors", "tokenizer.json"} <= set(files)
+    assert stand_in.private == {"me/toy": not public}
+    assert capsys.readouterr().out.endswith("https://huggingface.co/me/toy\n")
+
+
+@pytest.mark.parametrize(
+    ("stand_in", "answers", "arguments", "status", "said"),
+    [
+        (Hub(private={"me/toy": False}), True, ["--push-to-hub", "toy"], 2, "me/toy, which is public"),
+        (Hub(login=False), True, ["--push-to-hub", "toy"], 1, "hf auth login"),
+        (Hub(), False, ["--push-to-hub", "toy"], 1, "a hub that answers"),
+        (Hub(), True, ["--push-to-hub", "a/b/c"], 2, "OWNER/NAME"),
+        (Hub(), True, ["--public"], 2, "--push-to-hub beside --public"),
+    ],
+)
+def test_a_push_that_cannot_be_or_would_publish_is_refused_before_anything_is_written(
+    run, tmp_path, refused, hub, stand_in, answers, arguments, status, said
+):
+    hub(stand_in, answers=answers)
+    refused(said, "export", run.path, "--to", tmp_path / "exported", *arguments, status=status)
+    assert not list(tmp_path.iterdir())
+    assert stand_in.uploaded == []
+
+
+def test_a_push_that_breaks_leaves_the_folder_and_says_how_to_push_it(run, tmp_path, refused, hub):
+    stand_in = hub(Hub())
+
+    def gone(**options):
+        raise httpx.ConnectError("gone")
+
+    stand_in.upload_folder = gone
+    target, said = tmp_path / "exported", f"hf upload toy {tmp_path / 'exported'} --private"
+    refused(said, "export", run.path, "--to", target, "--push-to-hub", "toy", status=1)
+    assert (target / "model.safetensors").is_file()
 
 
 # --- sample ---------------------------------------------------------------------------------------------------------
