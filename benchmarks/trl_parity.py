@@ -1,4 +1,4 @@
-"""TRL's trainer and the drop-in side by side: whole runs from one seed, and one step of every configuration.
+"""TRL's trainer and the drop-in side by side: whole runs from one seed, and every configuration of the parity command.
 
 python benchmarks/trl_parity.py            # measures, writes benchmarks/results/trl-parity.json
 python benchmarks/trl_parity.py --table    # writes the result into docs/trl.md
@@ -107,10 +107,10 @@ def whole_runs(folder: Path) -> list[dict[str, Any]]:
 
 
 def parity_rows() -> list[dict[str, Any]]:
-    """Largest differences over the configurations of ``parity_trl`` and ``parity_liger``."""
+    """Largest differences over the configurations of ``logitless parity --against trl --against liger``."""
+    from logitless.bench.parity_liger import against_liger
+    from logitless.bench.parity_trl import against_trl
     from logitless.integrations.liger import LigerFusedLinearGRPOLoss
-    from parity_liger import against_liger
-    from parity_trl import against_trl
 
     found = []
     for package, rows in (("trl", list(against_trl())), ("liger", list(against_liger(LigerFusedLinearGRPOLoss)))):

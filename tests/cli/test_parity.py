@@ -20,6 +20,14 @@ def test_only_json_comes_out(capsys):
     assert "chunked" in {row["against"] for row in rows}
 
 
+def test_both_packages_can_be_compared_with_at_once(capsys):
+    pytest.importorskip("trl")
+    pytest.importorskip("liger_kernel")
+    status, out = printed(capsys, "--against", "trl", "--against", "liger", "--quick", "--json")
+    assert status == 0
+    assert {row["against"] for row in json.loads(out)} == {"trl", "liger"}
+
+
 @pytest.mark.parametrize("arguments", [(), ("--json",)])
 def test_a_row_beyond_its_tolerance_is_a_failure(capsys, monkeypatch, arguments):
     rows = [Row("good", "chunked", 0.0, 1e-12, 1e-9), Row("bad", "chunked", 0.0, 1e-3, 1e-9)]

@@ -1,6 +1,7 @@
-"""What ``logitless parity`` runs: one batch through every backend of the head and ``reference``, over many objectives.
+"""What ``logitless parity`` runs: one batch through two implementations, and the differences of loss and gradients.
 
-The rows are the differences of loss and gradients. ``benchmarks/trl_parity.py`` makes rows against TRL and Liger.
+This file compares every backend of the head with ``reference`` over a grid of objectives. ``parity_trl`` and
+``parity_liger`` run the installed code of those packages.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""``logitless parity``: the same batch through this machine's backends of the head and ``reference``, row by row."""
+"""``logitless parity``: the same batch through two implementations, row by row."""
 
 import argparse
 import json
@@ -11,19 +11,41 @@ from logitless.bench.parity import Row, against_reference, worst
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The form of the output."""
+    """What to compare with, and the form of the output."""
+    parser.add_argument(
+        "--against",
+        action="append",
+        choices=("trl", "liger"),
+        help="the installed package's own loss; may be repeated (default: this machine's head backends)",
+    )
     parser.add_argument("--json", action="store_true", help="print a JSON list of rows and nothing else")
     parser.add_argument("--quick", action="store_true", help="only some of the rows")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print every row; 1 when one exceeds its tolerance."""
-    rows = list(against_reference(quick=options.quick))
+    rows = list(_rows(options.against, quick=options.quick))
     if options.json:
         print(json.dumps([row.as_json() for row in rows], indent=1))
     else:
         _print(rows)
     return 0 if all(row.ok for row in rows) else 1
+
+
+def _rows(against: Sequence[str] | None, *, quick: bool) -> list[Row]:
+    if not against:
+        return list(against_reference(quick=quick))
+    rows: list[Row] = []
+    if "trl" in against:
+        from logitless.bench.parity_trl import against_trl
+
+        rows += against_trl(quick=quick)
+    if "liger" in against:
+        from logitless.bench.parity_liger import against_liger
+        from logitless.integrations.liger import LigerFusedLinearGRPOLoss
+
+        rows += against_liger(LigerFusedLinearGRPOLoss, quick=quick)
+    return rows
 
 
 def _print(rows: Sequence[Row]) -> None:
