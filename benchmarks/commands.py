@@ -4,14 +4,16 @@
     python benchmarks/commands.py --pages      # put the kept outputs into the pages
     python benchmarks/commands.py --pages --check
 
-Each command runs in a new process, in a folder that holds only the recipes. Outputs include standard error; the names
-of the folder, of Python's environment and of the home folder are replaced.
+Each command runs in a new process, in a folder that holds only the recipes, and finds only settings that these commands
+measured; on a GPU these settings are kept beside the outputs. Outputs include standard error; the names of the folder,
+of Python's environment and of the home folder are replaced.
 """
 
 import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +37,8 @@ STAND_INS = (
 )
 """The 0.5B recipe where there is no hub: weights drawn at random, eight questions."""
 
+BENCHMARKS = ("precision", "optimizer", "attention", "layers", "compile", "sampling")
+
 EVERYWHERE = {
     "doctor": "logitless doctor",
     "train": "logitless train recipes/length-toy.yaml --set train.blocks=6",
@@ -44,10 +48,13 @@ EVERYWHERE = {
     "doctor-recipe": "logitless doctor recipes/length-toy.yaml",
 }
 ON_A_CPU = {
+    **{f"bench-{name}": f"logitless bench {name} --quick" for name in BENCHMARKS},
     "recipes": "logitless recipes list",
     "doctor-refuses": "logitless doctor recipes/length-toy.yaml --set model.device=cuda --no-measure",
 }
 ON_A_GPU = {
+    **{f"bench-{name}": f"logitless bench {name}" for name in BENCHMARKS},
+    "bench-quick": "logitless bench precision --quick --out quick",
     "doctor-0.5b": f"logitless doctor recipes/qwen2.5-0.5b-gsm8k.yaml {STAND_INS}",
 }
 
@@ -55,11 +62,12 @@ ON_A_GPU = {
 def ran(command: str, folder: Path) -> dict[str, Any]:
     """The command, its exit status, seconds and output."""
     words = [sys.executable, "-m", *shlex.split(command)]
+    own = {"LOGITLESS_SETTINGS": str(folder / "settings"), "COLUMNS": "120"}
     began = time.perf_counter()
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | {"COLUMNS": "120"},
+        env=os.environ | own,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         stdin=subprocess.DEVNULL,
@@ -81,12 +89,17 @@ def measure(out: Path, *, again: bool, only: list[str]) -> None:
         rows = before["rows"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "recipes").symlink_to(ROOT / "recipes")
+        settings = out / f"settings-{short_name(device)}"
+        if settings.is_dir():
+            shutil.copytree(settings, Path(folder) / "settings")
         for name, command in commands.items():
             if (name in rows and not again) or (only and name not in only):
                 continue
             rows[name] = ran(command, Path(folder))
             print(f"{rows[name]['seconds']:7.1f} s, exit status {rows[name]['status']}: {command}", flush=True)
             write_result(path, {"environment": machine, "rows": rows})
+            if device == "cuda" and (Path(folder) / "settings").is_dir():
+                shutil.copytree(Path(folder) / "settings", settings, dirs_exist_ok=True)
 
 
 MARKED = re.compile(r"(<!-- output of (\S+) (\S+): begin[^\n]*-->\n).*?(<!-- output: end -->)", re.DOTALL)

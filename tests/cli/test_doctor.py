@@ -1,7 +1,8 @@
-"""``logitless doctor``: the machine, and a recipe on it."""
+"""``logitless doctor``: the machine, a recipe on it, someone's code."""
 
 import importlib.util
 import json
+import sys
 import tomllib
 from dataclasses import replace
 from importlib import metadata
@@ -90,3 +91,13 @@ def test_an_invalid_recipe_exits_with_2(tmp_path, capsys):
 def test_findings_in_a_recipe_leave_the_exit_status_alone(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--set", "train.epochs_per_block=9", "--no-measure"]) == 0
     assert "train.epochs_per_block: 9 [epochs]" in capsys.readouterr().out
+
+
+def test_source_is_listed_with_exit_status_0_and_never_run(tmp_path, capsys):
+    (tmp_path / "train.py").write_text("import os\nos._exit(5)\nimport xformers\n")
+    before = {*sys.modules}
+    assert main(["doctor", "--source", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "train.py:3: import xformers [xFormers required]" in out
+    assert "nothing was run" in out
+    assert "train" not in {*sys.modules} - before

@@ -34,13 +34,14 @@ SMALLER = {
         *("--numbered", "--set=train.blocks=12", "--set=warm_start.steps=2", "--set=rollout.zero_signal=keep"),
         *("--set=data.train.size=400", "--set=data.held_out.size=8", "--set=warm_start.data.size=400"),
     ),
+    "bench": ("--quick", "--steps=1", "--warmup=0"),
 }
 """Added to commands that begin so, to make them quick."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A recipe, prompts with responses: what the pages' commands name."""
+    """A recipe, training code, prompts with responses: what the pages' commands name."""
     raw = tiny_raw(tmp_path)
     tokenizer = character_tokenizer(ALPHABET + "0123456789+=")
     tokenizer.save_pretrained(str(tmp_path / "tokenizer"))
@@ -49,6 +50,9 @@ def folder(tmp_path: Path) -> Path:
     raw["checkpoint"] = {"every_blocks": 10, "keep": 9}
     for name in ("recipe.yaml", "RECIPE"):
         (tmp_path / name).write_text(yaml.safe_dump({**raw, "name": "my-first-run", "output": "runs"}))
+    for place in ("their/code", "FOLDER"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "train.py").write_text("print('training')\n")
     shutil.copy(ROOT / "examples/own_reward.py", tmp_path)
     asked = {"key": 1, "prompt": "Say 1.", "instruction_id_list": ["count:unique_word_count"], "kwargs": [{"N": 1}]}
     (tmp_path / "prompts.jsonl").write_text(json.dumps(asked) + "\n")
@@ -76,7 +80,7 @@ def test_every_quick_command_of_the_pages_runs_and_ends_well(folder: Path) -> No
         run = subprocess.run(
             [sys.executable, "-m", "logitless", *line],
             cwd=folder,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "LOGITLESS_SETTINGS": str(folder / "settings")},
             capture_output=True,
             text=True,
         )

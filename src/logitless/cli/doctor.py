@@ -3,6 +3,8 @@
 Without a recipe: versions, devices, backends, engines, attention, sandbox. With a recipe: whether it runs here,
 settings that are often a mistake, faster settings, and a forecast of time and memory; exit status 1 if it cannot run,
 with the nearest settings that can. Given a run's ``config.yaml``, also which rewards failed in that run.
+``--source FOLDER`` reads training code without running it and lists likely mistakes; exit status 0 with or without
+findings.
 """
 
 import argparse
@@ -17,16 +19,21 @@ from logitless.errors import LogitlessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The recipe, and the form of the output."""
+    """The recipe or the source, and the form of the output."""
     parser.add_argument("recipe", type=Path, nargs="?", help="YAML file; without it the machine is described")
     add_overrides(parser)
+    parser.add_argument(
+        "--source", type=Path, metavar="FOLDER", help="read training code, and list places worth a look"
+    )
     parser.add_argument("--no-measure", action="store_true", help="with a recipe: the plan alone, no measured batch")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(options: argparse.Namespace) -> int:
     """Print what was found; 1 where a recipe cannot run here."""
-    if options.recipe is not None:
+    if options.source is not None:
+        found, status = _source(options.source), 0
+    elif options.recipe is not None:
         found, status = _recipe(options.recipe, options.overrides, measure=not options.no_measure)
     else:
         from logitless.doctor.machine import findings
@@ -55,10 +62,22 @@ def _finding(entry: dict[str, Any]) -> str:
     return str(Finding(**entry))
 
 
+def _source(folder: Path) -> dict[str, Any]:
+    from logitless.doctor.source_audit import NUM_RULES, audit_source
+
+    findings, unread = audit_source(folder)
+    found: dict[str, Any] = {f"{folder}: worth a look": [dataclasses.asdict(each) for each in findings]}
+    if unread:
+        found["not read"] = unread
+    found["done"] = f"{len(findings) or 'nothing'} found by {NUM_RULES} rules; nothing was run"
+    return found
+
+
 def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dict[str, Any], int]:
     import torch
 
     from logitless.doctor.forecast import forecast_of
+    from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
     from logitless.doctor.recipe_audit import Scored, audit_recipe, audit_scoring
     from logitless.train.assembly.stages import read
@@ -87,7 +106,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     if torch.cuda.is_available() and host.peak_bytes:
         found["plan"]["memory of the host"] = f"{size_text(host.peak_bytes)}, most while {host.fullest}"
     if fit.changes is not None:
-        found["left on the table"] = list(fit.plan.warnings) or ["nothing found"]
+        found["left on the table"] = left_on_the_table(fit.recipe, fit.plan) or ["nothing found"]
     if measure and not fit.problems:
         forecast = forecast_of(fit.recipe, fit.plan)
         found["forecast"] = str(forecast)

@@ -8,7 +8,7 @@ from functools import wraps
 from typing import TypeAlias, TypeVar
 
 Places: TypeAlias = Iterator[tuple[str, str]]
-"""Pairs of a recipe's key and what was found there."""
+"""Pairs of a place (a recipe's key, or a file and its line) and what was found there."""
 
 Subject = TypeVar("Subject")
 
@@ -19,7 +19,7 @@ class Finding:
 
     Args:
         rule: name of the rule, such as ``epochs``.
-        place: a recipe's key.
+        place: a recipe's key, or a file and its line.
         said: what was found there.
         reason: what it does to training.
         remedy: what to do, as an imperative sentence.

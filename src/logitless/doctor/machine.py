@@ -1,4 +1,4 @@
-"""What is installed on this machine, and what of logitless runs on it."""
+"""What is installed on this machine, what of logitless runs on it, and settings that would be faster."""
 
 import importlib.metadata
 import importlib.util
@@ -9,11 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from logitless.bench.machine import environment
+from logitless.bench.recommended import recommended_here
+from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
 from logitless.rewards.workers.sandbox import sandbox_of
-from logitless.train.assembly.process import allocator_of_environment, sdpa_allowed
+from logitless.train.assembly.layers import against_row_invariant
+from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.process import allocator_of_environment, device_of, sdpa_allowed
+from logitless.train.optim.optimizer import automatic_implementation
+from logitless.train.plan.run_plan import Plan
+from logitless.train.recipe.config import Recipe
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -157,3 +165,77 @@ def _settings() -> Iterator[tuple[str, str]]:
         needs = "GeForce RTX 40" in name and off != "1"
         hint = "; cards of the 4000 series have no peer-to-peer: if the first collective hangs, set it to 1"
         yield "NCCL_P2P_DISABLE", (off or "not set") + (hint if needs else "")
+
+
+def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
+    """Warnings of the plan, and settings that ``logitless bench`` found faster on this machine, one line each.
+
+    Args:
+        recipe: runs here.
+        plan: of the recipe.
+    """
+    device = device_of(recipe.model)
+    settled = _settled(recipe, plan, device)
+    measured = [
+        f"{line} — bench {name}"
+        for name, line in recommended_here()
+        if line.partition(":")[0] not in settled and not _has(recipe, line, device)
+    ]
+    return [*plan.warnings, *measured]
+
+
+_NOT_ROW_INVARIANT = frozenset(
+    f"model.{key}" for key in ("attention", "sdpa_backends", "autocast", "matmul_precision", "compile", "layers")
+)
+
+
+def _settled(recipe: Recipe, plan: Plan, device: torch.device) -> frozenset[str]:
+    """Keys for which the fastest measured value is not recommended, because the recipe would lose something else."""
+    rows = frozenset[str]() if _has_room_for_rows(recipe, plan, device) else frozenset({"rollout.max_rows"})
+    if takes_row_invariant_layers(recipe, device) or _would_take_row_invariant_layers(recipe, device):
+        return rows | _NOT_ROW_INVARIANT  # these would rule out row-invariant layers
+    lowered = recipe.model.trained_dtype != "float32"  # its products are in that dtype already
+    return rows | ({"model.autocast", "model.matmul_precision"} if lowered else frozenset())
+
+
+def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool:
+    """Whether more completions could be decoded at once: fewer than a block's are, and the plan takes less than a
+    quarter of the memory."""
+    rollout = recipe.rollout
+    completions = rollout.prompts_per_block * rollout.completions_per_prompt
+    return rollout.max_rows < completions and plan.total_bytes < free_memory(device) / 4
+
+
+def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether a run would use row-invariant layers, if this GPU passes the self-check.
+
+    Args:
+        recipe: runs here.
+        device: of the run.
+    """
+    if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
+        return False
+    tokenizer = tokenizer_of(recipe.model)
+    model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
+    return not against_row_invariant(recipe.model, model)
+
+
+def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
+    """Whether only a dtype keeps a recipe from them: that of its weights, under LoRA that of the base model."""
+    if recipe.model.layers != "auto" or takes_row_invariant_layers(recipe, device):
+        return False
+    key = "trained_dtype" if recipe.model.lora is None else "dtype"
+    lowered = recipe.model.model_copy(update={"autocast": None, key: "bfloat16"})
+    return takes_row_invariant_layers(recipe.model_copy(update={"model": lowered}), device)
+
+
+def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
+    """Whether a recipe already has the setting of a line, explicitly or by default."""
+    key, _, value = line.partition(": ")
+    at: Any = recipe
+    for part in key.split("."):
+        at = getattr(at, part)
+    if key == "train.optimizer.implementation" and at == "auto":
+        at = automatic_implementation(device)
+    wanted = yaml.safe_load(value)
+    return bool(at == (tuple(wanted) if isinstance(wanted, list) else wanted))
