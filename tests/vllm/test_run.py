@@ -1,4 +1,4 @@
-"""Whole runs on a real server, which is killed, and with vLLM in the trainer's process."""
+"""Whole runs on a real server, which is killed."""
 
 from pathlib import Path
 
