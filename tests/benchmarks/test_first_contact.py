@@ -80,3 +80,11 @@ def test_every_first_contact_that_was_measured_went_well_in_time(path):
     rows = json.loads(path.read_text())["rows"]
     assert [row for row in rows if row["ok"] is False] == []
     assert benchmark.beyond_bound(rows) == []
+
+
+def test_the_page_has_the_first_calls_that_were_measured_alone():
+    rows = json.loads((benchmark.RESULTS / "first-contact-H200.json").read_text())["rows"]
+    alone = [row["alone_seconds"] for row in rows if "alone_seconds" in row]
+    done = sum(row["ok"] is True for row in rows)
+    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    assert f"first call takes {min(alone):.1f} to {max(alone):.1f} s with empty caches ([{done} first runs]" in page
