@@ -2,16 +2,21 @@
 
 import json
 from pathlib import Path
+from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 import first_contact as benchmark
 from logitless.cli.main import main
+from logitless.distributed.ranks import Ranks
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.gpu import steps
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import run_recipe
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.ranks import run_on_ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,6 +71,22 @@ def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, name, engi
         assert {"evaluation/length_mean", "held_out/second/length_mean"} <= lines[-1].keys()
 
 
+def _on_a_rank(rank, recipe, overrides):
+    if interpreted():
+        complete_interpreter()
+    with mock.patch.object(steps, "STEPS", 2), mock.patch("logitless.train.run.write_report"):
+        return run_recipe(load_recipe(recipe, overrides), ranks=Ranks(data=dist.group.WORLD)).complete
+
+
+@pytest.mark.parametrize("engine", benchmark.ENGINES)
+def test_a_first_contact_of_two_processes_goes_well_at_toy_size(tmp_path, engine):
+    character_tokenizer("abcdefgh").save_pretrained(str(tmp_path / "tokenizer"))
+    recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS["smollm2-135m"], tmp_path / "tokenizer")
+    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], engine, tmp_path, few=2)
+    overrides += [*SMALL, f"output={tmp_path}/runs", "train.blocks=1"]
+    assert run_on_ranks(2, _on_a_rank, recipe, overrides) == [True, True]
+
+
 @pytest.mark.parametrize("engine", benchmark.ENGINES)
 @pytest.mark.parametrize("name", benchmark.CASES)
 def test_every_case_is_a_recipe_at_real_size_too(tmp_path, name, engine):
@@ -80,3 +101,11 @@ def test_every_first_contact_that_was_measured_went_well_in_time(path):
     rows = json.loads(path.read_text())["rows"]
     assert [row for row in rows if row["ok"] is False] == []
     assert benchmark.beyond_bound(rows) == []
+
+
+def test_the_page_has_the_first_calls_that_were_measured_alone():
+    rows = json.loads((benchmark.RESULTS / "first-contact-H200.json").read_text())["rows"]
+    alone = [row["alone_seconds"] for row in rows if "alone_seconds" in row]
+    done = sum(row["ok"] is True for row in rows)
+    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    assert f"first call takes {min(alone):.1f} to {max(alone):.1f} s with empty caches ([{done} first runs]" in page

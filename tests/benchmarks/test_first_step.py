@@ -9,6 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+BOUNDS = {"empty": 30.0, "full": 12.0}  # seconds
+
+
+def test_the_first_step_of_a_135m_run_comes_within_12_seconds_or_30_with_empty_caches_and_the_page_says_when():
+    rows = json.loads((ROOT / "benchmarks/results/first-step-H200.json").read_text())["rows"]
+    seconds = {caches: [row["first_step_seconds"] for row in rows if row["caches"] == caches] for caches in BOUNDS}
+    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    for caches, bound in BOUNDS.items():
+        assert 0 < max(seconds[caches]) <= bound
+        assert f"after {max(seconds[caches]):.1f} s with {caches}" in page
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ NAMES_OR_PATHS = (
 GGUF file."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
@@ -56,6 +56,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bo
         ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
             the wrong type, or parts that contradict each other.
     """
+    path = Path(path)
     raw = read_mapping(path, overrides)
     replaced = [override.partition("=")[0] for override in overrides]
 
