@@ -35,6 +35,7 @@ PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 AHEAD = ("rollout.staleness=1",)
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
+SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
@@ -111,6 +112,9 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
     (BASE, "model.lora=null"),
     (BASE, "teacher.place=host"),
+    (SEVERAL, LORA[0]),
+    (SEVERAL, "teacher.template=null"),
+    (SEVERAL, "teacher.source=a/b"),
 ]
 
 

@@ -33,7 +33,7 @@ from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
-from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of
+from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of, pack_groups
 from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
@@ -172,6 +172,11 @@ class Learner:
 
     # --- before training on a block
 
+    def packed(self, groups: Sequence[Group]) -> PackedBlock:
+        """The completions of groups packed, with what their teachers read."""
+        block = pack_groups(groups, version=self.version)
+        return block if self.teacher is None else self.teacher.attached(block, groups)
+
     def score(
         self,
         packed: PackedBlock,
@@ -217,7 +222,9 @@ class Learner:
         if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
             with self.teacher.on_device():
                 logp_teacher = self._scores(self.teacher, packed, trained).logp
-            advantage = advantage + teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
+            added = teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
+            graded = packed.packed.teacher
+            advantage = advantage + (added if graded is None else added.masked_fill(graded < 0, 0.0))
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,

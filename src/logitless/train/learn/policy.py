@@ -34,6 +34,7 @@ from logitless.models.lm_head import (
     why_unshared,
 )
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.modes import evaluating
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.router import Routers, RoutingSums, routing_sums, token_copies
 from logitless.models.units import units_of
@@ -388,21 +389,31 @@ class Policy:
         return torch.autocast(self.device.type, self.autocast)
 
 
-class AdaptersOff:
-    """The reference of a LoRA policy: the same model with its adapters off; no second copy."""
+class Itself:
+    """The policy as a frozen model that scores: without dropout, and without values."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] under the base model, which has no value head."""
-        with adapters_off(self.policy.model):
+        """See ``Policy.scores``."""
+        with self._mode():
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
-        """See ``Policy.hidden_and_head``; of the base model."""
-        with adapters_off(self.policy.model):
+        """See ``Policy.hidden_and_head``."""
+        with self._mode():
             return self.policy.hidden_and_head(batch)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return evaluating(self.policy.model)
+
+
+class AdaptersOff(Itself):
+    """The reference of a LoRA policy: the same model with its adapters off; no second copy."""
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return adapters_off(self.policy.model)
 
 
 def _check_memory(needed: int, device: torch.device) -> None:

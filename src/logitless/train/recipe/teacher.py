@@ -1,6 +1,7 @@
-"""The section ``teacher``: a frozen model that the policy learns from."""
+"""The section ``teacher``: models that the policy learns from."""
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -12,16 +13,25 @@ from logitless.train.recipe.section import Section
 if TYPE_CHECKING:
     from logitless.train.recipe.config import Recipe
 
-BASE = "base"
-"""The teacher's ``source`` for LoRA's base model."""
+BASE, SELF, START = "base", "self", "start"
+"""A teacher's ``source`` for LoRA's base model, for the policy, and for the policy before its first step."""
+
+OF_POLICY = (BASE, SELF, START)
 
 
 class TeacherSection(Section):
-    """A frozen model that the policy learns from: by a divergence in the loss, by advantages, or by both
+    """Models that the policy learns from: by a divergence in the loss, by advantages, or by both
     (docs/distillation.md)."""
 
-    source: str = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; base: LoRA's base model"
+    source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
+        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`: "
+        "the policy; `start`: the policy before its first step. Or several, each by a value of `column`"
+    )
+    column: str | None = Field(
+        None, description="whose value names a prompt's teacher among several; None: the name of its source of data"
+    )
+    template: str | None = Field(
+        None, description="Jinja, of what the prompt's last message says to the teacher; None: what the policy reads"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
@@ -40,9 +50,18 @@ class TeacherSection(Section):
     temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
 
     @property
-    def is_base(self) -> bool:
-        """Whether the teacher is LoRA's base model."""
-        return self.source == BASE
+    def sources(self) -> dict[str, str]:
+        """Where each teacher comes from, by the value that names it; one alone has no name."""
+        return {"": self.source} if isinstance(self.source, str) else dict(self.source)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """``sources`` with weights of their own."""
+        return {name: source for name, source in self.sources.items() if source not in OF_POLICY}
+
+    def has(self, source: str) -> bool:
+        """Whether it is the source of a teacher."""
+        return source in self.sources.values()
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -60,7 +79,12 @@ def _teaches_alone(recipe: "Recipe") -> bool:
 
 
 teacher = Setting["Recipe"]("teacher", lambda recipe: recipe.teacher is not None)
-base = Setting["Recipe"]("teacher.source base", lambda recipe: recipe.teacher is not None and recipe.teacher.is_base)
+
+
+def _has(source: str) -> Setting["Recipe"]:
+    return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
+
+
 divergence = Setting["Recipe"](
     "teacher.divergence", lambda recipe: recipe.teacher is not None and recipe.teacher.divergence is not None
 )
@@ -92,17 +116,39 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
         remedy="Leave rollout.zero_signal out.",
     ),
-    base.needs(
+    _has(BASE).needs(
         "model.lora, whose base it is",
         holds=lambda recipe: recipe.model.lora is not None,
         given=lambda _: "full fine-tuning",
         remedy="Name the teacher's folder or hub name.",
     ),
-    base.needs(
+    _has(START).needs(
+        "full fine-tuning, for it is a copy of the policy",
+        holds=lambda recipe: recipe.model.lora is None,
+        given=lambda _: "model.lora",
+        remedy="Set teacher.source: base.",
+    ),
+    _has(SELF).needs(
+        "teacher.template, without which it says what the policy says",
+        holds=lambda recipe: _teacher(recipe).template is not None,
+        given=lambda _: "none",
+        remedy="Set teacher.template, for example to '{{ solution }} {{ prompt }}', or teacher.source: start.",
+    ),
+    Setting["Recipe"](
+        "teacher.source base, self or start", lambda recipe: recipe.teacher is not None and not recipe.teacher.models
+    ).needs(
         "neither dtype nor place, for it has the weights of the policy",
         holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
         given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
-        remedy="Leave both out; model.dtype is the base's.",
+        remedy="Leave both out; model.dtype is the policy's.",
+    ),
+    Setting["Recipe"](
+        "teacher.column", lambda recipe: recipe.teacher is not None and recipe.teacher.column is not None
+    ).needs(
+        "several teachers, among which it chooses",
+        holds=lambda recipe: not isinstance(_teacher(recipe).source, str),
+        given=lambda recipe: f"source: {_teacher(recipe).source}",
+        remedy="Leave column out, or give teacher.source as a mapping from its values to models.",
     ),
 )
 
