@@ -13,7 +13,7 @@ BEST = "{% if others and others[0].reward >= 1 %}{{ others[0].text }}{% endif %}
 def _rendered(template, *, chat_template=None, messages=None, **columns):
     tokenizer = character_tokenizer("abcdef")
     tokenizer.chat_template = chat_template
-    text = "ab" if messages is None else f"[{messages[-1]['content']}]"
+    text = "ab" if messages is None else "aff"
     prompt = Prompt("7", text, tokenizer(text, add_special_tokens=False)["input_ids"], columns, messages)
     completions = tuple(Completion("7", (4,), text, "stop") for text in "cde")
     said = tuple({"check": Verdict(None, "error", message=word)} for word in "fab")

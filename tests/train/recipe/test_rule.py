@@ -115,6 +115,8 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (SEVERAL, LORA[0]),
     (SEVERAL, "teacher.template=null"),
     (SEVERAL, "teacher.source=a/b"),
+    ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
+    (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
 ]
 
 

@@ -27,7 +27,7 @@ from logitless.errors import TrainingError
 from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
 from logitless.objective.algorithm import Algorithm
-from logitless.objective.distillation import teacher_advantage
+from logitless.objective.distillation import prefix_weight, teacher_advantage
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
@@ -223,8 +223,11 @@ class Learner:
             with self.teacher.on_device():
                 logp_teacher = self._scores(self.teacher, packed, trained).logp
             added = teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
-            graded = packed.packed.teacher
-            advantage = advantage + (added if graded is None else added.masked_fill(graded < 0, 0.0))
+            if packed.packed.teacher is not None:
+                added = added.masked_fill(packed.packed.teacher < 0, 0.0)
+            if distillation.gamma:
+                added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
+            advantage = advantage + added
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,

@@ -46,6 +46,9 @@ class TeacherSection(Section):
         0.0,
         description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
     )
+    gamma: NonNegativeFloat = Field(
+        0.0, description="how much more the advantage of a first token counts than that of a last one (IW-OPD)"
+    )
     alone: bool = Field(False, description="rewards are measured, and give no advantages")
     temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
 
@@ -101,6 +104,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         holds=lambda recipe: _teacher(recipe).divergence is not None,
         given=lambda _: "no divergence",
         remedy="Set teacher.divergence; the coefficient of the advantage is teacher.advantage itself.",
+    ),
+    Setting["Recipe"]("teacher.gamma", lambda recipe: recipe.teacher is not None and recipe.teacher.gamma > 0).needs(
+        "teacher.advantage, which it weighs",
+        holds=lambda recipe: _teacher(recipe).advantage > 0,
+        given=lambda _: "no advantage",
+        remedy="Set teacher.advantage: true, or leave gamma out.",
     ),
     Setting["Recipe"](
         "teacher.beta", lambda recipe: recipe.teacher is not None and recipe.teacher.beta is not None
