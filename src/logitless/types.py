@@ -649,6 +649,7 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        sum_squares: [N] sum of the squared probabilities of all tokens, or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -659,6 +660,7 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    sum_squares: Float[Tensor, "N"] | None = None
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from logitless.objective.advantage import (
     GroupStandardized,
     LeaveOneOut,
     LengthWeighted,
+    OptimalToken,
     PassAtK,
     Raw,
     ReinforcePP,
@@ -442,6 +443,17 @@ def pass_at_k(k: int = 4, epsilon: float = 0.2) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), PassAtK(k), TokenMean())
 
 
+def otb(epsilon: float = 0.2) -> Algorithm:
+    """OTB: each token against the optimal baseline at its place.
+
+    Source: https://richardli.xyz/optimal-token-baseline, in verl's form.
+
+    Elsewhere:
+        verl: ``adv_estimator: tir_optimal_token_baseline``
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), OptimalToken(), TokenMean())
+
+
 def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
     """REINFORCE++: clipped, with token returns whitened over the batch.
 
@@ -492,6 +504,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "opo": opo,
     "gpg": gpg,
     "pass_at_k": pass_at_k,
+    "otb": otb,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

@@ -368,7 +368,7 @@ def next_block(
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return judged, None, metrics
-    if learner.policy.value_head is not None:  # its values need the scoring pass
+    if learner.algorithm.reads_scores:
         sampled = None
     rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
     with journal.phase("scoring") as seconds:

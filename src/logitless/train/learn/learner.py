@@ -205,7 +205,8 @@ class Learner:
         dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         if old is None:
-            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead])
+            more = {"sum_squares": True} if self.algorithm.reads_squares else {}
+            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead], **more)
         logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
         found = advantages(
             packed,
@@ -241,7 +242,7 @@ class Learner:
             value_target=found.value_target,
         )
 
-    def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]]) -> TokenScores:
+    def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
         """A scoring pass over these rows of this rank."""
         return scores_of(
             scorer,
@@ -250,6 +251,7 @@ class Learner:
             temperature=self.recipe.rollout.sampling.temperature,
             backend=self.recipe.train.scoring_backend,
             ranks=self.ranks,
+            **more,
         )
 
     def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
@@ -653,7 +655,7 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm, num_steps: int) -> 
         recipe.train.reuse_logp
         and not has_dropout(recipe)
         and recipe.train.epochs_per_block == num_steps == 1
-        and algorithm.value_loss is None
+        and not algorithm.reads_scores
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )
