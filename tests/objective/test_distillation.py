@@ -1,8 +1,6 @@
 """A teacher's term of the loss and its advantages, by hand in value and gradient."""
 
-from collections import defaultdict
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from logitless.objective.distillation import (
     Distillation,
     DistillationOutput,
     distillation_diagnostics,
-    prefix_weight,
     teacher_advantage,
 )
 from logitless.objective.presets import algorithm
@@ -49,34 +46,6 @@ def test_the_advantage_is_positive_where_the_teacher_finds_a_token_likelier_than
 def test_tokens_without_a_log_prob_of_the_sampler_are_refused_for_the_advantage():
     with pytest.raises(InputError, match="none for 1 of 2 tokens"):
         teacher_advantage(double(-1, -1), double(-2, torch.nan))
-
-
-def test_early_tokens_count_more_as_in_trls_iw_opd():
-    trainer = pytest.importorskip("trl.experimental.iw_opd.iw_opd_trainer").IWOPDTrainer
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(2, 5, 7, generator=generator).double().requires_grad_()
-    tokens, gamma = torch.randint(7, (2, 5), generator=generator), 0.7
-    teacher, sampler = -3 * torch.rand(2, 2, 5, generator=generator).double()
-    real = torch.tensor([[True] * 5, [True] * 3 + [False] * 2])
-    itself = SimpleNamespace(
-        temperature=1.0,
-        iw_opd_gamma=gamma,
-        iw_opd_epsilon=1e-8,
-        model=SimpleNamespace(training=True),
-        _metrics={"train": defaultdict(list)},
-    )
-    labels = torch.where(real, tokens, -100)
-    expected = trainer._compute_iw_opd_loss(itself, logits, tokens, labels, teacher, sampler)
-    (of_trl,) = torch.autograd.grad(expected, logits)
-
-    logp = logits.log_softmax(-1).gather(2, tokens[:, :, None]).squeeze(2)[real]
-    batch = batch_of([0] * 5 + [1] * 3, token_weight=torch.full((8,), 1 / 8).double())
-    added = teacher_advantage(teacher[real], sampler[real])
-    advantage = added * prefix_weight(added, batch.sequence, gamma)
-    loss = algorithm("reinforce").objective(logp, None, replace(batch, advantage=advantage)).loss
-    (of_ours,) = torch.autograd.grad(loss, logits)
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    torch.testing.assert_close(of_ours, of_trl, rtol=1e-12, atol=1e-14)
 
 
 def test_the_mean_divergence_is_over_trained_tokens_of_all_micro_batches_and_ranks():
