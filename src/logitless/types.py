@@ -318,6 +318,7 @@ class Group:
         rewards: the weighted sum for each completion, turn rewards included; None if no function scored it.
         turn_rewards: the environment's part of ``rewards``, by turn; empty if it pays none.
         conversations: the messages of each completion, prompt included; empty if all are single turns.
+        baseline: the reward of a greedy completion of the prompt; None if none was sampled, or if it has none.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -332,6 +333,7 @@ class Group:
     rewards: tuple[float | None, ...]
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    baseline: float | None = None
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):

@@ -14,6 +14,7 @@ from logitless.objective.advantage import (
     PassAtK,
     Raw,
     ReinforcePP,
+    Remax,
 )
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
@@ -41,6 +42,7 @@ TABLE = {
     "dro": (TokenRatio(), Dro(0.1), STANDARDIZED, TokenMean()),
     "ppo": (TokenRatio(), Clip(0.8, 1.2), Gae(1.0, 0.95), TokenMean()),
     "reinforce": (TokenRatio(), Reinforce(), Raw(), TokenMean()),
+    "remax": (TokenRatio(), Reinforce(), Remax(), SequenceSum()),
     "rloo": (TokenRatio(), Reinforce(), LeaveOneOut(), SequenceSum()),
     "opo": (TokenRatio(), Reinforce(), LengthWeighted(), TokenMean()),
     "gpg": (TokenRatio(), Reinforce(), Gpg(), TokenMean()),

@@ -4,6 +4,7 @@
 the vocabulary and of the sampled token; and that of ``IWOPDTrainer``.
 """
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -84,9 +85,11 @@ class _Streams:
 
 def distillation_rows() -> Iterator[Row]:
     """A row for each loss; TRL 1.16 or later must be installed."""
-    from trl.experimental.gkd import GKDTrainer
-    from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
-    from trl.experimental.sdpo import loss_utils
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that what is experimental may change
+        from trl.experimental.gkd import GKDTrainer
+        from trl.experimental.iw_opd.iw_opd_trainer import IWOPDTrainer
+        from trl.experimental.sdpo import loss_utils
     from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
     def of_gkd(beta: float) -> Callable[[_Streams], Tensor]:

@@ -20,6 +20,7 @@ from logitless.objective.advantage import (
     PassAtK,
     Raw,
     ReinforcePP,
+    Remax,
 )
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import known
@@ -386,6 +387,17 @@ def reinforce() -> Algorithm:
     return Algorithm(Objective(surrogate=Reinforce()), Raw(), TokenMean())
 
 
+def remax() -> Algorithm:
+    """ReMax: REINFORCE on whole sequences against the reward of a greedy completion.
+
+    Source: arXiv:2310.10505.
+
+    Elsewhere:
+        verl: ``adv_estimator: remax`` (the advantage only)
+    """
+    return Algorithm(Objective(surrogate=Reinforce()), Remax(), SequenceSum())
+
+
 def rloo() -> Algorithm:
     """RLOO: REINFORCE on whole sequences against the mean of the others.
 
@@ -500,6 +512,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "dro": dro,
     "ppo": ppo,
     "reinforce": reinforce,
+    "remax": remax,
     "rloo": rloo,
     "opo": opo,
     "gpg": gpg,

@@ -237,10 +237,12 @@ def test_what_a_machine_lacks_breaks_one_rule_and_the_setting_instead_breaks_non
 def test_an_algorithm_is_refused_for_the_one_rule_that_it_breaks(loaded):
     unpaid = ("rewards=[]", "rollout.environment={name: guessing}", "rollout.limits={max_tokens: 8}")
     gdpo = "algorithm.advantage={name: gdpo}"
-    for of, overrides in zip(COMPOSED_RULES, (("value_head={}",), unpaid), strict=True):
-        algorithm_of(loaded(*overrides, "algorithm.preset=ppo"))
+    remax = ("algorithm.preset=remax",)
+    cases = [(("value_head={}",), gdpo), (unpaid, gdpo), (remax, "rollout.engine={name: recorded, path: x.jsonl}")]
+    for of, (overrides, breaks) in zip(COMPOSED_RULES, cases, strict=True):
+        algorithm_of(loaded("algorithm.preset=ppo", *overrides))
         with pytest.raises(ConfigurationError, match=rf"needed for {re.escape(of.setting.words)}: {of.needed};"):
-            algorithm_of(loaded(*overrides, gdpo))
+            algorithm_of(loaded(*overrides, breaks))
 
 
 def test_a_setting_that_a_subject_does_not_have_needs_nothing_until_auto_asks():

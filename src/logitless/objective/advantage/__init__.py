@@ -36,6 +36,7 @@ from logitless.objective.advantage.group_relative import (
     PassAtK,
     Percentile,
     Raw,
+    Remax,
     Robust,
     group_centered,
     group_standardized,
@@ -46,6 +47,7 @@ from logitless.objective.advantage.group_relative import (
     pass_at_k,
     percentile,
     raw,
+    remax,
     robust,
 )
 from logitless.objective.advantage.token_baseline import OptimalToken, optimal_token
@@ -55,6 +57,7 @@ from logitless.objective.ranges import discounted_returns, pay_at_last_token, tu
 
 Advantage = (
     Raw
+    | Remax
     | GroupCentered
     | GroupStandardized
     | BatchStandardized
@@ -96,6 +99,7 @@ __all__ = [
     "Raw",
     "ReinforcePP",
     "ReinforcePPBaseline",
+    "Remax",
     "Robust",
     "batch_standardized",
     "clip",
@@ -119,6 +123,7 @@ __all__ = [
     "raw",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "remax",
     "robust",
     "turn_index",
     "whiten",

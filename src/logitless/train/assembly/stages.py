@@ -237,6 +237,7 @@ def assemble(
         *(data.train, engines.training, inputs.environment, inputs.rewards),
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
+        greedy_baseline=inputs.algorithm.advantage is not None and inputs.algorithm.advantage.reads_baseline,
     )
     held_out = {"held_out": data.held_out, **data.held_out_sets}
     evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, held_out, inputs.rewards, ranks)

@@ -214,6 +214,7 @@ def advantages(
         values=None if old is None else old.value,
         logp_old=None if old is None else old.logp,
         sum_squares=None if old is None else old.sum_squares,
+        baseline=torch.tensor([reward_or_nan(g.baseline) for g in groups for _ in g.completions], dtype=rewards.dtype),
     )
     return estimator.checked(inputs)
 
