@@ -182,8 +182,7 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="luspo", importance_sampling_level="sequence")``
 
     Notes:
-        - TRL 1.16 sums the trained tokens, as here. Earlier releases, and Liger, multiply by the length and average
-          over padded columns; they agree at the sequence level without a KL or a correction per token.
+        - Liger multiplies by the length and averages over padded columns.
         - TRL's default level is ``token``, which is not LUSPO.
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
@@ -242,7 +241,6 @@ def vespo(
 
     Notes:
         - The sampler correction, bounded and per token, is part of w and not multiplied in again.
-        - Liger multiplies in the correction of padded positions too: it must be 1 there.
         - w is a product over the sequence: in a long one phi is soon near 0.
     """
     surrogate = Vespo(k_positive, lambda_positive, k_negative, lambda_negative)
@@ -262,8 +260,6 @@ def gmpo(epsilon: float = 0.4) -> Algorithm:
         - Bounds are of the log ratio, as TRL's ``epsilon`` and verl's ``clip_ratio`` are here: 0.67 to 1.49. verl's
           default of 0.2 is not the paper's.
         - verl averages over the sequences of a micro-batch, whatever ``loss_agg_mode`` says.
-        - A token-level sampler correction weighs a sequence by the arithmetic mean of its tokens' weights, in verl by
-          the geometric mean.
 
     Example:
         >>> gmpo().objective.surrogate.log_ratio_min
@@ -283,7 +279,6 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
     Notes:
         - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio (its actor
           sets it to 3).
-        - Rare tokens may move by a large ratio, likely ones by a small one.
 
     Example:
         >>> dppo("kl").objective.surrogate.max_high
@@ -449,7 +444,6 @@ def pass_at_k(k: int = 4, epsilon: float = 0.2) -> Algorithm:
     Source: arXiv:2508.10751, its analytical advantage.
 
     Notes:
-        - verl's ``grpo_passk`` is another advantage, for the best completion of a group alone.
         - The authors publish the advantage alone; the clip is PPO's.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), PassAtK(k), TokenMean())

@@ -133,7 +133,7 @@ def remax(rewards: Float[Tensor, "B"], baseline: Float[Tensor, "B"]) -> Float[Te
 
 @dataclass(frozen=True)
 class Remax(OnePerCompletion):
-    """See ``remax``. Each block samples one more completion a prompt, greedily."""
+    """See ``remax``."""
 
     name: Literal["remax"] = "remax"
     compares_group: ClassVar[bool] = False

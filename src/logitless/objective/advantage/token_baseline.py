@@ -22,11 +22,12 @@ def optimal_token(
     sum_squares: Float[Tensor, "N"],
     lone: Literal["zero", "return"] = "zero",
 ) -> Float[Tensor, "N"]:
-    """The return from a token on, against the mean of its group at the same place, weighed by ``W``.
+    """The return from a token on, against the weighted mean of its group at the same place.
 
-    ``A_{i,t} = G_{i,t} - sum_j W_{j,t} G_{j,t} / (sum_j W_{j,t} + 1e-8)`` over the completions j of the group that have
-    a t-th trained token. ``W_t`` is the sum over the tokens u up to t of ``1 - 2 p_u + sum_v p_v^2``, the squared norm
-    of the score by the logits.
+    ``A_{i,t} = G_{i,t} - sum_j W_{j,t} G_{j,t} / (sum_j W_{j,t} + 1e-8)`` over the group's completions with a token t
+    ``W_t = sum_{u <= t} 1 - 2 p_u + sum_v p_v^2``
+
+    The terms of W are squared norms of the score by the logits; t counts trained tokens.
 
     Args:
         token_rewards: [N]; NaN makes the tokens up to it unscored.
@@ -71,10 +72,10 @@ def optimal_token(
 
 @dataclass(frozen=True)
 class OptimalToken(Estimator):
-    """See ``optimal_token``. Its scoring pass reads the head twice.
+    """See ``optimal_token``. Scoring reads the head twice.
 
     Args:
-        lone: the advantage at a place that no other completion of the group reaches: zero, or the return.
+        lone: the advantage where no other completion has a token t: zero, or the return.
     """
 
     lone: Literal["zero", "return"] = "zero"

@@ -117,7 +117,7 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         "algorithm.advantage remax",
         lambda composed: composed.algorithm.advantage is not None and composed.algorithm.advantage.reads_baseline,
     ).needs(
-        "an engine that samples a greedy completion of each prompt",
+        "an engine that samples",
         holds=lambda composed: composed.recipe.rollout.engine.recorded_file is None,
         given=lambda _: "recorded completions",
         remedy="Choose another algorithm.advantage.",

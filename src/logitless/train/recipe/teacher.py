@@ -24,14 +24,14 @@ class TeacherSection(Section):
     (docs/distillation.md)."""
 
     source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`: "
-        "the policy; `start`: the policy before its first step. Or several, each by a value of `column`"
+        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`, "
+        "`start`: the policy now, or before its first step; or several, by a value of `column`"
     )
     column: str | None = Field(
-        None, description="whose value names a prompt's teacher among several; None: the name of its source of data"
+        None, description="whose value names a prompt's teacher; None: the name of its source of data"
     )
     template: str | None = Field(
-        None, description="Jinja, of what the prompt's last message says to the teacher; None: what the policy reads"
+        None, description="Jinja: the last message of the teacher's prompt; None: the policy's"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
@@ -47,7 +47,7 @@ class TeacherSection(Section):
         description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
     )
     gamma: NonNegativeFloat = Field(
-        0.0, description="how much more the advantage of a first token counts than that of a last one (IW-OPD)"
+        0.0, description="how much more the first token's advantage counts than the last one's"
     )
     alone: bool = Field(False, description="rewards are measured, and give no advantages")
     temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
@@ -106,7 +106,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Set teacher.divergence; the coefficient of the advantage is teacher.advantage itself.",
     ),
     Setting["Recipe"]("teacher.gamma", lambda recipe: recipe.teacher is not None and recipe.teacher.gamma > 0).needs(
-        "teacher.advantage, which it weighs",
+        "teacher.advantage",
         holds=lambda recipe: _teacher(recipe).advantage > 0,
         given=lambda _: "no advantage",
         remedy="Set teacher.advantage: true, or leave gamma out.",
@@ -132,15 +132,15 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Name the teacher's folder or hub name.",
     ),
     _has(START).needs(
-        "full fine-tuning, for it is a copy of the policy",
+        "full fine-tuning",
         holds=lambda recipe: recipe.model.lora is None,
         given=lambda _: "model.lora",
         remedy="Set teacher.source: base.",
     ),
     _has(SELF).needs(
-        "teacher.template, without which it says what the policy says",
+        "teacher.template",
         holds=lambda recipe: _teacher(recipe).template is not None,
-        given=lambda _: "none",
+        given=lambda _: "none, so that it says what the policy says",
         remedy="Set teacher.template, for example to '{{ solution }} {{ prompt }}', or teacher.source: start.",
     ),
     Setting["Recipe"](
@@ -154,7 +154,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"](
         "teacher.column", lambda recipe: recipe.teacher is not None and recipe.teacher.column is not None
     ).needs(
-        "several teachers, among which it chooses",
+        "several teachers",
         holds=lambda recipe: not isinstance(_teacher(recipe).source, str),
         given=lambda recipe: f"source: {_teacher(recipe).source}",
         remedy="Leave column out, or give teacher.source as a mapping from its values to models.",
