@@ -222,7 +222,6 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Algorithm:
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="sapo")``
 
     Notes:
-        - There is no clip, so TRL's ``epsilon`` and ``delta`` have no effect.
         - Liger has it for ratios of tokens only.
     """
     return Algorithm(Objective(surrogate=Sapo(tau_positive, tau_negative)), GroupStandardized(), SequenceMean())
@@ -241,7 +240,6 @@ def vespo(
 
     Notes:
         - The sampler correction, bounded and per token, is part of w and not multiplied in again.
-        - w is a product over the sequence: in a long one phi is soon near 0.
     """
     surrogate = Vespo(k_positive, lambda_positive, k_negative, lambda_negative)
     return Algorithm(Objective(surrogate=surrogate), GroupStandardized(), TokenMean())
@@ -442,9 +440,6 @@ def pass_at_k(k: int = 4, epsilon: float = 0.2) -> Algorithm:
     """Pass@k training: a completion is worth what it adds to sets of k, one of which must pass.
 
     Source: arXiv:2508.10751, its analytical advantage.
-
-    Notes:
-        - The authors publish the advantage alone; the clip is PPO's.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), PassAtK(k), TokenMean())
 

@@ -35,6 +35,7 @@ PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 AHEAD = ("rollout.staleness=1",)
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
+ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
@@ -115,6 +116,9 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (SEVERAL, LORA[0]),
     (SEVERAL, "teacher.template=null"),
     (SEVERAL, "teacher.source=a/b"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.dtype=float32"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.divergence=forward_kl"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.temperature=0.5"),
     ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
     (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
 ]

@@ -17,9 +17,10 @@ from logitless.train.assembly.process import device_of
 from logitless.train.learn.policy import AdaptersOff, Itself, Policy
 from logitless.train.learn.teacher import Teacher
 from logitless.train.learn.teacher_prompts import TeacherPrompts, teacher_index
+from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import automatic_dtype
-from logitless.train.recipe.teacher import BASE, OF_POLICY, SELF, START, TeacherSection
+from logitless.train.recipe.teacher import BASE, OF_POLICY, SELF, START, TeacherSection, is_address
 from logitless.train.record.provenance import digest_of_file
 from logitless.types import Prompt
 
@@ -51,7 +52,9 @@ def teacher_of(
         return None
     device = torch.device("cpu") if arrangement.is_sharded else device_of(recipe.model)
 
-    def model_of(source: str) -> Policy | Itself:
+    def model_of(source: str) -> Policy | Itself | ServedTeacher:
+        if is_address(source):
+            return ServedTeacher.at(source)
         if source == BASE:
             return AdaptersOff(policy)
         if source == SELF:

@@ -22,6 +22,7 @@ from logitless.models.loading import positions
 from logitless.train.block import PackedBlock
 from logitless.train.learn.policy import Itself, Policy
 from logitless.train.learn.teacher_prompts import TeacherPrompts, teacher_index
+from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.train.recipe.teacher import TeacherSection
 from logitless.train.recipe.training import Backend
 from logitless.types import Group, LMHead, PackedBatch, TokenScores
@@ -34,13 +35,17 @@ class Teacher:
     """One or several models that the policy learns from; they have no gradient.
 
     Args:
-        models: their own, frozen; or the policy itself in one of its modes. In the order of ``section.sources``.
+        models: their own, frozen; the policy itself in one of its modes; or one on a server. In the order of
+            ``section.sources``.
         section: of the recipe.
         prompts: of the teachers; None if they read the policy's.
     """
 
     def __init__(
-        self, models: Sequence[Policy | Itself], section: TeacherSection, prompts: TeacherPrompts | None = None
+        self,
+        models: Sequence[Policy | Itself | ServedTeacher],
+        section: TeacherSection,
+        prompts: TeacherPrompts | None = None,
     ) -> None:
         self.models, self.section, self.prompts = tuple(models), section, prompts
 
@@ -53,7 +58,11 @@ class Teacher:
 
         Raises:
             DataError: a prompt of the teacher that cannot be made, moves the completion, or is too long.
+            LogitlessError: see ``ServedTeacher.check``.
         """
+        for model in self.models:
+            if isinstance(model, ServedTeacher) and groups:
+                model.check(groups[0].prompt)
         if self.prompts is None and isinstance(self.section.source, str):
             return block
         packed = block.packed
@@ -81,7 +90,8 @@ class Teacher:
         logp = parts[0][1].logp.new_full((batch.num_tokens,), torch.nan)
         entropy = logp.clone()
         for at, scores in parts:
-            logp[at.to(logp.device)], entropy[at.to(logp.device)] = scores.logp, scores.entropy
+            places = at.to(logp.device)
+            logp[places], entropy[places] = scores.logp.to(logp), scores.entropy.to(logp)
         return TokenScores(logp, entropy)
 
     def divergences(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> Divergences:
@@ -97,7 +107,11 @@ class Teacher:
         section = self.section
         assert section.divergence is not None
         with torch.no_grad():
-            read = [(at, *model.hidden_and_head(part)) for model, at, part in self._parts(batch) if part.num_tokens]
+            read = [
+                (at, *model.hidden_and_head(part))
+                for model, at, part in self._parts(batch)
+                if part.num_tokens and not isinstance(model, ServedTeacher)  # which a rule keeps out of the loss
+            ]
 
         def divergence(of_policy: Tensor, policy_head: LMHead) -> Tensor:
             assert section.divergence is not None
@@ -134,16 +148,15 @@ class Teacher:
     def on_device(self) -> Iterator[None]:
         """Inside, weights that wait on the host (``wait``) are on the policy's device."""
         waiting = [] if self.section.place == "device" else [(each, each.data) for each in self._parameters()]
-        device = self._policies[0].device
         try:
             for parameter, on_host in waiting:
-                parameter.data = on_host.to(device, non_blocking=True)
+                parameter.data = on_host.to(self._policies[0].device, non_blocking=True)
             yield
         finally:
             for parameter, on_host in waiting:
                 parameter.data = on_host
 
-    def _parts(self, batch: PackedBatch) -> Iterator[tuple[Policy | Itself, Tensor, PackedBatch]]:
+    def _parts(self, batch: PackedBatch) -> Iterator[tuple[Policy | Itself | ServedTeacher, Tensor, PackedBatch]]:
         """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
         if batch.teacher is None:
             yield self.models[0], torch.arange(0), batch
@@ -161,7 +174,8 @@ class Teacher:
 
     @property
     def _policies(self) -> list[Policy]:
-        return [each.policy if isinstance(each, Itself) else each for each in self.models]
+        local = [each for each in self.models if not isinstance(each, ServedTeacher)]
+        return [each.policy if isinstance(each, Itself) else each for each in local]
 
     def _check_lengths(self, lengths: Sequence[int]) -> None:
         limits = [positions(causal_lm(each.model).config.get_text_config()) for each in self._policies]

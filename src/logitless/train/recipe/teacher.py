@@ -19,13 +19,18 @@ BASE, SELF, START = "base", "self", "start"
 OF_POLICY = (BASE, SELF, START)
 
 
+def is_address(source: str) -> bool:
+    """Whether a teacher's source is the address of a server."""
+    return source.startswith(("http://", "https://"))
+
+
 class TeacherSection(Section):
     """Models that the policy learns from: by a divergence in the loss, by advantages, or by both
     (docs/distillation.md)."""
 
     source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
         description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`, "
-        "`start`: the policy now, or before its first step; or several, by a value of `column`"
+        "`start`: the policy now, or before its first step; a vLLM server's address; or several, by a value of `column`"
     )
     column: str | None = Field(
         None, description="whose value names a prompt's teacher; None: the name of its source of data"
@@ -59,8 +64,15 @@ class TeacherSection(Section):
 
     @property
     def models(self) -> dict[str, str]:
-        """``sources`` with weights of their own."""
-        return {name: source for name, source in self.sources.items() if source not in OF_POLICY}
+        """``sources`` with weights in this process, of their own."""
+        return {
+            name: source for name, source in self.sources.items() if source not in OF_POLICY and not is_address(source)
+        }
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a teacher is on a server."""
+        return any(map(is_address, self.sources.values()))
 
     def has(self, source: str) -> bool:
         """Whether it is the source of a teacher."""
@@ -88,6 +100,9 @@ def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
+server = Setting["Recipe"](
+    "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
+)
 divergence = Setting["Recipe"](
     "teacher.divergence", lambda recipe: recipe.teacher is not None and recipe.teacher.divergence is not None
 )
@@ -144,12 +159,25 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Set teacher.template, for example to '{{ solution }} {{ prompt }}', or teacher.source: start.",
     ),
     Setting["Recipe"](
-        "teacher.source base, self or start", lambda recipe: recipe.teacher is not None and not recipe.teacher.models
+        "teacher.source base, self, start or a server",
+        lambda recipe: recipe.teacher is not None and not recipe.teacher.models,
     ).needs(
-        "neither dtype nor place, for it has the weights of the policy",
+        "neither dtype nor place",
         holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
         given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
-        remedy="Leave both out; model.dtype is the policy's.",
+        remedy="Leave both out; it has the weights of the policy or of the server.",
+    ),
+    server.needs(
+        "teacher.advantage without divergence",
+        holds=lambda recipe: _teacher(recipe).divergence is None,
+        given=lambda recipe: f"{_teacher(recipe).divergence}, while a server gives log-probs of sampled tokens alone",
+        remedy="Leave divergence out, or load the teacher in this process.",
+    ),
+    server.needs(
+        "temperature 1, at which it gives log-probs",
+        holds=lambda recipe: (_teacher(recipe).temperature or recipe.rollout.sampling.temperature) == 1,
+        given=lambda recipe: f"{_teacher(recipe).temperature or recipe.rollout.sampling.temperature}",
+        remedy="Set teacher.temperature: 1.",
     ),
     Setting["Recipe"](
         "teacher.column", lambda recipe: recipe.teacher is not None and recipe.teacher.column is not None
