@@ -168,7 +168,7 @@ class Teacher:
 
     def _parameters(self) -> Iterator[nn.Parameter]:
         """Of the models with weights of their own that are whole on this rank."""
-        for model in self.models:
+        for model in dict.fromkeys(self.models):
             if isinstance(model, Policy) and model.sharded is None:
                 yield from model.model.parameters()
 
