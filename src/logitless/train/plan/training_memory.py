@@ -28,6 +28,7 @@ from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.lora_targets import expert_weights
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
+from logitless.train.assembly.policies import needs_start
 from logitless.train.assembly.teacher import has_teacher_model, teacher_model
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.recipe.config import Recipe
@@ -183,7 +184,7 @@ def memory_of_rank(
     if value_head is not None:  # weights, gradients and two moments
         always["value head"] = 4 * num_bytes(value_head.parameters())
     on_device = parallel.reference == "device" or not arrangement.is_sharded
-    if has_reference(recipe) and on_device:
+    if needs_start(recipe) and on_device:
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
@@ -210,13 +211,11 @@ def memory_of_rank(
 
 
 def teacher_bytes(recipe: Recipe) -> int:
-    """Bytes of the weights of a teacher that has its own."""
-    return num_bytes(teacher_model(recipe, torch.device("meta")).parameters())
-
-
-def has_reference(recipe: Recipe) -> bool:
-    """Whether there is a reference with weights of its own; LoRA's is the policy without adapters."""
-    return recipe.kl is not None and recipe.model.lora is None
+    """Bytes of the weights of the teachers that have their own."""
+    assert recipe.teacher is not None
+    meta = torch.device("meta")
+    sources = dict.fromkeys(recipe.teacher.models.values())
+    return sum(num_bytes(teacher_model(recipe, source, meta).parameters()) for source in sources)
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
