@@ -26,7 +26,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("norms", r"^norm_kernel|^norm_backward|sum_parts_kernel|rms_?norm"),
     ("rotary positions", r"^rotary"),
     ("gate", r"^gate_(backward_)?kernel|silu"),
-    ("experts", r"^(grouped|gated|gated_backward|outer|combine|route|route_backward)_kernel$"),
+    ("experts", r"^(grouped|gated|gated_backward|outer|combine|by_expert|route|route_backward)_kernel$"),
     ("optimizer", r"adamw|multi_tensor_apply|squares_kernel|[Aa]dam"),
     ("products", r"^low_rank_kernel|nvjet|gemm|cutlass|xmma|product_kernel|cublas|splitK|gemv"),
     ("embedding", r"embedding|index_select|indexSelect|gather|scatter|index_elementwise|radix|sort|Sort|unique"),
