@@ -1,6 +1,5 @@
 """What sequences begin with alike, read once: the benchmark's three ways are one step."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -30,17 +29,3 @@ def test_the_three_ways_are_one_step_and_read_less_and_less():
         assert row["loss"] == pytest.approx(rows[0]["loss"], abs=1e-5)
         assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=1e-4)
     assert benchmark.packing.LEAST_SHARED == LEAST_SHARED
-
-
-@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen3-1.7b"])
-def test_the_committed_steps_are_one_step_that_takes_less_the_more_is_read_once(model):
-    result = json.loads((ROOT / "benchmarks/results/common-beginnings-H200.json").read_text())
-    rows = [row for row in result["rows"] if row["model"] == model]
-    assert [row["shared"] for row in rows] == list(benchmark.WAYS)
-    assert all(row["failure"] is None for row in rows)
-    for name in ("read_tokens", "seconds"):
-        nothing, prompts, tree = (row[name] for row in rows)
-        assert tree < prompts < nothing
-    for row in rows:  # products in bfloat16
-        assert row["loss"] == pytest.approx(rows[0]["loss"], rel=1e-5)
-        assert row["grad_norm"] == pytest.approx(rows[0]["grad_norm"], rel=2**-8)

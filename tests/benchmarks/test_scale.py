@@ -3,27 +3,18 @@
 import argparse
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import scale
-import scale_report
 from logitless.distributed import Ranks
-from logitless.distributed.arrangement import Arrangement
-from logitless.train.optim.master_weights import lower_to
-from logitless.train.plan.scaling import Speeds
-from logitless.train.plan.training_memory import training_memory
 from rollout_workloads import Workload
-from scale import MODELS, Work, head_over_shards, measured
+from scale import Work, head_over_shards, measured
 from scale_block import block_over_ranks
 from script import main
 from shapes import TINY
 from tests.ranks import run_on_ranks
-
-ROOT = Path(__file__).parents[2]
 
 WORK = Work(tokens=64, length=16, micro_batches=2, steps=2, head_budget=1000, device="cpu")
 
@@ -100,80 +91,5 @@ def test_rows_are_kept_as_they_come_and_compared_with_one_gpu(tmp_path, monkeypa
 
 # --- what was measured ------------------------------------------------------------------------------------------------
 
-ROWS = [row for document in scale_report.load(ROOT / "benchmarks/results") for row in document["rows"]]
-STEPS = [row for row in ROWS if "forecast_bytes" in row]
 
-
-def _name(row):
-    return "-".join(str(row[key]) for key in ("model", "gpus", "layout", "tokens"))
-
-
-@pytest.fixture(scope="module")
-def models():
-    """By name, on the meta device, as the bench trains them."""
-    found = {}
-    for name in {row["model"] for row in STEPS}:
-        shape = next(shape for shape in MODELS if shape.name == name)
-        found[name] = shape.build("meta")
-        if shape.lora_rank is None:
-            lower_to(torch.bfloat16, found[name].parameters())
-    return found
-
-
-@pytest.mark.parametrize("row", STEPS, ids=_name)
-def test_memory_is_forecast_within_a_tenth_of_what_was_measured(row, models):
-    arrangement = Arrangement(**row["parallel"])
-    found = training_memory(
-        models[row["model"]],
-        arrangement,
-        tokens=row["tokens"] // arrangement.sequence,
-        head_budget=row["head_budget"],
-        in_order=row["layout"] == "in_order",
-        micro_batches=row["micro_batches"],
-    )
-    assert found.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.1)
-
-
-OTHER = {"shard": "replicate", "replicate": "shard"}
-LARGE = [row for row in STEPS if row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")]
 """Models with rows of one, two and four GPUs whose steps do not wait for the host, as those of 0.5B do."""
-
-
-@pytest.mark.parametrize(
-    "row",
-    # copies under LoRA send a hundredth of what shards send: their few milliseconds say nothing of the links
-    [
-        row
-        for row in LARGE
-        if row["gpus"] > 1
-        and row["layout"] in OTHER
-        and (row["model"], row["layout"]) != ("llama-3.1-8b-lora", "shard")
-    ],
-    ids=_name,
-)
-def test_a_step_in_one_layout_is_forecast_from_constants_measured_in_the_other(row):
-    rows = [each for each in LARGE if each["model"] == row["model"]]
-    speeds = Speeds.measured(rows, OTHER[row["layout"]])
-    tokens = row["tokens"] * row["micro_batches"]
-    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
-    assert seconds == pytest.approx(row["gpus"] * tokens / row["tokens_per_second"], rel=0.05)
-
-
-@pytest.mark.parametrize("row", [row for row in LARGE if row["gpus"] == 4 and row["layout"] in OTHER], ids=_name)
-def test_a_step_on_four_gpus_is_forecast_from_constants_measured_on_two(row):
-    speeds = Speeds.measured([each for each in LARGE if each["model"] == row["model"] and each["gpus"] < 4])
-    tokens = row["tokens"] * row["micro_batches"]
-    seconds = tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
-    assert seconds == pytest.approx(4 * tokens / row["tokens_per_second"], rel=0.1)
-
-
-MUST = [
-    row
-    for row in STEPS
-    if row["gpus"] == 4 and row["layout"] == "shard" and row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")
-]
-
-
-def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():
-    assert {row["model"] for row in MUST} == {"qwen3-1.7b", "llama-3.1-8b-lora"}
-    assert all(row["efficiency"] >= 0.9 for row in MUST)
