@@ -29,6 +29,7 @@ def test_sharing_and_copies_do_the_same_work():
     assert all(torch.isfinite(x).all() for x in (*shared.backward(), *copied.backward()))
 
 
+@pytest.mark.slow
 def test_a_contender_that_does_not_run_is_left_out_and_the_others_are_kept(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(attention, "WORKLOADS", {"tiny": Workload(1, 2, 4, 2, 3)})
     words = ["--device", "cpu", "--shapes", "2,1,16", "--contenders", "logitless", "cudnn", "--out", str(tmp_path)]

@@ -1,24 +1,13 @@
 """What sequences begin with alike, read once: the benchmark's three ways are one step."""
 
-from pathlib import Path
-
 import pytest
 
 import common_beginnings as benchmark
-from logitless.data.packing import LEAST_SHARED, share_prompts
-from shapes import TINY, Workload
-
-ROOT = Path(__file__).parents[2]
+from logitless.data.packing import LEAST_SHARED
+from shapes import TINY
 
 
-def test_every_prompt_begins_with_the_instructions_and_goes_on_as_drawn():
-    inputs = benchmark.rollouts_of(TINY, 20, Workload(2, 8, 4, 8)).packed.inputs
-    [row] = share_prompts(inputs).groups
-    assert row.prompt == 20
-    assert len(row.completions) == 2
-    assert sum(inputs.lengths) - row.size > 15 * 20
-
-
+@pytest.mark.slow
 def test_the_three_ways_are_one_step_and_read_less_and_less():
     rows = []
     benchmark.measure(TINY, "cpu", rows.append, by=32)

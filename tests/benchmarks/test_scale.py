@@ -48,6 +48,7 @@ def _head(rank):
     return head_over_shards(Ranks(data=dist.group.WORLD), TINY, replace(WORK, steps=1))
 
 
+@pytest.mark.slow
 def test_the_head_over_shards_is_timed_with_and_without_overlap():
     for row in run_on_ranks(2, _head):
         assert (row["layout"], row["gpus"], row["tokens"]) == ("head", 2, 64)
@@ -62,6 +63,7 @@ def _block(rank, layout):
     return block_over_ranks(Ranks(data=dist.group.WORLD), TINY, layout, BLOCK, "cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["replicate", "shard"])
 def test_a_whole_block_of_two_processes_has_twice_the_prompts_of_one(layout):
     for row in run_on_ranks(2, _block, layout):

@@ -73,6 +73,7 @@ def test_a_run_leaves_complete_rows_of_every_contender(folder):
     assert (folder / "step.png").stat().st_size > 0
 
 
+@pytest.mark.slow
 def test_every_contender_computes_the_same_loss_gradient_and_step(folder):
     document = document_in(folder)
     for row in document["rows"]:

@@ -113,16 +113,6 @@ def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint
     assert complaint in capsys.readouterr().err
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_row(files, capsys):
-    for path in (files[1], files[3]):
-        with open(path, "r+b") as file:  # noqa: PTH123
-            content = file.read()
-            file.seek(0)
-            file.write(b"\xef\xbb\xbf" + content)
-    assert main(["score", "--reward", "logitless.rewards.text.exact:Exact", *files]) == 0
-    capsys.readouterr()
-
-
 def test_half_a_character_is_an_error_of_its_line(files, capsys):
     with open(files[3], "a", encoding="utf-8") as file:  # noqa: PTH123
         file.write('{"prompt": "Say 3.", "response": "\\ud800"}\n')

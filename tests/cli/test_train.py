@@ -188,14 +188,6 @@ def test_bad_input_exits_2_and_says_what_and_how(override, said, capsys):
     assert "Traceback" not in message
 
 
-def test_a_malformed_row_exits_2_with_its_line(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    data = f"data.train={{name: file, path: {tmp_path / 'rows.jsonl'}}}"
-    returned, message = status(capsys, "recipes/length-toy.yaml", "--dry-run", "--set", data)
-    assert returned == 2
-    assert "rows.jsonl, line 2" in message
-
-
 def test_modes_that_exclude_each_other_exit_2(capsys):
     with pytest.raises(SystemExit) as exit_status:
         main(["train", "recipes/length-toy.yaml", "--numbered", "--resume"])

@@ -150,7 +150,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FEW = ("vespo with the sampler", "entropy", "tools")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in CASES])
 def test_a_run_follows_trls(case, llama_path, tmp_path):
     theirs, their_log = run(trl.GRPOTrainer, llama_path, tmp_path / "theirs", **CASES[case])
     ours, our_log = run(GRPOTrainer, llama_path, tmp_path / "ours", **CASES[case])
@@ -170,7 +173,11 @@ def follow(ours, our_log, theirs, their_log):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"router_aux_loss_coef": 0.5, "loss_type": "grpo", "beta": 0.1}, {"router_aux_loss_coef": 0.0}]
+    "options",
+    [
+        {"router_aux_loss_coef": 0.5, "loss_type": "grpo", "beta": 0.1},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {"router_aux_loss_coef": 0.0})),
+    ],
 )
 def test_a_mixture_of_experts_follows_trl_with_its_router_loss(options, experts_path, tmp_path):
     theirs, their_log = run(trl.GRPOTrainer, experts_path, tmp_path / "theirs", max_steps=4, **options)

@@ -104,7 +104,11 @@ def test_ranks_that_add_in_order_have_the_bits_of_one(tmp_path):
     _assert_alike(one, two, 2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__lora": {"rank": 2}}, {"parallel__sequence": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"model__lora": {"rank": 2}}, marks=pytest.mark.slow), {"parallel__sequence": 2}],
+    ids=str,
+)
 def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     options = {**ONE_EPOCH, **MIXTURE, "model__router__loss": 0.5, "model__source__num_attention_heads": 2}
     one = _on(1, tmp_path / "1", options | {key: value for key, value in changes.items() if "model" in key})
@@ -112,6 +116,7 @@ def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     _assert_alike(one, several, 2 if "parallel__sequence" not in changes else None)
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
     """At seeds 0 and 1 held-out accuracy, sampled at temperature 1, rises from 0.54 and 0.53 to 0.85 and 0.86."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.yaml"

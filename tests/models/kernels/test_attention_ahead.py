@@ -20,6 +20,7 @@ def compiled(capability, *widths):
     return found
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_without_tma_under_99_kib_at_the_largest_width():
     assert max(kernel.shared_memory for kernel in compiled(86, 256)) <= PLAIN * 1024
 

@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.workers import programs, worker
@@ -153,11 +151,6 @@ def test_a_worker_that_loads_on_first_use_is_kept(workers):
     assert 1 <= len(processes) <= workers + 4
 
 
-def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
-    outcomes = pool.run("time:sleep", [(0.5,)] * 8, deadline_seconds=1.5)
-    assert statuses(outcomes) == ["done"] * 8
-
-
 def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkeypatch):
     lone.load("time:sleep")
     real, lost = lone._wait, []
@@ -242,13 +235,6 @@ def test_memory_counts_for_each_item_alone(pool):
     assert {outcome.status for outcome in outcomes} == {"done"}
 
 
-@given(st.lists(st.sampled_from(["well", "fail", "exit_at_once", "return_nan", "exit_politely"]), max_size=12))
-@settings(max_examples=25, deadline=None)
-def test_any_mixture_of_items_gives_each_its_own_outcome(pool, names):
-    outcomes = pool.run(BEHAVE, [(name,) for name in names], deadline_seconds=5)
-    assert statuses(outcomes) == [{"well": "done", **HOSTILE}[name] for name in names]
-
-
 def test_threads_share_a_pool_and_each_gets_its_own_results(pool):
     def work(number):
         return [outcome.value for outcome in pool.run("operator:mul", [(number, k) for k in range(50)])]
@@ -289,16 +275,6 @@ def test_a_worker_that_keeps_memory_is_replaced_before_the_limit_is_lost(pool):
     largest = max(pages) * os.sysconf("SC_PAGE_SIZE")
     fresh = pool.run("logitless.rewards.workers.worker:_mapped_bytes", [()])[0].value
     assert largest < fresh + MEMORY + (100 << 20)
-
-
-def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
-    mark = f"{mark}-killed"
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.run("math:sqrt", [(4.0,)])
-        for pid in processes_of(mark) - {worker.pid for worker in pool._workers}:
-            if f"{os.getpid()}" == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]:
-                os.kill(pid, signal.SIGKILL)
-        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
 @pytest.mark.parametrize("when", ["before it answers", "when it has answered"])

@@ -96,7 +96,7 @@ def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, ev
     assert chosen_source(run, "latest").name == LAST
 
 
-@pytest.mark.parametrize("step", [3, 4, 6, 7, 8])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6, 7, 8))])
 def test_a_run_that_was_stopped_anywhere_stops_early_at_the_same_block_in_every_bit(
     tmp_path, evaluated, monkeypatch, step
 ):
