@@ -63,13 +63,6 @@ def test_a_program_that_fails_hangs_or_goes_over_a_limit_is_graded_wrong(program
     assert (verdict.status, verdict.score) == ("graded", 0.0)
 
 
-def _content(place):
-    try:
-        return place.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 NESTED = "import os\nfor _ in range(%d):\n    os.mkdir('%s'); os.chdir('%s'); open('f', 'w').close()\n"
 LEFT_BEHIND = {
     "a few folders": NESTED % (3, "d", "d"),
