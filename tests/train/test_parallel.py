@@ -174,7 +174,9 @@ IN_ORDER = {
 }
 
 
-@pytest.mark.parametrize("case", IN_ORDER)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if "tokens" in case else pytest.mark.slow) for case in IN_ORDER]
+)
 def test_summed_in_order_gradients_and_losses_are_bitwise_identical_on_one_two_and_four_ranks(case, tmp_path):
     changes = {"parallel__deterministic": True, **IN_ORDER[case]}
     tiny_raw(tmp_path)

@@ -31,6 +31,7 @@ def test_every_width_compiles_without_tma_under_99_kib(capability):
     assert max(kernel.shared_memory for kernel in compiled(capability, 64, 96, 128, 256)) <= PLAIN * 1024
 
 
+@pytest.mark.slow
 def test_hopper_multiplies_by_warp_groups():
     found = compiled(90, 128)
     assert max(kernel.shared_memory for kernel in found) <= SHARED_MEMORY[90] * 1024

@@ -99,7 +99,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers_layers(name):
     assert_near(hidden_and_gradients(model, inputs, grad), wanted)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_bfloat16_is_no_further_from_float64_than_transformers_layers(name):
     lengths = [40, 11, 29]  # of few tokens one decides
     inputs, grad = packed(lengths), torch.randn(sum(lengths), 16, dtype=torch.float64)
