@@ -8,17 +8,11 @@ from tests.rewards import functions
 
 HERE = "tests.rewards.functions"
 ORDERS = {
-    "none": ("missing", "None"),
-    "raise": ("error", "RuntimeError: asked to"),
-    "hang": ("timeout", "over 2 s"),
-    "exit": ("error", "exit code 1"),
-    "nan": ("error", "nan returned"),
-    "inf": ("error", "inf returned"),
-    "-inf": ("error", "-inf returned"),
-    "1e300": ("error", "1e+300 returned"),
-    "text": ("error", "str returned"),
+    "none": ("missing", "None"), "raise": ("error", "RuntimeError: asked to"), "hang": ("timeout", "over 2 s"),
+    "exit": ("error", "exit code 1"), "nan": ("error", "nan returned"), "inf": ("error", "inf returned"),
+    "-inf": ("error", "-inf returned"), "1e300": ("error", "1e+300 returned"), "text": ("error", "str returned"),
     "fork": ("error", "left processes running"),
-}
+}  # fmt: skip
 
 
 def test_every_misbehaviour_is_a_status_of_its_own_completion():

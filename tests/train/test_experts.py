@@ -13,14 +13,10 @@ from tests.train.test_data_parallel import _assert_alike, _on
 from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_model, tiny_recipe
 
 MIXTURE = {
-    "model__source__model_type": "qwen3_moe",
-    "model__source__num_hidden_layers": 2,
-    "model__source__head_dim": 16,
-    "model__source__num_experts": 4,
-    "model__source__num_experts_per_tok": 2,
-    "model__source__moe_intermediate_size": 16,
-    "model__source__initializer_range": 0.3,
-}
+    "model__source__model_type": "qwen3_moe", "model__source__num_hidden_layers": 2, "model__source__head_dim": 16,
+    "model__source__num_experts": 4, "model__source__num_experts_per_tok": 2,
+    "model__source__moe_intermediate_size": 16, "model__source__initializer_range": 0.3,
+}  # fmt: skip
 ONE_EPOCH = {"train__blocks": 2, "train__epochs_per_block": 1}
 
 

@@ -59,37 +59,16 @@ def behaved(pool, name, way="kept"):
 
 
 HOSTILE = {
-    "sleep_forever": "idle",
-    "compute_forever": "timeout",
-    "ignore_signals_forever": "idle",
-    "hold_the_interpreter": "idle",
-    "stop_itself": "idle",
-    "grow_a_tree_and_hang": "idle",
-    "write_half_a_line_and_hang": "idle",
-    "leave_a_daemon": "orphans",
-    "leave_a_daemon_and_exit": "crashed",
-    "crash": "crashed",
-    "exit_at_once": "crashed",
-    "close_every_descriptor": "crashed",
-    "allocate_without_end": "memory",
-    "exit_politely": "raised",
-    "interrupt": "raised",
-    "recurse": "raised",
-    "fail": "raised",
-    "fail_unprintably": "raised",
-    "return_nan": "raised",
-    "return_an_object": "raised",
-    "return_too_much": "raised",
-    "print_too_much": "done",
-    "leave_a_busy_thread": "done",
-    "leave_a_deadly_thread": "done",
-    "leave_an_alarm": "done",
-    "fork_and_return": "done",
-    "lower_its_limits": "done",
-    "flood_every_descriptor": "crashed",
-    "write_to_every_descriptor": "crashed",
-    "flood_with_empty_lines": "crashed",
-}
+    "sleep_forever": "idle", "compute_forever": "timeout", "ignore_signals_forever": "idle",
+    "hold_the_interpreter": "idle", "stop_itself": "idle", "grow_a_tree_and_hang": "idle",
+    "write_half_a_line_and_hang": "idle", "leave_a_daemon": "orphans", "leave_a_daemon_and_exit": "crashed",
+    "crash": "crashed", "exit_at_once": "crashed", "close_every_descriptor": "crashed",
+    "allocate_without_end": "memory", "exit_politely": "raised", "interrupt": "raised", "recurse": "raised",
+    "fail": "raised", "fail_unprintably": "raised", "return_nan": "raised", "return_an_object": "raised",
+    "return_too_much": "raised", "print_too_much": "done", "leave_a_busy_thread": "done",
+    "leave_a_deadly_thread": "done", "leave_an_alarm": "done", "fork_and_return": "done", "lower_its_limits": "done",
+    "flood_every_descriptor": "crashed", "write_to_every_descriptor": "crashed", "flood_with_empty_lines": "crashed",
+}  # fmt: skip
 
 
 REASONS = {"fail": "ValueError: no", "crash": "SIGSEGV", "exit_at_once": "exit code 7"}

@@ -26,15 +26,10 @@ ACCURACY = [0.1, 0.3, 0.7, 0.6, 0.7, 0.5, 0.9]
 """Before the first block, after it, ...: the best is after the second block, and two evaluations are no better."""
 
 WATCHED = {
-    "train__blocks": 6,
-    "train__epochs_per_block": 1,
-    "evaluation__every_blocks": 1,
-    "evaluation__stop": {"patience": 2},
-    "checkpoint__every_blocks": 3,
-    "checkpoint__keep": 1,
-    "checkpoint__keep_best": {},
-    "kl": None,
-}
+    "train__blocks": 6, "train__epochs_per_block": 1, "evaluation__every_blocks": 1,
+    "evaluation__stop": {"patience": 2}, "checkpoint__every_blocks": 3, "checkpoint__keep": 1,
+    "checkpoint__keep_best": {}, "kl": None,
+}  # fmt: skip
 BEST = "block-000002-step-000004"
 
 
