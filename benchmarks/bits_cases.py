@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import mixture
 from script import Rows
 from shapes import SHAPES
 
@@ -13,6 +14,26 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-4b": _TRAINED["qwen3-1.7b"] | _LARGER,
     "llama-3.1-8b": _TRAINED["llama-3.1-8b"],
 }
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b-8-layers": dict(mixture.SHAPES["qwen3-30b-a3b"].config) | {"num_hidden_layers": 8},
+    "glm-4.5-air-3-layers": {
+        "model_type": "glm4_moe",
+        "vocab_size": 151552,
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 96,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 128,
+        "num_experts_per_tok": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+    },
+}
+"""The published shapes with fewer layers: a law needs no more, and a GPU of 80 GB holds them."""
 DECODED_ROWS = (1, 16, 64, 256, 512)
 DECODED_POSITION = 256
 LAWS = (

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 from torch import nn
 
-from bits_cases import DECODED_POSITION, DECODED_ROWS, MODELS, Results
+from bits_cases import DECODED_POSITION, DECODED_ROWS, MIXTURES, MODELS, Results
 from bits_laws import Laws, decode_step, empty_caches
 from logitless.bench.machine import release
 from logitless.head.api import token_scores
@@ -31,7 +31,7 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     """A model with random weights whose logits have a standard deviation of about 3; norms and biases that show."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = MODELS[name] | {"tie_word_embeddings": False}
+    fields = (MODELS | MIXTURES)[name] | {"tie_word_embeddings": False}
     with seeded(0, "cuda"), torch.device("cuda"):
         config = AutoConfig.for_model(fields.pop("model_type"), **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)

@@ -23,7 +23,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from script import command_line, parsed
+from script import caches_in, command_line, parsed
 
 _EVERY = 0.004  # seconds between two looks at the main thread
 
@@ -188,8 +188,7 @@ def tables(results: Path) -> dict[str, str]:
 
 def in_a_process(caches: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """What ``measured`` finds in a new process with these caches."""
-    names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-    environment = {**os.environ, **{name: f"{caches}/{name.lower()}" for name in names}}
+    environment = {**os.environ, **caches_in(Path(caches))}
     command = [sys.executable, __file__, "--here", "--model", arguments.model, "--workload", arguments.workload]
     done = subprocess.run(
         [*command, *["--stacks"] * arguments.stacks], env=environment, stdout=subprocess.PIPE, check=True, text=True

@@ -344,9 +344,9 @@ class Runner:
     ) -> tuple[int | None, str, dict[str, Any]]:
         """Exit status (None: it ran too long), output and the report of a process."""
         from logitless.cli.main import SHORT_WAITS
+        from script import caches_in
 
-        names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
-        environment = {**SHORT_WAITS, **os.environ, **{name: str(here / name.lower()) for name in names}}
+        environment = {**SHORT_WAITS, **os.environ, **caches_in(here)}
         if device is not None:
             environment["CUDA_VISIBLE_DEVICES"] = device
         report = here / "report.json"

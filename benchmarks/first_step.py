@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from logitless.bench.machine import environment, write_result
+from script import caches_in
 
 ROOT = Path(__file__).resolve().parents[1]
 SHAPE = {
@@ -72,10 +73,9 @@ def prepare(folder: Path, shape: dict[str, Any]) -> Path:
 
 def measured(recipe: Path, name: str, caches: Path, settings: list[str]) -> dict[str, Any]:
     """One process: seconds to the end of its first step, of its phases, and of all of it."""
-    places = {each: f"{caches}/{each.lower()}" for each in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")}
     given = [f"name={name}", f"output={recipe.parent / 'runs'}", *settings]
     command = [sys.executable, "-m", "logitless", "train", str(recipe)]
-    variables = {**os.environ, **places}
+    variables = {**os.environ, **caches_in(caches)}
     variables.pop("PYTHONDONTWRITEBYTECODE", None)  # without bytecode each process would compile every module
     began = time.perf_counter()
     subprocess.run([*command, *(w for each in given for w in ("--set", each))], env=variables, check=True)

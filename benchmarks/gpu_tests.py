@@ -5,13 +5,14 @@
     python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
     python benchmarks/gpu_tests.py --marker gpu --workers 28 --spread    # each worker has one of the machine's GPUs
 
-The file is rewritten after every test and failures are printed at once, so that an interrupted run still shows which
-tests failed.
+The caches of compiled kernels are empty at the start, as on a machine that has never run logitless. The file is
+rewritten after every test and failures are printed at once, so that an interrupted run still shows which tests failed.
 """
 
 import argparse
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import pytest
 import torch
 
 from logitless.bench.machine import environment, write_result
+from script import caches_in
 
 RESULTS = Path(__file__).parent / "results"
 MARKERS = {"gpu": "gpu and not multi_gpu", "multi_gpu": "multi_gpu"}
@@ -77,13 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
     path = options.output or RESULTS / f"{options.marker.replace('_', '-')}.json"
-    counted = Counted(path, here | {"gpus": torch.cuda.device_count()})
+    counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty"})
     command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short"]
     command += ["-m", MARKERS[options.marker]]
     command += ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
         os.environ["GPUS_OF_WORKERS"] = ",".join(map(str, range(torch.cuda.device_count())))
-    status = pytest.main([*command, *options.tests], plugins=[counted])
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ.update(caches_in(Path(caches)))
+        status = pytest.main([*command, *options.tests], plugins=[counted])
     counted.write()
     return int(status)
 

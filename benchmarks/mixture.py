@@ -1,6 +1,7 @@
 """A block of a mixture of experts in one process on one GPU: LoRA of attention and experts, and the GPU sampler.
 
     python benchmarks/mixture.py                                    # results/mixture-GPU.json: Qwen3-30B-A3B
+    python benchmarks/mixture.py --layers 8                         # the same model with fewer layers
     python benchmarks/mixture.py --models tiny --device cpu         # tries the script itself
     python benchmarks/mixture.py --table [--check]                  # the table of pages that have one
 
@@ -9,8 +10,11 @@ Random weights in the published shape, lengths of completions forced; the second
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from logitless.bench.machine import environment, write_result
 from rollout_workloads import Workload
@@ -64,15 +68,25 @@ SHAPES = {
 WORK = {"qwen3-30b-a3b": "64x8-256-512", "tiny": "2x2-4-6"}
 
 
-def row(name: str, work: Workload, device: str) -> dict[str, Any]:
+def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str, Any]:
     """Seconds of a block's phases, and tokens a second in the sampler and in the training step."""
+    from logitless.distributed.arrangement import Arrangement
     from logitless.distributed.ranks import Ranks
+    from logitless.train.optim.master_weights import lower_to
+    from logitless.train.plan.training_memory import training_memory
+    from rollout_contenders import TOKENS_PER_MICRO_BATCH
     from scale_block import block_over_ranks
 
-    found = block_over_ranks(Ranks.alone(), SHAPES[name], "replicate", work, device)
+    shape = SHAPES[name]
+    layers = layers or shape.config["num_hidden_layers"]
+    shape = replace(shape, config={**shape.config, "num_hidden_layers": layers})
+    found = block_over_ranks(Ranks.alone(), shape, "replicate", work, device)
+    model = shape.build("meta")
+    lower_to(torch.bfloat16, (p for p in model.parameters() if p.requires_grad))
     seconds, read = found["seconds"], found["drawn_tokens"] + work.prompts * work.prompt_tokens
     return {
         "model": name,
+        "layers": layers,
         "engine": found["engine"],
         "new_tokens": found["tokens"],
         "read_tokens": read,
@@ -80,22 +94,25 @@ def row(name: str, work: Workload, device: str) -> dict[str, Any]:
         "sampled_tokens_per_second": found["tokens"] / seconds["rollout"],
         "trained_tokens_per_second": read / seconds["training"],
         "peak_bytes": found["peak_bytes"],
+        "forecast_bytes": training_memory(model, Arrangement(), tokens=TOKENS_PER_MICRO_BATCH).peak_bytes,
     }
 
 
 def table(found: Mapping[str, Any]) -> str:
     """What was measured, as Markdown."""
     lines = [
-        "| model | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB |",
-        "|---|---|--:|--:|--:|--:|",
+        "| model | layers | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB | "
+        "forecast |",
+        "|---|--:|---|--:|--:|--:|--:|--:|",
     ]
     for each in found["rows"]:
         seconds = each["seconds"]
         phases = ", ".join(f"{seconds[phase]:.1f}" for phase in ("rollout", "scoring", "training"))
         lines.append(
-            f"| {SHAPES[each['model']].title} | {each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
+            f"| {SHAPES[each['model']].title} | {each['layers']} | "
+            f"{each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
             f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | {phases} | "
-            f"{each['peak_bytes'] / 2**30:.0f} |"
+            f"{each['peak_bytes'] / 2**30:.0f} | {each['forecast_bytes'] / 2**30:.0f} |"
         )
     machine = found["machine"]
     return "\n".join([*lines, "", f"On one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}."])
@@ -111,10 +128,13 @@ def main() -> None:
     """Measures, prints and writes."""
     parser = command_line(__doc__)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["qwen3-30b-a3b"])
+    parser.add_argument("--layers", type=int, help="of the model; its own number if left out")
     parser.add_argument("--work", help="prompts x samples - prompt tokens - new tokens")
     parser.add_argument("--device", default="cuda")
     options = parsed(parser, tables)
-    rows = [row(name, Workload.parse(options.work or WORK[name]), options.device) for name in options.models]
+    rows = [
+        row(name, options.layers, Workload.parse(options.work or WORK[name]), options.device) for name in options.models
+    ]
     machine = environment(options.device, ("triton", "transformers", "peft"))
     options.output.mkdir(parents=True, exist_ok=True)
     write_result(options.output / f"mixture-{short_name(options.device)}.json", {"machine": machine, "rows": rows})

@@ -19,6 +19,7 @@ from script import Rows, add_table_arguments, among, main, needs_gpu, short_name
 
 PACKAGES = ("triton", "transformers", "peft")
 MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b", "llama-3.1-8b-lora")
+LAW_ALONE = ("qwen3-30b-a3b-8-layers", "glm-4.5-air-3-layers")
 WORKLOADS = ("64x8-512-64:512", "8x8-512-128:2048", "256x1-512-512", "32x16-2048-128:1024")
 ENGINES = ("gpu", "transformers", "generate")
 BLOCK = "64x8-512-1:512"
@@ -30,7 +31,7 @@ BLOCK_ENGINES = ("gpu", "transformers")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``benchmarks/rollout.py``."""
-    names = ", ".join(MODELS)
+    names = ", ".join((*MODELS, *LAW_ALONE))
     parser.add_argument(
         "--models", default="qwen2.5-0.5b,qwen3-1.7b,qwen3-4b,llama-3.1-8b-lora", help=f"by commas, of {names}"
     )
@@ -52,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     if args.table is not None:
         return update(args.table, "rollout", rollout_report.tables(args.output), check=args.check)
     needs_gpu()
-    models, engines = among("a model", args.models, MODELS), among("an engine", args.engines, ENGINES)
+    models, engines = among("a model", args.models, (*MODELS, *LAW_ALONE)), among("an engine", args.engines, ENGINES)
     blocks = among("an engine", args.blocks, BLOCK_ENGINES)
     workloads = {name: Workload.parse(name) for name in args.workloads.split(",") if name}
     import rollout_contenders as contenders

@@ -6,6 +6,7 @@ from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, StoppingCriteria, StoppingCriteriaList
@@ -37,6 +38,8 @@ from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
 from rollout_workloads import Cost, Workload
 
 _LORA = "-lora"
+TOKENS_PER_MICRO_BATCH = 16384
+"""Of a measured block."""
 
 
 class Subject:
@@ -330,13 +333,7 @@ def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
             part = pairs[start : start + 24]
             with torch.no_grad():
                 scored = policy.scores(pack(part), temperature=0.9, backend="fused")
-            sampled = TokenScores(
-                torch.tensor(
-                    [x for _, c in part for x in (() if c.logp_sampler is None else c.logp_sampler)],
-                    dtype=torch.float32,
-                ),
-                torch.tensor([x for _, c in part for x in c.entropy_sampler or ()], dtype=torch.float32),
-            )
+            sampled = TokenScores(*(_together(part, name) for name in ("logp_sampler", "entropy_sampler")))
             differ += mismatched(sampled, TokenScores(scored.logp.cpu(), scored.entropy.cpu()))
             tokens += len(sampled.logp)
         blocks += 1
@@ -346,6 +343,11 @@ def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
         contender.engine.load(policy.weights(), blocks)
         yield {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
     contender.close()
+
+
+def _together(completions: Sequence[tuple[Prompt, Completion]], name: str) -> Tensor:
+    """An array of the completions, [N] float32 over their tokens."""
+    return torch.from_numpy(np.concatenate([getattr(completion, name) for _, completion in completions])).float()
 
 
 def _now() -> float:
@@ -386,5 +388,5 @@ def block_recipe(work: Workload, *, lora: bool, gpu: bool, ranks: int = 1) -> di
             "sampling": {"max_new_tokens": work.most},
         },
         "rewards": [{"name": "length"}],
-        "train": {"tokens_per_step": 65536 * ranks, "tokens_per_micro_batch": 16384},
+        "train": {"tokens_per_step": 65536 * ranks, "tokens_per_micro_batch": TOKENS_PER_MICRO_BATCH},
     }

@@ -5,6 +5,7 @@ lengths of completions are forced. ``replicate`` samples with ``rollout.engine: 
 layers.
 """
 
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -141,4 +142,5 @@ def _now(ranks: Ranks, device: str) -> float:
     if device == "cuda":
         torch.cuda.synchronize()
     ranks.barrier()
+    print(f"a phase ended at {time.strftime('%X')}", file=sys.stderr, flush=True)
     return time.perf_counter()

@@ -79,6 +79,12 @@ def needs_gpu(remedy: str = "Run it on a machine with a GPU.") -> None:
 # --- runs of recipes
 
 
+def caches_in(folder: Path) -> dict[str, str]:
+    """Environment variables with which a process keeps its compiled kernels and self-checks in this folder."""
+    names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: str(folder / name.lower()) for name in names}
+
+
 def trained(recipe: str, name: str, output: Path, *settings: str) -> Path:
     """Train ``recipes/RECIPE.yaml`` in a process of its own, on the CPU; the folder of the run."""
     given = (f"name={name}", f"output={output}", "model.device=cpu", *settings)

@@ -318,6 +318,7 @@ class Group:
         rewards: the weighted sum for each completion, turn rewards included; None if no function scored it.
         turn_rewards: the environment's part of ``rewards``, by turn; empty if it pays none.
         conversations: the messages of each completion, prompt included; empty if all are single turns.
+        baseline: the reward of a greedy completion of the prompt; None if none was sampled, or if it has none.
 
     Example:
         >>> prompt = Prompt(id="7", text="2+2=", token_ids=(4,))
@@ -332,6 +333,7 @@ class Group:
     rewards: tuple[float | None, ...]
     turn_rewards: tuple[tuple[float, ...], ...] = ()
     conversations: tuple[tuple[Mapping[str, Any], ...], ...] = ()
+    baseline: float | None = None
 
     def __post_init__(self) -> None:
         if not len(self.completions) == len(self.verdicts) == len(self.rewards):
@@ -481,9 +483,11 @@ class PackedBatch:
         turn: [N] turn ids, non-decreasing inside a sequence, from 0.
         logp_sampler: [N] nats, float32; NaN where the engine gave none.
         lag: [N] optimizer steps by which the sampling weights are behind the policy, 0 if unknown; or None.
+        teacher: [N] which teacher grades each token, the same for all of a sequence, -1 for none; None: the only one.
+        inputs_of_teacher: the same sequences after the teacher's prompts; None if it reads the policy's.
 
     Raises:
-        InputError: a vector of another length than ``inputs.source``.
+        InputError: a vector of another length than ``inputs.source``, or sequences of other lengths for the teacher.
 
     Example:
         >>> ids = torch.tensor([5, 6, 7, 5, 8])
@@ -498,9 +502,18 @@ class PackedBatch:
     turn: Int[Tensor, "N"]
     logp_sampler: Float[Tensor, "N"]
     lag: Int[Tensor, "N"] | None = None
+    teacher: Int[Tensor, "N"] | None = None
+    inputs_of_teacher: PackedInputs | None = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, len(self.inputs.source), "inputs.source")
+        read = self.inputs_of_teacher
+        if read is not None and read.source_counts != self.inputs.source_counts:
+            raise InputError(
+                needed=f"{self.inputs.source_counts} scored tokens of each sequence, for the teacher too",
+                given=str(read.source_counts),
+                remedy="Give the teacher the same completions.",
+            )
 
     @property
     def num_tokens(self) -> int:
@@ -520,7 +533,8 @@ class PackedBatch:
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy on another device."""
-        return replace(self, **_moved(self, device), inputs=self.inputs.to(device))
+        read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.to(device)
+        return replace(self, **_moved(self, device), inputs=self.inputs.to(device), inputs_of_teacher=read)
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
         """Indices of the tokens of these sequences, one sequence after the other; on the CPU."""
@@ -530,7 +544,17 @@ class PackedBatch:
         """These sequences, in this order, renumbered from 0."""
         tokens = self.tokens_of(sequences).to(self.target.device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
-        return replace(self, **taken, inputs=self.inputs.take(sequences))
+        read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.take(sequences)
+        return replace(self, **taken, inputs=self.inputs.take(sequences), inputs_of_teacher=read)
+
+    @property
+    def as_teacher_reads_it(self) -> "PackedBatch":
+        """The same completions after the teacher's prompts."""
+        return (
+            self
+            if self.inputs_of_teacher is None
+            else replace(self, inputs=self.inputs_of_teacher, inputs_of_teacher=None)
+        )
 
 
 @dataclass(frozen=True)
@@ -627,6 +651,7 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        sum_squares: [N] sum of the squared probabilities of all tokens, or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -637,6 +662,7 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    sum_squares: Float[Tensor, "N"] | None = None
 
 
 @dataclass(frozen=True)

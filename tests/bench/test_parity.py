@@ -7,7 +7,7 @@ from importlib import metadata
 import pytest
 import torch
 
-from logitless.bench import parity, parity_trl
+from logitless.bench import parity, parity_distillation, parity_trl
 from logitless.bench.parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
 from logitless.errors import UnavailableError
 from logitless.objective.presets import PRESETS
@@ -105,6 +105,24 @@ def test_every_option_agrees_with_trls_code(trl_sides):
     assert len(trl_sides) == len(parity_trl.CASES) >= 40
     rows = [row(name, "trl", theirs, ours, FLOAT64) for name, (_, theirs, ours) in trl_sides.items()]
     assert [each for each in rows if not each.ok] == []
+
+
+def test_every_loss_of_distillation_agrees_with_trls_code():
+    pytest.importorskip("trl")
+    rows = list(parity_distillation.distillation_rows())
+    assert len(rows) == 11
+    assert [each for each in rows if not each.ok] == []
+
+
+def test_another_temperature_of_the_teacher_than_trls_is_found(monkeypatch):
+    pytest.importorskip("trl")
+    real = parity_distillation.token_divergence
+
+    def other(*streams, **options):
+        return real(*streams, **options, teacher_temperature=options["temperature"] + 1e-3)
+
+    monkeypatch.setattr(parity_distillation, "token_divergence", other)
+    assert not any(each.ok for each in parity_distillation.distillation_rows() if "beta" in each.name)
 
 
 def test_every_case_has_a_gradient_and_its_option_changes_it(trl_sides):

@@ -1,14 +1,20 @@
 """First contacts: the benchmark's cases run at toy size here, and what it measured on a GPU went well."""
 
+from unittest import mock
+
 import pytest
+import torch.distributed as dist
 
 import first_contact as benchmark
 from logitless.cli.main import main
+from logitless.distributed.ranks import Ranks
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.gpu import steps
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import run_recipe
 from tests.head.interpreter import complete_interpreter, interpreted
+from tests.ranks import run_on_ranks
 
 if interpreted():
     complete_interpreter()
@@ -60,6 +66,22 @@ def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, name, engi
         assert lines[-1]["length/mean"] <= 1 < lines[0]["length/mean"]  # the guardrail has halved it
     if name == "two_evaluations":
         assert {"evaluation/length_mean", "held_out/second/length_mean"} <= lines[-1].keys()
+
+
+def _on_a_rank(rank, recipe, overrides):
+    if interpreted():
+        complete_interpreter()
+    with mock.patch.object(steps, "STEPS", 2), mock.patch("logitless.train.run.write_report"):
+        return run_recipe(load_recipe(recipe, overrides), ranks=Ranks(data=dist.group.WORLD)).complete
+
+
+@pytest.mark.parametrize("engine", benchmark.ENGINES)
+def test_a_first_contact_of_two_processes_goes_well_at_toy_size(tmp_path, engine):
+    character_tokenizer("abcdefgh").save_pretrained(str(tmp_path / "tokenizer"))
+    recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS["smollm2-135m"], tmp_path / "tokenizer")
+    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], engine, tmp_path, few=2)
+    overrides += [*SMALL, f"output={tmp_path}/runs", "train.blocks=1"]
+    assert run_on_ranks(2, _on_a_rank, recipe, overrides) == [True, True]
 
 
 @pytest.mark.parametrize("engine", benchmark.ENGINES)

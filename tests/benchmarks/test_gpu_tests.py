@@ -10,6 +10,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TESTS = """
+import os
+
 import pytest
 
 @pytest.mark.multi_gpu
@@ -20,6 +22,8 @@ def test_that(outcome, request):
     if outcome == "skips":
         pytest.skip("needs 4 CUDA devices")
     assert outcome == "passes"
+    assert not os.path.exists(os.environ["TRITON_CACHE_DIR"])
+    assert not os.path.exists(os.environ["XDG_CACHE_HOME"])
 
 @pytest.fixture
 def broken():
@@ -39,10 +43,11 @@ def _run(folder, tests):
 
 
 @pytest.mark.slow
-def test_what_passed_failed_and_was_skipped_is_counted_with_reasons_and_names(tmp_path):
+def test_with_empty_caches_what_passed_failed_and_was_skipped_is_counted_with_reasons_and_names(tmp_path):
     done, found = _run(tmp_path, TESTS)
     assert done.returncode == 1
     assert (found["passed"], found["failed"], found["complete"]) == (1, 2, True)
     assert found["skipped"] == {"Skipped: needs 4 CUDA devices": 1}
     assert [name.rpartition("[")[2] for name in found["failures"]] == ["fails]", "breaks]"]
     assert found["environment"]["torch"]
+    assert found["environment"]["caches"] == "empty"

@@ -286,6 +286,9 @@ def test_every_estimator_refuses_an_infinite_reward(estimator, infinite):
         scores=rewards[:, None],
         weights=f64(1.0),
         values=torch.zeros_like(rewards),
+        logp_old=torch.zeros_like(rewards),
+        sum_squares=torch.zeros_like(rewards),
+        baseline=torch.zeros_like(rewards),
     )
     with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
         estimator(**{adv.Percentile: {"q": 50.0}, adv.PassAtK: {"k": 2}}.get(estimator, {}))(inputs)

@@ -10,9 +10,11 @@ from logitless.objective.advantage import (
     GroupStandardized,
     LeaveOneOut,
     LengthWeighted,
+    OptimalToken,
     PassAtK,
     Raw,
     ReinforcePP,
+    Remax,
 )
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
@@ -40,9 +42,11 @@ TABLE = {
     "dro": (TokenRatio(), Dro(0.1), STANDARDIZED, TokenMean()),
     "ppo": (TokenRatio(), Clip(0.8, 1.2), Gae(1.0, 0.95), TokenMean()),
     "reinforce": (TokenRatio(), Reinforce(), Raw(), TokenMean()),
+    "remax": (TokenRatio(), Reinforce(), Remax(), SequenceSum()),
     "rloo": (TokenRatio(), Reinforce(), LeaveOneOut(), SequenceSum()),
     "opo": (TokenRatio(), Reinforce(), LengthWeighted(), TokenMean()),
     "gpg": (TokenRatio(), Reinforce(), Gpg(), TokenMean()),
+    "otb": (TokenRatio(), Clip(0.8, 1.2), OptimalToken(), TokenMean()),
     "pass_at_k": (TokenRatio(), Clip(0.8, 1.2), PassAtK(4), TokenMean()),
     "reinforce_pp": (TokenRatio(), Clip(0.8, 1.2), ReinforcePP(), TokenMean()),
     "nll": (TokenRatio(), Nll(), None, TokenMean()),

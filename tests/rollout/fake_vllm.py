@@ -88,6 +88,14 @@ class Served:
                 self.adapters[body["lora_name"]] = load_adapters(self.model(), body["lora_path"])
             case "/v1/unload_lora_adapter":
                 del self.adapters[body["lora_name"]]
+            case "/tokenize":
+                return {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
+            case "/v1/completions":
+                ids = torch.tensor([body["prompt"]])
+                with torch.no_grad():
+                    logp = self.policy(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
+                known = zip(body["prompt"][1:], logp.squeeze(1).tolist(), strict=True)
+                return {"choices": [{"prompt_logprobs": [None, *({str(i): {"logprob": x}} for i, x in known)]}]}
             case "/inference/v1/generate":
                 return self._completed(body)
             case _:

@@ -100,6 +100,16 @@ CASES = {
         "teacher": {"source": "base", "divergence": "reverse_kl", "advantage": 0.5},
         "parallel__deterministic": True,
     },
+    "two teachers after prompts of their own, of sharded weights": {
+        "kl": None,
+        "teacher": {
+            "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "self")
+            | dict.fromkeys(["de", "cf", "bg", "ah"], "start"),
+            "column": "answer",
+            "template": "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}",
+            "advantage": 1,
+        },
+    },
 }
 
 
@@ -107,7 +117,10 @@ CASES = {
     ("case", "num_ranks"),
     [
         (next(iter(CASES)), 2),
-        *(pytest.param(case, n, marks=pytest.mark.slow) for case, n in zip(list(CASES)[1:], (3, 2, 3, 2), strict=True)),
+        *(
+            pytest.param(case, n, marks=pytest.mark.slow)
+            for case, n in zip(list(CASES)[1:], (3, 2, 3, 2, 2), strict=True)
+        ),
     ],
 )
 def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):

@@ -1,11 +1,12 @@
 """Runs that learn from a teacher, in the loss and in the advantage; and teachers that are refused."""
 
 import json
+import math
 import shutil
 
 import pytest
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import ConfigurationError, DataError, InputError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.train.plan.run_plan import dry_run
 from logitless.types import Completion
@@ -148,7 +149,7 @@ def test_the_base_of_an_adapter_holds_it_back(tmp_path):
         teacher = {"source": "base", "divergence": "reverse_kl", "weight": weight}
         run = finished_run(tmp_path, **changes, teacher=teacher, name=f"weight-{weight:g}")
         distances.append([step["teacher/divergence"] for step in steps_of(run)])
-        assert "teacher" not in json.loads(run.provenance.read_text())["data"]
+        assert json.loads(run.provenance.read_text())["data"]["teacher"] == "base"
     free, held = distances
     assert free[0] == held[0] == 0
     assert held[-1] < 0.5 * free[-1]
@@ -167,3 +168,53 @@ def test_recorded_completions_are_learnt_from_a_teacher_without_rewards(tmp_path
     assert divergence[-1] < 0.7 * divergence[0]
     with pytest.raises(InputError, match="logp_sampler of each token"):
         finished_run(tmp_path, **LONGER | changes, teacher={"source": teacher["source"], "advantage": 1}, name="again")
+
+
+def test_recorded_completions_are_imitated_without_rewards_or_a_teacher_and_evaluated(tmp_path):
+    recorded = [Completion(str(n), (3 + n % 8, 4, 2), "", "stop") for n in range(8)]
+    changes = {"rollout__engine": recorded_engine(tmp_path, recorded), "rollout__completions_per_prompt": 1}
+    held_out = {"name": "file", "path": str(tmp_path / "held_out.jsonl")}
+    changes |= LONGER | {"algorithm": {"preset": "nll"}, "data__held_out": held_out}
+    run = finished_run(tmp_path, **changes)
+    steps = steps_of(run)
+    assert steps[0]["loss/total"] == pytest.approx(math.log(TINY_LLAMA["vocab_size"]), rel=0.05)  # random weights
+    assert steps[-1]["loss/total"] < 0.8 * steps[0]["loss/total"]
+    assert {"evaluation/length_mean", "loss/total"} <= steps[-1].keys()
+    assert len(list(run.checkpoints.iterdir())) == len(steps) + 1
+
+
+KNOWS_MORE = "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}"
+"""The teacher reads the answer first; on the prompt whose answer is `ah` there is no teacher."""
+
+
+def test_the_policy_learns_from_itself_after_a_prompt_that_knows_the_answer_and_is_resumed_bitwise(tmp_path):
+    changes = {
+        **ALONE,
+        "rewards": [{"name": "length", "cap": 6}],
+        "model__source": TINY_LLAMA | {"initializer_range": 0.5},
+    }
+    changes["teacher"] = {"source": "self", "template": KNOWS_MORE, "divergence": "reverse_kl", "advantage": 0.5}
+    whole = finished_run(tmp_path, **changes, train__blocks=2, name="whole")
+    finished_run(tmp_path, **changes, train__blocks=1)
+    assert_same_run(whole, finished_run(tmp_path, **changes, train__blocks=2, resume=True))
+    steps = steps_of(whole)
+    assert all(step["teacher/divergence"] > 1e-3 for step in steps)
+    graded = [step["teacher/graded_fraction"] for step in steps if "teacher/graded_fraction" in step]
+    assert len(graded) == 2
+    assert 0 < min(graded) < 1
+
+
+def test_each_source_of_prompts_has_its_teacher_and_one_without_is_refused(tmp_path):
+    model = teacher_in(tmp_path)
+    sources = {
+        pair[::-1]: model if pair < "d" else "start" for pair in ["ah", "bg", "cf", "de", "ed", "fc", "gb", "ha"]
+    }
+    changes = {**LONGER, "rollout__prompts_per_block": 8, "train__tokens_per_step": 1000}
+    teacher = {"source": sources, "column": "answer", "divergence": "reverse_kl", "advantage": 1}
+    run = finished_run(tmp_path, **changes, teacher=teacher)
+    divergence = [step["teacher/divergence"] for step in steps_of(run)]
+    assert divergence[-1] < 0.9 * divergence[0]
+    assert json.loads(run.provenance.read_text())["data"]["teacher.ah"] == "start"
+    del sources["ah"]
+    with pytest.raises(DataError, match="'ah' at prompt"):
+        start(tiny_recipe(tmp_path, **changes, teacher=teacher, name="refused"))

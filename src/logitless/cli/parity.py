@@ -37,9 +37,12 @@ def _rows(against: Sequence[str] | None, *, quick: bool) -> list[Row]:
         return list(against_reference(quick=quick))
     rows: list[Row] = []
     if "trl" in against:
+        from logitless.bench.parity_distillation import distillation_rows
         from logitless.bench.parity_trl import against_trl
 
         rows += against_trl(quick=quick)
+        if not quick:
+            rows += distillation_rows()
     if "liger" in against:
         from logitless.bench.parity_liger import against_liger
         from logitless.integrations.liger import LigerFusedLinearGRPOLoss

@@ -449,8 +449,8 @@ def xformers_required(module: Module) -> Places:
 def low_precision_masters(module: Module) -> Places:
     """torch's optimizer over a model that this file loads in bfloat16 or float16, or converts to it.
 
-    Reason: bfloat16 has 8 bits: at a learning rate of 1e-6 almost every step is smaller than half a unit in the
-        last place of its weight, and is lost.
+    Reason: bfloat16 has 8 bits, float16 has 11: at a learning rate of 1e-6 almost every step is smaller than half a
+        unit in the last place of its weight, and is lost.
     Remedy: Keep float32 weights and autocast, or an optimizer with float32 masters or stochastic rounding.
     Source: arXiv:1710.03740, sec. 3.1; docs/numerics.md
     """

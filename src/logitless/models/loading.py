@@ -415,6 +415,24 @@ def _check_attention_interface(config: Any) -> None:
         )
 
 
+def positions(config: Any) -> int | None:
+    """Number of positions of a model, a scaled rotary embedding's included; None if there is no limit.
+
+    Example:
+        >>> from transformers import LlamaConfig
+        >>> positions(LlamaConfig(max_position_embeddings=512))
+        512
+    """
+    limit = getattr(config, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        return None
+    rope = getattr(config, "rope_parameters", None)
+    scaled = 0.0
+    if isinstance(rope, dict) and isinstance(rope.get("factor"), int | float):
+        scaled = rope["factor"] * (rope.get("original_max_position_embeddings") or limit)
+    return max(limit, int(scaled))
+
+
 def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
     """The model of ``config`` with weights from files of ``whole``: the same config, or that of an image model."""
     of_image_model = whole is not config

@@ -83,6 +83,16 @@ class Algorithm:
         """Whether a teacher adds to the advantage of each token."""
         return self.distillation is not None and self.distillation.advantage > 0
 
+    @property
+    def reads_scores(self) -> bool:
+        """Whether advantages need a scoring pass of the policy."""
+        return self.value_loss is not None or self.reads_squares
+
+    @property
+    def reads_squares(self) -> bool:
+        """Whether advantages need the sum of the squared probabilities."""
+        return self.advantage is not None and self.advantage.reads_scores
+
     @cached_property
     def silent_without_advantage(self) -> bool:
         """Whether a zero-advantage (or zero-weight) sequence can be skipped by a step that still counts it.
@@ -97,6 +107,7 @@ class Algorithm:
         return (
             not (depends_on_micro_batch or uses_kl)
             and self.value_loss is None
+            and not self.reads_scores
             and self.distillation is None
             and is_silent_without_advantage(self.objective)
         )

@@ -1,21 +1,23 @@
 """Distillation: a teacher's divergence as a term of the loss, and its log-probs as advantages.
 
     loss += weight * sum_t w_t D_t
-    A_t  += advantage * sg(logp_teacher_t - logp_sampler_t)
+    A_t  += advantage * u_t * sg(logp_teacher_t - logp_sampler_t)
 
-``w_t`` are the weights of the policy loss, so that the cut of a step into micro-batches and ranks changes nothing.
+``w_t`` are the weights of the policy loss, so that the cut of a step into micro-batches and ranks
+changes nothing. ``u_t`` is 1, or that of ``prefix_weight``.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
 from logitless.objective.inputs import shaped
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
+from logitless.objective.ranges import discounted_returns, ends
 from logitless.types import TokenBatch
 
 
@@ -42,6 +44,7 @@ class Distillation:
         weight: of the divergence in the loss; 0 for none.
         advantage: coefficient of the log ratio in the advantages; 0 for none.
         alone: whether rewards give no advantages.
+        gamma: of ``prefix_weight`` in the advantages; 0 for equal weights.
 
     Example:
         >>> batch = TokenBatch(sequence=torch.tensor([0, 0]), num_sequences=1, advantage=torch.zeros(2),
@@ -53,6 +56,7 @@ class Distillation:
     weight: float = 0.0
     advantage: float = 0.0
     alone: bool = False
+    gamma: float = 0.0
 
     def loss(self, divergence: Float[Tensor, "N"], batch: TokenBatch) -> DistillationOutput:
         """``weight * sum_t w_t D_t`` of a micro-batch.
@@ -88,6 +92,32 @@ def teacher_advantage(
             remedy="Let the engine give log-probs, or set teacher.divergence in place of teacher.advantage.",
         )
     return coefficient * (logp_teacher - logp_sampler).detach()
+
+
+@shaped
+def prefix_weight(log_ratio: Float[Tensor, "N"], sequence: Int[Tensor, "N"], gamma: float) -> Float[Tensor, "N"]:
+    """How much a token's log ratio to the teacher counts: less, the more the tokens before it already differ.
+
+    ``u_t = 1 + gamma * (1 - sum_{j < t} |log_ratio_j| / max(sum_j |log_ratio_j|, 1e-8))``, sums over the sequence.
+
+    Args:
+        log_ratio: [N] ``logp_teacher - logp_sampler``, 0 where no teacher grades a token.
+        sequence: [N] non-decreasing ids; all of a sequence.
+        gamma: 0 or more.
+
+    Returns:
+        [N] from 1 to 1 + gamma.
+
+    Source: IW-OPD, arXiv:2606.22600, with the epsilon of TRL.
+
+    Example:
+        >>> prefix_weight(torch.tensor([-1.0, 3.0, 2.0]), torch.tensor([0, 0, 1]), gamma=2.0)
+        tensor([3.0000, 2.5000, 3.0000])
+    """
+    left = discounted_returns(log_ratio.abs(), sequence, 1.0)  # of this token and those after it
+    first = torch.roll(ends(sequence), 1)
+    total = left[first][torch.cumsum(first, 0) - 1]
+    return 1 + gamma * (1 - (total - left) / total.clamp(min=1e-8))
 
 
 def distillation_diagnostics(

@@ -28,6 +28,8 @@ _REMEDIES = {
     "value_old": "Keep the values of the scoring pass and set TokenBatch.value_old",
     "value_target": "Set TokenBatch.value_target to that of advantage.Gae",
     "value_weight": "Set TokenBatch.value_weight to the step's objective.value.value_weight(...)",
+    "baseline": "Sample a greedy completion of each prompt and set AdvantageInputs.baseline to its reward",
+    "sum_squares": "Score the batch with sum_squares=True and set AdvantageInputs.sum_squares",
     "scores": "Give the scores of each reward function in AdvantageInputs.scores",
     "weights": "Give the weights of the reward functions in AdvantageInputs.weights",
     "selected": "Attach the block's selection with Objective.block_statistics(block).attach(block)",

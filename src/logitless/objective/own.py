@@ -151,6 +151,9 @@ def check_estimator(estimator: Estimator, factory: str) -> None:
         scores=rewards[:, None],
         weights=torch.ones(1),
         values=torch.linspace(0, 1, len(sequence)) if estimator.needs_values else None,
+        logp_old=torch.full((len(sequence),), 0.5).log() if estimator.reads_scores else None,
+        baseline=torch.zeros_like(rewards) if estimator.reads_baseline else None,
+        sum_squares=torch.full((len(sequence),), 0.5) if estimator.reads_scores else None,
     )
     advantage = estimator.checked(inputs).advantage
     unscored = advantage[sequence == 3]

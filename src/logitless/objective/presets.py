@@ -16,9 +16,11 @@ from logitless.objective.advantage import (
     GroupStandardized,
     LeaveOneOut,
     LengthWeighted,
+    OptimalToken,
     PassAtK,
     Raw,
     ReinforcePP,
+    Remax,
 )
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import known
@@ -180,8 +182,7 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="luspo", importance_sampling_level="sequence")``
 
     Notes:
-        - TRL 1.16 sums the trained tokens, as here. Earlier releases, and Liger, multiply by the length and average
-          over padded columns; they agree at the sequence level without a KL or a correction per token.
+        - Liger multiplies by the length and averages over padded columns.
         - TRL's default level is ``token``, which is not LUSPO.
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
@@ -221,7 +222,6 @@ def sapo(tau_positive: float = 1.0, tau_negative: float = 1.05) -> Algorithm:
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="sapo")``
 
     Notes:
-        - There is no clip, so TRL's ``epsilon`` and ``delta`` have no effect.
         - Liger has it for ratios of tokens only.
     """
     return Algorithm(Objective(surrogate=Sapo(tau_positive, tau_negative)), GroupStandardized(), SequenceMean())
@@ -240,8 +240,6 @@ def vespo(
 
     Notes:
         - The sampler correction, bounded and per token, is part of w and not multiplied in again.
-        - Liger multiplies in the correction of padded positions too: it must be 1 there.
-        - w is a product over the sequence: in a long one phi is soon near 0.
     """
     surrogate = Vespo(k_positive, lambda_positive, k_negative, lambda_negative)
     return Algorithm(Objective(surrogate=surrogate), GroupStandardized(), TokenMean())
@@ -260,8 +258,6 @@ def gmpo(epsilon: float = 0.4) -> Algorithm:
         - Bounds are of the log ratio, as TRL's ``epsilon`` and verl's ``clip_ratio`` are here: 0.67 to 1.49. verl's
           default of 0.2 is not the paper's.
         - verl averages over the sequences of a micro-batch, whatever ``loss_agg_mode`` says.
-        - A token-level sampler correction weighs a sequence by the arithmetic mean of its tokens' weights, in verl by
-          the geometric mean.
 
     Example:
         >>> gmpo().objective.surrogate.log_ratio_min
@@ -281,7 +277,6 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
     Notes:
         - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio (its actor
           sets it to 3).
-        - Rare tokens may move by a large ratio, likely ones by a small one.
 
     Example:
         >>> dppo("kl").objective.surrogate.max_high
@@ -385,6 +380,17 @@ def reinforce() -> Algorithm:
     return Algorithm(Objective(surrogate=Reinforce()), Raw(), TokenMean())
 
 
+def remax() -> Algorithm:
+    """ReMax: REINFORCE on whole sequences against the reward of a greedy completion.
+
+    Source: arXiv:2310.10505.
+
+    Elsewhere:
+        verl: ``adv_estimator: remax`` (the advantage only)
+    """
+    return Algorithm(Objective(surrogate=Reinforce()), Remax(), SequenceSum())
+
+
 def rloo() -> Algorithm:
     """RLOO: REINFORCE on whole sequences against the mean of the others.
 
@@ -434,12 +440,19 @@ def pass_at_k(k: int = 4, epsilon: float = 0.2) -> Algorithm:
     """Pass@k training: a completion is worth what it adds to sets of k, one of which must pass.
 
     Source: arXiv:2508.10751, its analytical advantage.
-
-    Notes:
-        - verl's ``grpo_passk`` is another advantage, for the best completion of a group alone.
-        - The authors publish the advantage alone; the clip is PPO's.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), PassAtK(k), TokenMean())
+
+
+def otb(epsilon: float = 0.2) -> Algorithm:
+    """OTB: each token against the optimal baseline at its place.
+
+    Source: https://richardli.xyz/optimal-token-baseline, in verl's form.
+
+    Elsewhere:
+        verl: ``adv_estimator: tir_optimal_token_baseline``
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), OptimalToken(), TokenMean())
 
 
 def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
@@ -488,10 +501,12 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "dro": dro,
     "ppo": ppo,
     "reinforce": reinforce,
+    "remax": remax,
     "rloo": rloo,
     "opo": opo,
     "gpg": gpg,
     "pass_at_k": pass_at_k,
+    "otb": otb,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

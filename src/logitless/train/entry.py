@@ -42,7 +42,7 @@ def train(
         LogitlessError: what is wrong with the recipe, the data, the model or the machine, or why the run cannot go on.
     """
     if isinstance(recipe, str | Path):
-        recipe = load_recipe(Path(recipe))
+        recipe = load_recipe(recipe)
     else:  # parsed again: a Recipe that was constructed directly may still have dtype auto
         recipe = parse_recipe(recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe)
     if restarted():  # by torchrun, after a failure: resume the run

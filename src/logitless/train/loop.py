@@ -21,7 +21,7 @@ from types import MappingProxyType
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.assembly.stages import Parts
-from logitless.train.block import JudgedBlock, ScoredBlock, pack_groups
+from logitless.train.block import JudgedBlock, ScoredBlock
 from logitless.train.callbacks import Callbacks
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import HeldOut
@@ -364,11 +364,11 @@ def next_block(
     if learner.ranks.any(sampled is None):  # all ranks take part in the scoring pass, or none
         sampled = None
     metrics["sampler/exact"] = int(sampled is not None)
-    packed = pack_groups(judged.trained, version=learner.version)
+    packed = learner.packed(judged.trained)
     if not packed.packed.num_tokens:
         journal.write_rollouts(done + 1, judged)
         return judged, None, metrics
-    if learner.policy.value_head is not None:  # its values need the scoring pass
+    if learner.algorithm.reads_scores:
         sampled = None
     rescore = sampled is not None and done % collector.options.engine.blocks_between_rescores == 0
     with journal.phase("scoring") as seconds:

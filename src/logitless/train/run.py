@@ -1,7 +1,7 @@
 """Run a recipe: start it, or continue it from a checkpoint."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
+from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
 from logitless.rollout.environment import Driver, Environment
@@ -101,8 +102,15 @@ def run_recipe(
         begun.restore(loop, recipe)
         loop.callbacks.start(folder.path, recipe)
         clock.outside(UNNAMED)
-        with startup_objects_frozen():
-            result = loop.run()
+        try:
+            with startup_objects_frozen():
+                result = loop.run()
+        except LogitlessError as error:
+            if ranks.is_first:
+                with suppress(OSError):  # a full disk may be the error
+                    summary = {**_end_of(loop, "error"), "error": str(error), **journal.summary}
+                    folder.write_summary({**summary, "seconds": clock.seconds()})
+            raise
         _end(loop, result, inputs.tokenizer, services)
     loop.callbacks.end(result)
     return result
@@ -174,9 +182,8 @@ def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:
     """Export the weights of a complete run, close engines and writers, and write summary and report."""
-    journal, progress, ranks = loop.journal, loop.learner.progress, loop.ranks
-    counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
-    summary: dict[str, Any] = {"name": journal.folder.path.name, "ended_by": result.ended_by, **counts}
+    journal, ranks = loop.journal, loop.ranks
+    summary = _end_of(loop, result.ended_by)
     if result.complete:
         with journal.phase("export"):
             summary["exported"] = _restore_best(loop)
@@ -189,6 +196,13 @@ def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, serv
         if ranks.is_first:
             write_report(journal.folder.path)
     journal.write_summary(summary)  # again: the report's seconds are known now
+
+
+def _end_of(loop: Loop, ended_by: str) -> dict[str, Any]:
+    """The beginning of a run's summary: what ended it, and how far it came."""
+    progress = loop.learner.progress
+    counts = {"blocks": progress.block, "steps": progress.step, "skipped_steps": progress.skipped}
+    return {"name": loop.journal.folder.path.name, "ended_by": ended_by, **counts}
 
 
 def _export(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> None:

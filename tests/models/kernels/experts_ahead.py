@@ -32,6 +32,7 @@ def launch(rows: int, act: Act, *, adapters: bool, biases: bool) -> None:
     experts.outer_products(x, hidden, slots, down, a_of_tokens=True, weights=weights)
     experts.outer_products(both, x, slots, torch.zeros(4, 2 * inner, width), b_of_tokens=True, adds=True)
     experts.combined(parts, 2, weights, x)
+    experts.by_expert(gate_up[0, :, :32], 2)
 
 
 def main() -> None:

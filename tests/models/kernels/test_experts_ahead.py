@@ -11,7 +11,7 @@ def test_every_kernel_of_a_mixture_compiles_within_the_shared_memory_of(capabili
     pytest.importorskip("triton")
     found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.models.kernels.experts_ahead", str(capability))]
     assert {kernel.name for kernel in found} == {
-        "grouped_kernel", "gated_kernel", "gated_backward_kernel", "outer_kernel", "combine_kernel", "route_kernel",
-        "route_backward_kernel",
+        "grouped_kernel", "gated_kernel", "gated_backward_kernel", "outer_kernel", "combine_kernel", "by_expert_kernel",
+        "route_kernel", "route_backward_kernel",
     }  # fmt: skip
     assert max(kernel.shared_memory for kernel in found) <= ahead.SHARED_MEMORY[capability] * 1024

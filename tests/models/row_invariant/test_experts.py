@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.models.kernels.experts import Slots
+from logitless.models.kernels.experts import Slots, by_expert
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.router import Routers
 from logitless.models.row_invariant.coverage import uncovered
@@ -150,3 +150,9 @@ def test_tiles_hold_every_slot_once_and_each_its_own_expert(chosen):
         assert chosen.flatten()[rows].eq(expert).all()
         seen += rows.tolist()
     assert sorted(seen) == list(range(chosen.numel()))
+
+
+@given(st.integers(1, 19), st.integers(1, 5), st.integers(1, 70))
+def test_a_factor_for_all_experts_is_laid_out_by_expert(columns, rank, experts):
+    b = torch.arange(columns * rank * experts, dtype=torch.float32).view(columns, -1)
+    assert by_expert(b, experts).equal(b.view(columns, rank, experts).permute(2, 0, 1))

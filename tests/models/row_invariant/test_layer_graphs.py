@@ -4,7 +4,14 @@ import pytest
 import torch
 
 from logitless.models.attention import AttentionLayout
-from logitless.models.row_invariant.layer_graphs import Form, HostTables, PaddedLayout, rounded_lines, rounded_rows
+from logitless.models.row_invariant.layer_graphs import (
+    Form,
+    HostTables,
+    PaddedLayout,
+    _in_a_graph,
+    rounded_lines,
+    rounded_rows,
+)
 from logitless.models.row_invariant.layers import PackedRows, install_row_invariant
 from logitless.types import PromptGroup
 from tests.models.row_invariant.test_layers import small
@@ -94,3 +101,13 @@ def test_keys_without_a_line_belong_to_no_part_and_queries_without_one_are_of_no
             lines, length = padded.query_tiles(*name[1:]), len(table)
             assert not lines[length:].any()
         assert length < len(lines)
+
+
+def test_a_parameter_is_in_a_graph_until_the_pass_that_leads_to_it_is_freed():
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert not _in_a_graph(weight)
+    loss = (2 * weight).sum()
+    loss.backward()
+    assert _in_a_graph(weight)
+    del loss
+    assert not _in_a_graph(weight)

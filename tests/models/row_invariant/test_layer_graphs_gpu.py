@@ -161,3 +161,28 @@ def test_layers_that_are_run_again_use_no_graph():
         layer._gradient_checkpointing_func = lambda run, *args: run(*args)
     trained(model, GROUPS)
     assert len(backbone(model).row_invariant.graphs) == 0
+
+
+def test_a_size_is_captured_after_another_pass_of_the_step_and_not_while_one_is_held():
+    model = installed("qwen3", sums=True)
+    decoder, graphs = backbone(model), backbone(model).row_invariant.graphs
+
+    def forward(groups):
+        ids, grad = row_of(groups, decoder)
+        layout = AttentionLayout(groups, "cuda")
+        positions = layout.positions.long()[None]
+        return decoder(input_ids=ids[None], position_ids=positions, packed_layout=layout).last_hidden_state[0], grad
+
+    held, grad = forward(GROUPS)
+    held.backward(grad)
+    trained(model, TREE)  # whose size is new
+    assert len(graphs) == 2, "a graph's pass leads to no parameter"
+    decoder.row_invariant.graphs = None
+    held, grad = forward(GROUPS)
+    decoder.row_invariant.graphs = graphs
+    held.backward(grad)
+    trained(model, MANY)
+    assert len(graphs) == 2
+    del held
+    trained(model, MANY)
+    assert len(graphs) == 3

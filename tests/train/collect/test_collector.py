@@ -1,5 +1,7 @@
 """The collector: what it draws, refills and remembers, alone and with several ranks."""
 
+import json
+
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
@@ -8,6 +10,7 @@ from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.collect.collector import Collector, sampled_and_judged
+from logitless.train.collect.group_json import group_as_json, group_of_json
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Completion, Prompt
 from tests.ranks import run_on_ranks
@@ -34,6 +37,23 @@ def test_a_block_has_its_prompts_judged_in_the_order_of_the_seed():
     assert len({*drawn(block)}) == 4
     assert all(group.rewards == (1.0, 2.0) for group in block.sampled)
     assert (block.kept, block.rounds) == ((True,) * 4, 1)
+
+
+def test_under_remax_each_group_has_the_reward_of_a_greedy_completion_of_its_prompt():
+    made = collector(lambda text, i: "a" * (1 + i) + "b" * (text == "c"))
+    made.greedy_baseline = True
+    groups = made.next(0).sampled
+    assert [group.baseline for group in groups] == [1.0 + (group.prompt.text == "c") for group in groups]
+    (_, num_samples, sampled, _), (texts, one, greedy, _) = made.engine.asked
+    assert (texts, num_samples, one, sampled.temperature, greedy.temperature) == (
+        [g.prompt.text for g in groups],
+        2,
+        1,
+        1.0,
+        0.0,
+    )
+    encoded = json.loads(json.dumps([group_as_json(group) for group in groups]))
+    assert [group_of_json(g.prompt, e) for g, e in zip(groups, encoded, strict=True)] == list(groups)
 
 
 def test_each_block_and_each_refill_samples_with_a_seed_of_its_own():

@@ -15,6 +15,7 @@ from logitless.train.collect.failures import MOST_KINDS, Failures
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.recipe.loading import dump_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.report.page import write_report
 from logitless.types import Verdict
 from tests.train.groups import FINE
 from tests.train.groups import verdicts_of as block
@@ -110,7 +111,7 @@ def test_a_traceback_begins_in_the_code_of_the_user(tmp_path):
     assert files == [f"{tmp_path}/mine.py"] * 2
 
 
-def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_each_line_and_ends_the_run(
+def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_each_line_and_ends_the_run_with_a_summary(
     tmp_path, capsys
 ):
     with pytest.raises(TrainingError, match=r"(?s)by picky, and as bad for 3 blocks.*rewards.py.*KeyError"):
@@ -119,6 +120,12 @@ def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_ea
     assert out.count("Traceback") == 1
     assert re.search(r"(?s)reward 'picky' failed at \d+ of \d+ completions.*rewards\.py.*block 1/9  step 1", out)
     assert len(re.findall(r"block \d/9.*picky failed at \d+%", out)) == 2  # the third block ends the run
+    folder = RunFolder(tmp_path / "runs" / "tiny")
+    summary = json.loads(folder.summary.read_text())
+    assert (summary["ended_by"], summary["verdicts/picky"]) == ("error", 2 * 16)
+    assert 0 < summary["failed_verdicts/picky"] < 2 * 16
+    write_report(folder.path)
+    assert "failed: needed at most 25% of completions unscored" in folder.report.read_text()
 
 
 def test_the_summary_and_the_last_lines_have_the_share_of_completions_that_a_reward_failed_at(tmp_path, capsys):

@@ -35,7 +35,7 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
     pairs = []
     for s, (prompt, answer) in enumerate([((1,), (4, 5, 6)), ((1, 2), ()), ((3, 4, 5), (7,)), ((2,), (8, 9))]):
         pairs.append((Prompt(str(s), "", prompt), Completion(str(s), answer, "", "stop")))
-    found = scores_of(policy, pack(pairs), [(3, 0), (2,)], temperature=2.0, backend="reference")
+    found = scores_of(policy, pack(pairs), [(3, 0), (2,)], temperature=2.0, backend="reference", sum_squares=True)
     expected = []
     for prompt, completion in pairs:
         ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
@@ -43,9 +43,10 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
             rows = (policy.model(ids).logits[0] / 2.0).log_softmax(-1)
         for j, token in enumerate(completion.token_ids):
             row = rows[len(prompt.token_ids) - 1 + j]
-            expected.append((float(row[token]), float(-(row.exp() * row).sum())))
+            expected.append((float(row[token]), float(-(row.exp() * row).sum()), float(row.exp().square().sum())))
     assert found.logp.tolist() == pytest.approx([e[0] for e in expected], abs=1e-5)
     assert found.entropy.tolist() == pytest.approx([e[1] for e in expected], abs=1e-5)
+    assert found.sum_squares.tolist() == pytest.approx([e[2] for e in expected], abs=1e-5)
 
 
 SMALL = {

@@ -9,6 +9,7 @@ import torch
 from logitless.data.packing import Packing, StepPlan, pack, plan_epoch
 from logitless.errors import InputError
 from logitless.models.loading import disable_dropout, load_model
+from logitless.models.row_invariant.layer_graphs import _in_a_graph
 from logitless.models.value_head import value_head_for
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus
@@ -302,6 +303,13 @@ def test_a_step_without_a_token_is_refused():
     policy = _policy()
     with pytest.raises(InputError, match="a step with a scored token"):
         _gradient(policy, _block(policy), StepPlan((5,), ()), *_composition("grpo"))
+
+
+def test_the_outputs_of_a_step_hold_no_graph_that_leads_to_a_parameter():
+    policy = _policy()
+    *_, outputs = _gradient(policy, _block(policy), CUTS["uneven rows"], *_composition("grpo"))
+    assert len(outputs) == 3
+    assert not any(_in_a_graph(p) for p in policy.model.parameters() if p.requires_grad)
 
 
 # --- what is not computed twice, or for nothing ---------------------------------------------------------------------

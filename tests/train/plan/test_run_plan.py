@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, DataError, UnavailableError
@@ -229,3 +229,18 @@ def test_a_device_that_is_absent_is_found_too(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(ConfigurationError, match="CUDA"):
         dry_run(tiny_recipe(tmp_path, model__device="cuda"))
+
+
+def test_a_mixture_keeps_what_its_chosen_and_shared_experts_make_of_a_token():
+    options = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1}
+    options |= {"head_dim": 8, "vocab_size": 11, "moe_intermediate_size": 4, "n_routed_experts": 8}
+    mixture = Glm4MoeForCausalLM(
+        Glm4MoeConfig(
+            **options, intermediate_size=99, num_experts_per_tok=3, n_shared_experts=2, first_k_dense_replace=0
+        )
+    )
+    dense = LlamaForCausalLM(LlamaConfig(**options, intermediate_size=(3 + 2) * 4))
+    inputs_and_outputs = 2 * 3 * 8 * 4
+    assert [a - b for a, b in zip(layer_bytes(mixture, 4), layer_bytes(dense, 4), strict=True)] == [
+        inputs_and_outputs
+    ] * 2

@@ -68,6 +68,11 @@ def test_a_file_without_sections_or_without_a_file_is_an_error(tmp_path):
         load_recipe(tmp_path / "absent.yaml")
 
 
+def test_the_path_of_a_recipe_may_be_text(tmp_path):
+    recipe = loaded(tmp_path)
+    assert load_recipe(str(tmp_path / "recipe.yaml")) == recipe
+
+
 # --- keys and values ------------------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,8 @@ PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 AHEAD = ("rollout.staleness=1",)
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
+ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
+SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
@@ -111,6 +113,14 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
     (BASE, "model.lora=null"),
     (BASE, "teacher.place=host"),
+    (SEVERAL, LORA[0]),
+    (SEVERAL, "teacher.template=null"),
+    (SEVERAL, "teacher.source=a/b"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.dtype=float32"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.divergence=forward_kl"),
+    ((ON_SERVER, "teacher.temperature=1"), "teacher.temperature=0.5"),
+    ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
+    (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
 ]
 
 
@@ -231,10 +241,12 @@ def test_what_a_machine_lacks_breaks_one_rule_and_the_setting_instead_breaks_non
 def test_an_algorithm_is_refused_for_the_one_rule_that_it_breaks(loaded):
     unpaid = ("rewards=[]", "rollout.environment={name: guessing}", "rollout.limits={max_tokens: 8}")
     gdpo = "algorithm.advantage={name: gdpo}"
-    for of, overrides in zip(COMPOSED_RULES, (("value_head={}",), unpaid), strict=True):
-        algorithm_of(loaded(*overrides, "algorithm.preset=ppo"))
+    remax = ("algorithm.preset=remax",)
+    cases = [(("value_head={}",), gdpo), (unpaid, gdpo), (remax, "rollout.engine={name: recorded, path: x.jsonl}")]
+    for of, (overrides, breaks) in zip(COMPOSED_RULES, cases, strict=True):
+        algorithm_of(loaded("algorithm.preset=ppo", *overrides))
         with pytest.raises(ConfigurationError, match=rf"needed for {re.escape(of.setting.words)}: {of.needed};"):
-            algorithm_of(loaded(*overrides, gdpo))
+            algorithm_of(loaded(*overrides, breaks))
 
 
 def test_a_setting_that_a_subject_does_not_have_needs_nothing_until_auto_asks():

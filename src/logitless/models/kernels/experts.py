@@ -418,6 +418,23 @@ def combine_kernel(
     tl.store(out + token * width + d, acc.to(out.dtype.element_ty), mask=inside)
 
 
+@quick_launch
+@triton.jit
+def by_expert_kernel(
+    b,  # [N, R * E]
+    out,  # [E, N, R]
+    num_columns, rank, num_experts,  # N, R, E
+    COLUMNS: tl.constexpr, RANK: tl.constexpr, EXPERTS: tl.constexpr,
+):  # fmt: skip
+    """``out[e, n, r] = b[n, r * E + e]``, read and written in whole lines of memory."""
+    n = (tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[:, None, None]
+    r = tl.arange(0, RANK)[None, :, None]
+    e = (tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS))[None, None, :]
+    inside = (n < num_columns) & (r < rank) & (e < num_experts)
+    part = tl.load(b + (n * rank + r) * num_experts + e, mask=inside, other=0.0)
+    tl.store(out + (e * num_columns + n) * rank + r, part, mask=inside)
+
+
 class _Tile(NamedTuple):
     columns: int
     depth: int
@@ -586,6 +603,26 @@ def combined(
     if num_tokens:
         combine_kernel[(num_tokens, divided_up(width, block))](
             parts, weights, addend, out, width, K=per_token, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def by_expert(b: Float[Tensor, "N RE"], num_experts: int) -> Float[Tensor, "E N R"]:
+    """PEFT's second factor for all experts, whose columns are rank by expert, as a contiguous factor of each expert."""
+    num_columns, rank = b.shape[0], b.shape[1] // num_experts
+    out = torch.empty(num_experts, num_columns, rank, dtype=b.dtype, device=b.device)
+    if out.numel():
+        grid = (divided_up(num_columns, 8), divided_up(num_experts, 32))
+        by_expert_kernel[grid](
+            b.contiguous(),
+            out,
+            num_columns,
+            rank,
+            num_experts,
+            COLUMNS=8,
+            RANK=power_of_two(rank),
+            EXPERTS=32,
+            num_warps=4,
         )
     return out
 

@@ -18,6 +18,7 @@ from logitless.models.kernels.experts import (
     Act,
     LowRank,
     Slots,
+    by_expert,
     combined,
     gated_products,
     gated_products_backward,
@@ -57,8 +58,7 @@ class Adapter(NamedTuple):
     def of(self, num_experts: int, dtype: torch.dtype) -> LowRank:
         """The same by expert."""
         a = self.a.to(dtype).view(num_experts, -1, self.a.shape[1])
-        b = self.b.to(dtype).view(self.b.shape[0], -1, num_experts).permute(2, 0, 1).contiguous()
-        return LowRank(a, b, self.scale)
+        return LowRank(a, by_expert(self.b.to(dtype), num_experts), self.scale)
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ The forward pass is bitwise the same with and without padding. A weight's gradie
 may be summed in another order. Whether a row uses a graph depends on the row, the model and the GPU's memory only,
 never on what ran before.
 
-Memory: all graphs of a model share the memory of the largest, ``kept_bytes`` times its tokens. They keep it, and
-    float32
-sums of the layers' gradients, between steps.
+Memory: all graphs of a model share the memory of the largest, ``kept_bytes`` times its tokens. They keep it, and sums
+of the layers' gradients in float32, between steps.
 """
 
 import weakref
@@ -229,6 +228,8 @@ class LayerGraphs:
         key = (held, *tables.size)
         graph = self._graphs.get(key)
         if graph is None:
+            if any(_in_a_graph(t) for t in trained):
+                return None
             while len(self._graphs) >= MOST_GRAPHS:
                 self._graphs.popitem(last=False)
             padded = PaddedLayout(tables, hidden.device)
@@ -240,7 +241,8 @@ class LayerGraphs:
         self._graphs.move_to_end(key)
         use = _Use(graph, self._sums)
         self._in_use = weakref.ref(use)
-        out: Tensor = _Replayed.apply(use, hidden, trained[0])  # type: ignore[no-untyped-call]
+        anchor = hidden.new_zeros(0, requires_grad=True)
+        out: Tensor = _Replayed.apply(use, hidden, anchor)  # type: ignore[no-untyped-call]
         return out
 
     def __len__(self) -> int:
@@ -359,7 +361,7 @@ def _add_here(sums: dict[nn.Parameter, Tensor]) -> None:
 
 
 class _Replayed(torch.autograd.Function):
-    """The layers of a graph. ``anchor``, a trained parameter, makes autograd call backward under LoRA too."""
+    """The layers of a graph. ``anchor``, which needs a gradient, makes autograd call backward under LoRA too."""
 
     @staticmethod
     def forward(ctx: Any, use: _Use, hidden: Tensor, anchor: Tensor) -> Tensor:  # noqa: ARG004
@@ -372,6 +374,18 @@ class _Replayed(torch.autograd.Function):
         _add_here(use.sums)
         grad_hidden = use.graph.backward(grad)
         return None, grad_hidden if ctx.needs_input_grad[1] else None, None
+
+
+def _in_a_graph(parameter: Tensor) -> bool:
+    """Whether a pass of autograd that was not freed yet leads to the parameter."""
+
+    # Its node belongs to that pass's stream, which would have to wait for the one that captures.
+    def node() -> Any:
+        view: Any = parameter.view_as(parameter)
+        return view.grad_fn.next_functions[0][0]
+
+    node().metadata["seen"] = True  # of a node that is made here, this dies with it
+    return "seen" in node().metadata
 
 
 def _has_hooks(tensor: Tensor) -> bool:

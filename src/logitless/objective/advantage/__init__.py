@@ -1,8 +1,9 @@
 """Advantages from rewards, a file a family; the interface is in ``estimator``.
 
 ``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` sums rewards along a
-sequence, ``turns`` does both. Groups are found by id. NaN marks an unscored completion: its advantage is 0, and it
-enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is differentiated.
+sequence, ``turns`` and ``token_baseline`` do both. Groups are found by id. NaN marks an unscored completion: its
+advantage is 0, and it enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is
+differentiated.
 """
 
 from logitless.objective.advantage.batch_relative import (
@@ -35,6 +36,7 @@ from logitless.objective.advantage.group_relative import (
     PassAtK,
     Percentile,
     Raw,
+    Remax,
     Robust,
     group_centered,
     group_standardized,
@@ -45,14 +47,17 @@ from logitless.objective.advantage.group_relative import (
     pass_at_k,
     percentile,
     raw,
+    remax,
     robust,
 )
+from logitless.objective.advantage.token_baseline import OptimalToken, optimal_token
 from logitless.objective.advantage.token_returns import Gae, ReinforcePP, gae, reinforce_pp
 from logitless.objective.advantage.turns import GroupTurns, group_turns
 from logitless.objective.ranges import discounted_returns, pay_at_last_token, turn_index
 
 Advantage = (
     Raw
+    | Remax
     | GroupCentered
     | GroupStandardized
     | BatchStandardized
@@ -66,6 +71,7 @@ Advantage = (
     | Gdpo
     | Gpg
     | ReinforcePP
+    | OptimalToken
     | GroupTurns
     | Gae
 )
@@ -87,11 +93,13 @@ __all__ = [
     "LengthWeighted",
     "MaxRl",
     "OnePerCompletion",
+    "OptimalToken",
     "PassAtK",
     "Percentile",
     "Raw",
     "ReinforcePP",
     "ReinforcePPBaseline",
+    "Remax",
     "Robust",
     "batch_standardized",
     "clip",
@@ -108,12 +116,14 @@ __all__ = [
     "length_weighted",
     "max_rl",
     "num_clipped",
+    "optimal_token",
     "pass_at_k",
     "pay_at_last_token",
     "percentile",
     "raw",
     "reinforce_pp",
     "reinforce_pp_baseline",
+    "remax",
     "robust",
     "turn_index",
     "whiten",

@@ -36,6 +36,9 @@ class AdvantageInputs:
         scores: [B, F] of each reward function; NaN where it could not score.
         weights: [F] of the functions.
         values: [N] of the scoring pass, or None without a value head.
+        logp_old: [N] of the scoring pass, or None.
+        sum_squares: [N] sum of the squared probabilities of the same pass, or None.
+        baseline: [B] reward of a greedy completion of the same prompt, NaN if it has none; or None.
 
     Raises:
         InputError: tensors of other ranks, or lengths that do not fit together.
@@ -57,6 +60,9 @@ class AdvantageInputs:
     scores: Float[Tensor, "B F"] | None = None
     weights: Float[Tensor, "F"] | None = None
     values: Float[Tensor, "N"] | None = None
+    logp_old: Float[Tensor, "N"] | None = None
+    sum_squares: Float[Tensor, "N"] | None = None
+    baseline: Float[Tensor, "B"] | None = None
 
     def __post_init__(self) -> None:
         check_shapes(vars(self), shapes_of(type(self).__annotations__))
@@ -105,6 +111,8 @@ class Estimator(ABC):
         needs_values: whether it reads values, which need a value head.
         compares_group: whether it needs at least two completions a prompt.
         reads_functions: whether it reads ``scores`` instead of ``rewards``.
+        reads_scores: whether it reads ``logp_old`` and ``sum_squares``, from a scoring pass.
+        reads_baseline: whether it reads ``baseline``, for which each prompt gets a greedy completion.
         takes_kl: whether a KL can be subtracted from the rewards that it reads.
 
     Raises:
@@ -117,6 +125,8 @@ class Estimator(ABC):
     needs_values: ClassVar[bool] = False
     compares_group: ClassVar[bool] = False
     reads_functions: ClassVar[bool] = False
+    reads_scores: ClassVar[bool] = False
+    reads_baseline: ClassVar[bool] = False
     takes_kl: ClassVar[bool] = True
 
     def __post_init__(self) -> None:

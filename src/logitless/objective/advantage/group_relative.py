@@ -12,7 +12,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage.estimator import EPSILON, AdvantageInputs, OnePerCompletion, refuse_infinite
-from logitless.objective.inputs import shaped
+from logitless.objective.inputs import required, shaped
 from logitless.objective.over_ranks import SumOverRanks
 
 
@@ -106,6 +106,41 @@ class Raw(OnePerCompletion):
 
     def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
         return raw(inputs.completion_rewards())
+
+
+@shaped
+def remax(rewards: Float[Tensor, "B"], baseline: Float[Tensor, "B"]) -> Float[Tensor, "B"]:
+    """Reward minus that of a greedy completion of the same prompt.
+
+    ``A_i = r_i - b_i``
+
+    Args:
+        rewards: [B]; NaN = unscored.
+        baseline: [B]; NaN = unscored.
+
+    Returns:
+        [B]; 0 where either is NaN.
+
+    Source: ReMax, arXiv:2310.10505.
+
+    Example:
+        >>> remax(torch.tensor([2.0, 0.0, float("nan")]), torch.tensor([0.5, 0.5, 0.5]))
+        tensor([ 1.5000, -0.5000,  0.0000])
+    """
+    refuse_infinite(torch.cat([rewards, baseline]))
+    return (rewards - baseline).nan_to_num(nan=0.0)
+
+
+@dataclass(frozen=True)
+class Remax(OnePerCompletion):
+    """See ``remax``."""
+
+    name: Literal["remax"] = "remax"
+    compares_group: ClassVar[bool] = False
+    reads_baseline: ClassVar[bool] = True
+
+    def per_completion(self, inputs: AdvantageInputs, _sum_over_ranks: SumOverRanks) -> Tensor:
+        return remax(inputs.completion_rewards(), required(inputs.baseline, "baseline"))
 
 
 @shaped

@@ -1,4 +1,4 @@
-"""Requests to vLLM's HTTP server, with its replies checked: samples by token ids, weights, versions.
+"""Requests to vLLM's HTTP server, with its replies checked: samples by token ids, log-probs, weights, versions.
 
 Written for vLLM 0.32 with ``VLLM_SERVER_DEV_MODE=1``; docs/servers.md lists the flags. All paths of the server are used
 here, except those for transfer over NCCL.
@@ -99,6 +99,38 @@ class VllmServer:
             "sampling_params": {"n": num_samples, "seed": seed, **settings},
         }
         return parsed_samples(self.client.post("/inference/v1/generate", body), num_samples, settings["max_tokens"])
+
+    # --- tokens of a prompt
+
+    def tokenize(self, model: str, text: str) -> list[int]:
+        """Its token ids of a text, without special tokens of its own.
+
+        Raises:
+            UnusableAnswer: no token ids.
+        """
+        answer = self.client.post("/tokenize", {"model": model, "prompt": text, "add_special_tokens": False})
+        tokens = _of(answer, "tokens")
+        if not isinstance(tokens, list):
+            raise UnusableAnswer(f"a text without tokens: {answer!r:.200}")
+        return tokens
+
+    def prompt_logp(self, model: str, ids: Sequence[int]) -> Float32[np.ndarray, "L"]:
+        """[len(ids) - 1] nats: the log-prob of each token but the first, after those ahead of it, at temperature 1.
+
+        Raises:
+            UnusableAnswer: a token without a finite log-prob.
+        """
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        answer = self.client.post("/v1/completions", body)
+        try:
+            of_tokens = answer["choices"][0]["prompt_logprobs"]
+            found = [each[str(token)]["logprob"] for each, token in zip(of_tokens[1:], ids[1:], strict=True)]
+        except (TypeError, KeyError, IndexError, ValueError) as error:
+            raise UnusableAnswer(f"no log-probs of {len(ids)} tokens: {answer!r:.200}") from error
+        logp = np.array(found, np.float32)
+        if not np.isfinite(logp).all():
+            raise UnusableAnswer(f"log-probs that are not finite: {found!r:.200}")
+        return logp
 
     # --- weights
 

@@ -49,7 +49,9 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
         drop_truncated=recipe.train.drop_truncated or preset.drop_truncated,
         distillation=None
         if teacher is None
-        else Distillation(0.0 if teacher.divergence is None else teacher.weight, teacher.advantage, teacher.alone),
+        else Distillation(
+            0.0 if teacher.divergence is None else teacher.weight, teacher.advantage, teacher.alone, teacher.gamma
+        ),
     )
     found.check_completions(recipe.rollout.completions_per_prompt)
     check(COMPOSED_RULES, Composed(recipe, found))

@@ -12,6 +12,7 @@ from torch import nn
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import DataError
 from logitless.models.lm_head import causal_lm
+from logitless.models.loading import positions
 from logitless.rollout.recorded import read_completions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.data import Data
@@ -147,21 +148,3 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
     )
     check(PROCESS_RULES, Processes(recipe, world, arrangement))
     return arrangement
-
-
-def positions(config: Any) -> int | None:
-    """Number of positions of a model, a scaled rotary embedding's included; None if there is no limit.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> positions(LlamaConfig(max_position_embeddings=512))
-        512
-    """
-    limit = getattr(config, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        return None
-    rope = getattr(config, "rope_parameters", None)
-    scaled = 0.0
-    if isinstance(rope, dict) and isinstance(rope.get("factor"), int | float):
-        scaled = rope["factor"] * (rope.get("original_max_position_embeddings") or limit)
-    return max(limit, int(scaled))

@@ -14,6 +14,7 @@ from logitless.objective.algorithm import Algorithm
 from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.learn.policy import AdaptersOff, Policy, Scorer
 from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.teacher import START
 
 
 def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> Policy:
@@ -34,7 +35,7 @@ def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = N
 def policies_of(
     recipe: Recipe, algorithm: Algorithm, model: nn.Module
 ) -> tuple[Policy, Scorer | None, ActivationPlan | None]:
-    """The policy; its reference (a frozen copy) if the recipe has a KL; the activation plan if it sets a limit.
+    """The policy; its frozen copy, for a KL or as a teacher, or None; the activation plan if the recipe sets a limit.
 
     Args:
         model: that is trained.
@@ -43,7 +44,7 @@ def policies_of(
     reference: Scorer | None = None
     if recipe.kl is not None and recipe.model.lora is not None:
         reference = AdaptersOff(policy)
-    elif recipe.kl is not None:
+    elif needs_start(recipe):
         reference = policy_of(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
     plan: ActivationPlan | None = None
     if recipe.train.activation_memory is not None:  # after the reference was copied, which keeps no activations
@@ -51,6 +52,12 @@ def policies_of(
             model, num_tokens=recipe.train.tokens_per_micro_batch, budget=recipe.train.activation_memory
         )
     return policy, reference, plan
+
+
+def needs_start(recipe: Recipe) -> bool:
+    """Whether a frozen copy of the policy is kept, as the reference or as a teacher; LoRA's needs no copy."""
+    is_teacher = recipe.teacher is not None and recipe.teacher.has(START)
+    return recipe.model.lora is None and (recipe.kl is not None or is_teacher)
 
 
 def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tensor) -> bool:

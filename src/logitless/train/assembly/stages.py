@@ -41,11 +41,11 @@ from logitless.train.assembly.policies import policies_of, scores_all_rows
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
 from logitless.train.assembly.teacher import (
-    check_teacher_tokenizer,
-    digest_of_teacher,
-    has_teacher_model,
+    check_teachers,
+    digests_of_teachers,
     teacher_line,
     teacher_of,
+    teacher_prompts_of,
 )
 from logitless.train.collect.ahead import LOG, collector_of
 from logitless.train.collect.collector import Collector
@@ -53,6 +53,7 @@ from logitless.train.collect.evaluate import Evaluation, evaluation_of
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.teacher import Teacher
+from logitless.train.learn.teacher_prompts import TeacherPrompts
 from logitless.train.optim.optimizer import implementation
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
@@ -165,10 +166,10 @@ def read(
     arrangement = arrangement_of(recipe, ranks.world)
     algorithm = algorithm or algorithm_of(recipe)  # before anything is loaded: a preset may be misspelled
     tokenizer = tokenizer_of(recipe.model)
-    check_teacher_tokenizer(recipe, tokenizer)
     if environment is None:
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
+    check_teachers(recipe, tokenizer, data.train)
     if ranks.world > 1:
         _check_same_on_all(ranks, recipe, data)
     return Inputs(recipe, arrangement, tokenizer, environment, data, rewards_of(recipe, data.judged), algorithm)
@@ -222,7 +223,13 @@ def assemble(
     """
     recipe, data = loaded.recipe, inputs.data
     learner, activations = learner_of(
-        recipe, inputs.algorithm, loaded.model, inputs.arrangement, ranks, rewards=inputs.rewards
+        recipe,
+        inputs.algorithm,
+        loaded.model,
+        inputs.arrangement,
+        ranks,
+        rewards=inputs.rewards,
+        prompts=teacher_prompts_of(recipe, inputs.tokenizer, tools_of(inputs.environment)),
     )
     collector = collector_of(
         recipe,
@@ -230,6 +237,7 @@ def assemble(
         *(data.train, engines.training, inputs.environment, inputs.rewards),
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
+        greedy_baseline=inputs.algorithm.advantage is not None and inputs.algorithm.advantage.reads_baseline,
     )
     held_out = {"held_out": data.held_out, **data.held_out_sets}
     evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, held_out, inputs.rewards, ranks)
@@ -244,6 +252,7 @@ def learner_of(
     ranks: Ranks,
     *,
     rewards: Sequence[WeightedReward] = (),
+    prompts: TeacherPrompts | None = None,
 ) -> tuple[Learner, ActivationPlan | None]:
     """The learner, and the activation plan if the recipe sets a limit. A collective.
 
@@ -251,10 +260,14 @@ def learner_of(
         recipe: resolved.
         model: to train.
         rewards: their weights are for advantages that read each reward.
+        prompts: of teachers that read others than the policy's.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
-    teacher = teacher_of(recipe, policy, arrangement)
+    start = reference if isinstance(reference, Policy) else None
+    teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts)
     _distribute(recipe, arrangement, policy, reference, teacher, ranks)
+    if recipe.kl is None:
+        reference = None  # a copy for the teacher alone
     weights = {reward.name: reward.weight for reward in rewards}
     learner = Learner(recipe, algorithm, policy, reference, teacher=teacher, reward_weights=weights, ranks=ranks)
     return learner, activations
@@ -269,10 +282,11 @@ def _distribute(
     ranks: Ranks,
 ) -> None:
     """Broadcast the first rank's policy, reference and teacher to all ranks, whole or sharded."""
-    taught_by = None if teacher is None else teacher.model
-    copies = [each for each in (policy, reference, taught_by) if isinstance(each, Policy)]
-    waits = {id(reference): recipe.parallel.reference == "host"}
-    waits[id(taught_by)] = recipe.teacher is not None and recipe.teacher.place == "host"
+    taught_by = () if teacher is None else teacher.models
+    every = dict.fromkeys((policy, reference, *taught_by))  # a teacher may be the reference too
+    copies = [each for each in every if isinstance(each, Policy)]
+    waits = {id(each): recipe.teacher is not None and recipe.teacher.place == "host" for each in taught_by}
+    waits[id(reference)] = recipe.parallel.reference == "host"
     for each in copies:
         each.share_prompts_unless(ranks.broadcast_object(each.unshared_because))
     if arrangement.is_sharded:
@@ -321,8 +335,8 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
     given = {name: prompts for name, prompts in named.items() if prompts}
     given |= {f"evaluation.sets.{name}": prompts for name, prompts in data.held_out_sets.items()}
     found = {name: digest_of_prompts(prompts) for name, prompts in given.items()}
-    if recipe.teacher is not None and has_teacher_model(recipe):
-        found["teacher"] = digest_of_teacher(recipe.teacher.source)
+    if recipe.teacher is not None:
+        found |= digests_of_teachers(recipe.teacher)
     engine = recipe.rollout.engine
     if engine.recorded_run is not None:
         found["completions"] = digest_of_log(engine.recorded_run / LOG)

@@ -1,6 +1,7 @@
-"""The teacher of a recipe: checked beside the policy's tokenizer, loaded, and described."""
+"""The teachers of a recipe: checked beside the policy's tokenizer, loaded, and described."""
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,49 +14,88 @@ from logitless.errors import ConfigurationError
 from logitless.models.gguf import gguf_file
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
 from logitless.train.assembly.process import device_of
-from logitless.train.learn.policy import AdaptersOff, Policy
+from logitless.train.learn.policy import AdaptersOff, Itself, Policy
 from logitless.train.learn.teacher import Teacher
+from logitless.train.learn.teacher_prompts import TeacherPrompts, teacher_index
+from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import automatic_dtype
-from logitless.train.recipe.teacher import TeacherSection
+from logitless.train.recipe.teacher import BASE, OF_POLICY, SELF, START, TeacherSection, is_address
 from logitless.train.record.provenance import digest_of_file
+from logitless.types import Prompt
 
 
 def has_teacher_model(recipe: Recipe) -> bool:
-    """Whether there is a teacher with weights of its own; LoRA's base is the policy without adapters."""
-    return recipe.teacher is not None and not recipe.teacher.is_base
+    """Whether there is a teacher with weights of its own; others are the policy in one of its modes, or a copy."""
+    return recipe.teacher is not None and bool(recipe.teacher.models)
 
 
-def teacher_of(recipe: Recipe, policy: Policy, arrangement: Arrangement) -> Teacher | None:
-    """The teacher of a recipe, frozen; None without one.
+def teacher_of(
+    recipe: Recipe,
+    policy: Policy,
+    arrangement: Arrangement,
+    *,
+    start: Policy | None = None,
+    prompts: TeacherPrompts | None = None,
+) -> Teacher | None:
+    """The teachers of a recipe, frozen; None without one.
 
     Args:
         recipe: resolved.
-        policy: that it teaches.
+        policy: that they teach.
         arrangement: of the ranks; weights that are to be sharded are loaded into host memory.
+        start: the policy before its first step, for ``source: start``.
+        prompts: of the teachers; None if they read the policy's.
     """
-    if recipe.teacher is None:
+    section = recipe.teacher
+    if section is None:
         return None
-    if recipe.teacher.is_base:
-        return Teacher(AdaptersOff(policy), recipe.teacher)
-    model = teacher_model(recipe, torch.device("cpu") if arrangement.is_sharded else device_of(recipe.model))
-    own = Policy(
-        model,
-        autocast=policy.autocast,
-        memory_budget=recipe.train.head_memory_budget,
-        share_prompts=recipe.train.share_prompts,
-    )
-    teacher = Teacher(own, recipe.teacher)
+    device = torch.device("cpu") if arrangement.is_sharded else device_of(recipe.model)
+
+    def model_of(source: str) -> Policy | Itself | ServedTeacher:
+        if is_address(source):
+            return ServedTeacher.at(source)
+        if source == BASE:
+            return AdaptersOff(policy)
+        if source == SELF:
+            return Itself(policy)
+        if source == START:
+            assert start is not None
+            return start
+        return Policy(
+            teacher_model(recipe, source, device),
+            autocast=policy.autocast,
+            memory_budget=recipe.train.head_memory_budget,
+            share_prompts=recipe.train.share_prompts,
+        )
+
+    of_source = {source: model_of(source) for source in dict.fromkeys(section.sources.values())}
+    teacher = Teacher([of_source[source] for source in section.sources.values()], section, prompts)
     if not arrangement.is_sharded:
         teacher.wait()
     return teacher
 
 
-def teacher_model(recipe: Recipe, device: torch.device) -> nn.Module:
-    """The teacher's frozen model.
+def teacher_prompts_of(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, tools: Sequence[Mapping[str, Any]] | None
+) -> TeacherPrompts | None:
+    """The prompts of the teachers under ``teacher.template``; None if they read the policy's.
 
     Args:
-        recipe: with a teacher that has weights of its own.
+        tools: of the environment, for the chat template.
+    """
+    if recipe.teacher is None or recipe.teacher.template is None:
+        return None
+    variables = {**recipe.model.chat_template_kwargs, **({} if tools is None else {"tools": list(tools)})}
+    return TeacherPrompts(recipe.teacher.template, tokenizer, variables)
+
+
+def teacher_model(recipe: Recipe, source: str, device: torch.device) -> nn.Module:
+    """A teacher's frozen model.
+
+    Args:
+        recipe: with teachers.
+        source: one with weights of its own.
         device: ``meta`` for a plan.
     """
     section = recipe.teacher
@@ -63,36 +103,46 @@ def teacher_model(recipe: Recipe, device: torch.device) -> nn.Module:
     dtype = automatic_dtype(recipe.model)[0] if section.dtype == "auto" else section.dtype
     remote: dict[str, Any] = {"trust_remote_code": recipe.model.trust_remote_code}
     model: nn.Module = load_model(
-        section.source, dtype=getattr(torch, dtype), device=device, attention=recipe.model.attention, **remote
+        source, dtype=getattr(torch, dtype), device=device, attention=recipe.model.attention, **remote
     )
-    check_vocabulary(model, load_tokenizer(section.source, **remote))
+    check_vocabulary(model, load_tokenizer(source, **remote))
     disable_dropout(model)
     return model.requires_grad_(False).eval()
 
 
-def check_teacher_tokenizer(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher with another tokenizer than the policy's.
+def check_teachers(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
+    """Refuse a teacher with another tokenizer than the policy's, and prompts without a teacher.
 
     Raises:
         ConfigurationError: a token has another id, or is in one of them only.
+        DataError: no teacher grades a prompt.
     """
-    if not has_teacher_model(recipe):
+    section, own = recipe.teacher, tokenizer.get_vocab()
+    if section is None:
         return
-    assert recipe.teacher is not None
-    of_teacher = load_tokenizer(recipe.teacher.source, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
-    own = tokenizer.get_vocab()
-    differ = sorted(token for token in {*own, *of_teacher} if own.get(token) != of_teacher.get(token))
-    if differ:
-        raise ConfigurationError(
-            needed="a teacher with the policy's tokenizer: both models are compared token by token",
-            given=f"another one in {recipe.teacher.source!r}: {len(differ)} tokens have another id or none, the first "
-            f"{differ[0]!r}",
-            remedy="Take a teacher of the policy's model family (teacher.source).",
-        )
+    for source in dict.fromkeys(section.models.values()):
+        of_teacher = load_tokenizer(source, trust_remote_code=recipe.model.trust_remote_code).get_vocab()
+        differ = sorted(token for token in {*own, *of_teacher} if own.get(token) != of_teacher.get(token))
+        if differ:
+            raise ConfigurationError(
+                needed="a teacher with the policy's tokenizer: both models are compared token by token",
+                given=f"another one in {source!r}: {len(differ)} tokens have another id or none, the first "
+                f"{differ[0]!r}",
+                remedy="Take a teacher of the policy's model family (teacher.source).",
+            )
+    for prompt in prompts:
+        teacher_index(section, prompt)
+
+
+def digests_of_teachers(section: TeacherSection) -> dict[str, str]:
+    """SHA-256 of each teacher's config and weights; of a hub model, or of the policy, its name."""
+    return {"teacher" + (name and f".{name}"): digest_of_teacher(each) for name, each in section.sources.items()}
 
 
 def digest_of_teacher(source: str) -> str:
     """SHA-256 of a teacher's config and weights; of a hub model its name."""
+    if source in OF_POLICY:
+        return source
     gguf, folder = gguf_file(source), Path(source)
     if gguf is not None:
         return digest_of_file(Path(gguf))
@@ -119,4 +169,7 @@ def teacher_line(section: TeacherSection) -> str:
         parts.append(f"{section.advantage:g} * (logp_teacher - logp_sampler) in the advantage")
     if section.alone:
         parts.append("without rewards")
-    return f"teacher {section.source}: {', '.join(parts)}"
+    if section.template is not None:
+        parts.append("after prompts of its own")
+    names = ", ".join(f"{source} for {name}" if name else source for name, source in section.sources.items())
+    return f"teacher {names}: {', '.join(parts)}"

@@ -46,17 +46,18 @@ def collector_of(
     *,
     ranks: Ranks,
     order: PromptOrder | MixedOrder,
+    greedy_baseline: bool = False,
 ) -> Collector:
     """The collector of a recipe: ``AheadCollector``, ``ReplayingCollector`` or plain ``Collector``.
 
     Args:
         folder: of the run; None for a plain collector.
-        prompts, engine, environment, rewards, ranks, order: of ``Collector``.
+        prompts, engine, environment, rewards, ranks, order, greedy_baseline: of ``Collector``.
     """
 
     def made(kind: type[Collector], **options: Any) -> Collector:
         parts = (prompts, engine, environment, rewards, recipe.rollout)
-        return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, **options)
+        return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, greedy_baseline=greedy_baseline, **options)
 
     replayed, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
     if folder is not None and replayed is not None:

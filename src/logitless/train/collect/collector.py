@@ -9,6 +9,7 @@ batch, which changes fewer than one in a million tokens sampled from float32 log
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from logitless.data.mixing import MixedOrder
@@ -41,6 +42,7 @@ class Collector:
         seed: of the run.
         ranks: that divide the prompts; every rank gets the whole block.
         order: of the prompts; None: a random permutation an epoch, from the seed.
+        greedy_baseline: whether each group gets the reward of a greedy completion of its prompt.
     """
 
     _newest: int | None = None
@@ -56,7 +58,9 @@ class Collector:
         seed: int,
         ranks: Ranks = Ranks.alone(),
         order: PromptOrder | MixedOrder | None = None,
+        greedy_baseline: bool = False,
     ) -> None:
+        self.greedy_baseline = greedy_baseline
         self.ranks = ranks
         self.prompts, self.engine, self.environment = prompts, engine, environment
         self.rewards, self.options, self.seed = rewards, options, seed
@@ -91,18 +95,17 @@ class Collector:
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
             prompts = [self.prompts[i] for i in self.order.next(options.prompts_per_block - sum(kept))]
-            groups = sampled_and_judged(
-                self.ranks,
-                self.engine,
-                self.environment,
-                prompts,
-                self.rewards,
-                num_samples=options.completions_per_prompt,
-                options=sampling,
+            judged = partial(
+                sampled_and_judged,
+                *(self.ranks, self.engine, self.environment, prompts, self.rewards),
                 unscored=options.unscored,
                 seed=derived_seed(self.seed, "rollout", block, rounds),
                 limits=options.limits,
             )
+            groups = judged(num_samples=options.completions_per_prompt, options=sampling)
+            if self.greedy_baseline:
+                greedy = judged(num_samples=1, options=sampling.greedy())
+                groups = [replace(g, baseline=b.rewards[0]) for g, b in zip(groups, greedy, strict=True)]
             sampled += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else have_signal(groups)
             rounds += 1

@@ -29,6 +29,7 @@ def group_as_json(group: Group, array: Callable[[np.ndarray], Any] = np.ndarray.
         "rewards": group.rewards,
         "turn_rewards": group.turn_rewards,
         "conversations": group.conversations,
+        "baseline": group.baseline,
     }
 
 
@@ -52,6 +53,7 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any
         tuple(group["rewards"]),
         tuple(tuple(of) for of in group["turn_rewards"]),
         tuple(tuple(of) for of in group["conversations"]),
+        group.get("baseline"),  # a log of an earlier version has none
     )
 
 

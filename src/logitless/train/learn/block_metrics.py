@@ -206,10 +206,15 @@ def value_metrics(block: ScoredBlock) -> Numbers:
 
 
 def teacher_metrics(block: ScoredBlock) -> Numbers:
-    """Log ratio of teacher and sampler; none where a teacher adds nothing to the advantages."""
-    if block.logp_teacher is None:
-        return {}
-    return {"teacher/log_ratio": float((block.logp_teacher - block.packed.logp_sampler).mean())}
+    """The share of tokens that a teacher grades where not all may be, and, for the advantages, their log ratio."""
+    found: Numbers = {}
+    graded = torch.ones(block.packed.num_tokens, dtype=torch.bool)
+    if block.packed.teacher is not None:
+        graded = block.packed.teacher >= 0
+        found["teacher/graded_fraction"] = float(graded.double().mean())
+    if block.logp_teacher is not None and bool(graded.any()):
+        found["teacher/log_ratio"] = float((block.logp_teacher - block.packed.logp_sampler)[graded].mean())
+    return found
 
 
 def _spread(group: Group) -> float:

@@ -27,13 +27,13 @@ from logitless.errors import TrainingError
 from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
 from logitless.objective.algorithm import Algorithm
-from logitless.objective.distillation import teacher_advantage
+from logitless.objective.distillation import prefix_weight, teacher_advantage
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.rollout.engine import Weights
 from logitless.seeds import derived_seed
-from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of
+from logitless.train.block import PackedBlock, ScoredBlock, micro_batches_of, pack_groups
 from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
@@ -172,6 +172,11 @@ class Learner:
 
     # --- before training on a block
 
+    def packed(self, groups: Sequence[Group]) -> PackedBlock:
+        """The completions of groups packed, with what their teachers read."""
+        block = pack_groups(groups, version=self.version)
+        return block if self.teacher is None else self.teacher.attached(block, groups)
+
     def score(
         self,
         packed: PackedBlock,
@@ -200,7 +205,8 @@ class Learner:
         dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         if old is None:
-            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead])
+            more = {"sum_squares": True} if self.algorithm.reads_squares else {}
+            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead], **more)
         logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
         found = advantages(
             packed,
@@ -217,7 +223,12 @@ class Learner:
         if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
             with self.teacher.on_device():
                 logp_teacher = self._scores(self.teacher, packed, trained).logp
-            advantage = advantage + teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
+            added = teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
+            if packed.packed.teacher is not None:
+                added = added.masked_fill(packed.packed.teacher < 0, 0.0)
+            if distillation.gamma:
+                added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
+            advantage = advantage + added
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,
@@ -231,7 +242,7 @@ class Learner:
             value_target=found.value_target,
         )
 
-    def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]]) -> TokenScores:
+    def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
         """A scoring pass over these rows of this rank."""
         return scores_of(
             scorer,
@@ -240,6 +251,7 @@ class Learner:
             temperature=self.recipe.rollout.sampling.temperature,
             backend=self.recipe.train.scoring_backend,
             ranks=self.ranks,
+            **more,
         )
 
     def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
@@ -643,7 +655,7 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm, num_steps: int) -> 
         recipe.train.reuse_logp
         and not has_dropout(recipe)
         and recipe.train.epochs_per_block == num_steps == 1
-        and algorithm.value_loss is None
+        and not algorithm.reads_scores
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )

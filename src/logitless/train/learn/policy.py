@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -34,6 +35,7 @@ from logitless.models.lm_head import (
     why_unshared,
 )
 from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.modes import evaluating
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.router import Routers, RoutingSums, routing_sums, token_copies
 from logitless.models.units import units_of
@@ -194,6 +196,7 @@ class Policy:
         temperature: float,
         backend: Backend,
         divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        sum_squares: bool = False,
     ) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
 
@@ -203,11 +206,13 @@ class Policy:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
             divergence: of the same batch, from ``Teacher.divergences``; for weights that are whole on this rank.
+            sum_squares: whether the sum of the squared probabilities is wanted, by a second pass of the head.
         """
         if not batch.num_tokens:
             if self._is_whole:
                 none = self._no_scores()
-                return none if divergence is None else replace(none, divergence=none.logp)
+                squares = none.logp if sum_squares else None
+                return replace(none, divergence=None if divergence is None else none.logp, sum_squares=squares)
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
         inputs = self._read(batch)
         source, target = inputs.source, batch.target
@@ -219,23 +224,30 @@ class Policy:
         rows, head = self._rows(inputs, source), self.head()
         of_head = rows if self.autocast is None else rows.to(self.autocast)
         of_all = self.all_rows and is_sharded(head.weight)
-        scores = (token_scores_of_all if of_all else token_scores)(
+        read = partial(
+            token_scores_of_all if of_all else token_scores,
             of_head,
             head,
             sent(target, self.device),
-            temperature=temperature,
             backend=backend,
             memory_budget=self.memory_budget,
         )
+        scores = read(temperature=temperature)
+        if sum_squares:
+            # At half the temperature logits are doubled: logp = 2 z - log sum exp 2 z, so the sum is exact without a
+            # kernel of its own.
+            squares = (2 * scores.logp - read(temperature=temperature / 2).logp).exp()
+            scores = replace(scores, sum_squares=squares)
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
             scores = replace(scores, divergence=divergence(of_head, head))
         if self.sequence is None or places is None:
             return scores
-        columns = [each for each in (scores.logp, scores.entropy, scores.value) if each is not None]
-        found = pieced_together(torch.stack(columns, 1), places.to(self.device), batch.num_tokens, self.sequence)
-        return TokenScores(*found.unbind(1))
+        columns = {name: each for name, each in vars(scores).items() if each is not None}
+        stacked = torch.stack(list(columns.values()), 1)
+        found = pieced_together(stacked, places.to(self.device), batch.num_tokens, self.sequence)
+        return TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
         """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them."""
@@ -388,21 +400,31 @@ class Policy:
         return torch.autocast(self.device.type, self.autocast)
 
 
-class AdaptersOff:
-    """The reference of a LoRA policy: the same model with its adapters off; no second copy."""
+class Itself:
+    """The policy as a frozen model that scores: without dropout, and without values."""
 
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] under the base model, which has no value head."""
-        with adapters_off(self.policy.model):
+        """See ``Policy.scores``."""
+        with self._mode():
             return replace(self.policy.scores(batch, temperature=temperature, backend=backend), value=None)
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
-        """See ``Policy.hidden_and_head``; of the base model."""
-        with adapters_off(self.policy.model):
+        """See ``Policy.hidden_and_head``."""
+        with self._mode():
             return self.policy.hidden_and_head(batch)
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return evaluating(self.policy.model)
+
+
+class AdaptersOff(Itself):
+    """The reference of a LoRA policy: the same model with its adapters off; no second copy."""
+
+    def _mode(self) -> AbstractContextManager[None]:
+        return adapters_off(self.policy.model)
 
 
 def _check_memory(needed: int, device: torch.device) -> None:

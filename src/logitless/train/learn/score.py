@@ -24,7 +24,7 @@ from logitless.train.learn.policy import Scorer
 from logitless.train.recipe.training import Backend
 from logitless.types import Completion, Group, PackedBatch, TokenScores
 
-_COLUMNS = ("logp", "entropy", "value")
+_COLUMNS = ("logp", "entropy", "value", "sum_squares")
 
 
 def scores_of(
@@ -35,6 +35,7 @@ def scores_of(
     temperature: float,
     backend: Backend,
     ranks: Ranks = Ranks.alone(),
+    **more: bool,
 ) -> TokenScores:
     """A scoring pass.
 
@@ -46,26 +47,28 @@ def scores_of(
         micro_batches: the sequences of each packed row of this rank. The rows of all ranks together hold each sequence
             that is to be scored once.
         ranks: that divide the rows.
+        more: further arguments of the scorer.
 
     Returns:
         CPU tensors, float32, of all tokens in the batch's order, on every rank; NaN for sequences that are in no row.
-        ``value`` if the scorer has a value head.
+        ``value`` and ``sum_squares`` if the scorer gives them.
     """
-    has_value = False
+    has = dict.fromkeys(_COLUMNS, False)
     places, scored = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, len(_COLUMNS))]
     with torch.no_grad():
         for sequences in micro_batches:
-            scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend)
+            scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend, **more)
             found = [getattr(scores, name) for name in _COLUMNS]
-            has_value |= scores.value is not None
+            has = {name: known or each is not None for (name, known), each in zip(has.items(), found, strict=True)}
             absent = torch.full_like(scores.logp, torch.nan, dtype=torch.float32)
             scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1))
             places.append(batch.tokens_of(sequences))
     values = torch.full((batch.num_tokens, len(_COLUMNS)), torch.nan)
     on_host = torch.cat([each.cpu() for each in scored])  # waits for the device, after all rows were launched
     values[ranks.gather(torch.cat(places))] = ranks.gather(on_host)
-    logp, entropy, value = (column.contiguous() for column in values.unbind(1))
-    return TokenScores(logp, entropy, value if ranks.any(has_value) else None)  # this rank may have no row
+    logp, entropy, value, squares = (column.contiguous() for column in values.unbind(1))
+    given = [ranks.any(has[name]) for name in ("value", "sum_squares")]  # this rank may have no row
+    return TokenScores(logp, entropy, value if given[0] else None, sum_squares=squares if given[1] else None)
 
 
 def sampled_scores(
@@ -209,6 +212,9 @@ def advantages(
         scores=torch.tensor(scores),
         weights=torch.tensor(list(weights.values())),
         values=None if old is None else old.value,
+        logp_old=None if old is None else old.logp,
+        sum_squares=None if old is None else old.sum_squares,
+        baseline=torch.tensor([reward_or_nan(g.baseline) for g in groups for _ in g.completions], dtype=rewards.dtype),
     )
     return estimator.checked(inputs)
 

@@ -80,6 +80,17 @@ class MicroBatchOutput:
         loss = loss if self.distillation is None else loss + self.distillation.loss
         return loss if self.router is None else loss + self.router
 
+    def detached(self) -> "MicroBatchOutput":
+        """The same numbers without the graph that leads to them."""
+        value, distillation, router = self.value, self.distillation, self.router
+        return replace(
+            self,
+            policy=replace(self.policy, loss=self.policy.loss.detach()),
+            value=None if value is None else replace(value, loss=value.loss.detach()),
+            distillation=None if distillation is None else replace(distillation, loss=distillation.loss.detach()),
+            router=None if router is None else router.detach(),
+        )
+
 
 def step_batch(
     packed: PackedBatch,
@@ -253,9 +264,9 @@ def backward(
         raise InputError(
             needed="a step with a scored token", given="none", remedy="Leave out steps whose completions are all empty."
         )
-    outputs = []
     generator = torch.Generator().manual_seed(seed)
-    for batch in micro_batches:
+
+    def trained(batch: MicroBatch) -> MicroBatchOutput:
         tokens = batch.tokens.to(policy.device)
         found = None if teacher is None else teacher.divergences(batch.packed, temperature=temperature, backend=backend)
         with policy.routing() as routing:
@@ -272,18 +283,20 @@ def backward(
             gather=gather,
             generator=generator,
         )
-        value_output = None if value_loss is None else value_loss(required(scores.value, "value"), tokens)
         output = MicroBatchOutput(
             policy_output,
-            value_output,
+            None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
             scores.logp.detach() if batch.scores_itself else None,
             None if router_loss is None else router_loss.share(routing),
             tuple(each.detach() for each in routing),
             None if scores.divergence is None or distillation is None else distillation.loss(scores.divergence, tokens),
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
-        outputs.append(output if output.router is None else replace(output, router=output.router.detach()))
-    return outputs
+        return output.detached()
+
+    # A function, so that nothing of a micro-batch's graph lives on: a CUDA graph that the next one captures must find
+    # no node of autograd that was made on another stream.
+    return [trained(batch) for batch in micro_batches]
 
 
 def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> dict[str, Tensor]:

@@ -1,97 +1,191 @@
-"""The teacher: a frozen model that scores the policy's tokens, and whose next-token distributions the policy learns."""
+"""Teachers: models that score the policy's tokens, and whose next-token distributions the policy learns.
 
-from collections.abc import Callable, Iterator
+A teacher reads the policy's packed rows, or the same completions after a prompt of its own (``TeacherPrompts``). Of
+several teachers, each reads the sequences that are its.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TypeAlias
 
 import torch
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 
+from logitless.data.packing import pack
+from logitless.errors import DataError
 from logitless.head import token_divergence
-from logitless.train.learn.policy import AdaptersOff, Policy
+from logitless.head.contract import logits_dtype
+from logitless.models.lm_head import causal_lm
+from logitless.models.loading import positions
+from logitless.train.block import PackedBlock
+from logitless.train.learn.policy import Itself, Policy
+from logitless.train.learn.teacher_prompts import TeacherPrompts, teacher_index
+from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.train.recipe.teacher import TeacherSection
 from logitless.train.recipe.training import Backend
-from logitless.types import LMHead, PackedBatch, TokenScores
+from logitless.types import Group, LMHead, PackedBatch, TokenScores
 
 Divergences: TypeAlias = Callable[[Tensor, LMHead], Float[Tensor, "N"]]
 """(a policy's hidden states [N, D] for the targets of a batch, its head) -> divergence of each token from a teacher."""
 
 
 class Teacher:
-    """A frozen model that the policy learns from.
+    """One or several models that the policy learns from; they have no gradient.
 
     Args:
-        model: the teacher's own, frozen; or the policy with its adapters off.
+        models: their own, frozen; the policy itself in one of its modes; or one on a server. In the order of
+            ``section.sources``.
         section: of the recipe.
+        prompts: of the teachers; None if they read the policy's.
     """
 
-    def __init__(self, model: Policy | AdaptersOff, section: TeacherSection) -> None:
-        self.model, self.section = model, section
+    def __init__(
+        self,
+        models: Sequence[Policy | Itself | ServedTeacher],
+        section: TeacherSection,
+        prompts: TeacherPrompts | None = None,
+    ) -> None:
+        self.models, self.section, self.prompts = tuple(models), section, prompts
+
+    def attached(self, block: PackedBlock, groups: Sequence[Group]) -> PackedBlock:
+        """The block with what its teachers read: who grades each sequence, and after which prompt.
+
+        Args:
+            block: packed.
+            groups: that were packed.
+
+        Raises:
+            DataError: a prompt of the teacher that cannot be made, moves the completion, or is too long.
+            LogitlessError: see ``ServedTeacher.check``.
+        """
+        for model in self.models:
+            if isinstance(model, ServedTeacher) and groups:
+                model.check(groups[0].prompt)
+        if self.prompts is None and isinstance(self.section.source, str):
+            return block
+        packed = block.packed
+        owner = [teacher_index(self.section, group.prompt) for group in groups for _ in group.completions]
+        read = None
+        if self.prompts is not None:
+            prompts = self.prompts(groups)
+            pairs = [(g.prompt, completion) for g in groups for completion in g.completions]
+            owner = [-1 if prompt is None else each for each, prompt in zip(owner, prompts, strict=True)]
+            read = pack([(own or prompt, c) for (prompt, c), own in zip(pairs, prompts, strict=True)]).inputs
+            self._check_lengths(read.lengths)
+        teacher = torch.tensor(owner, dtype=torch.long)[packed.sequence]
+        return replace(block, packed=replace(packed, teacher=teacher, inputs_of_teacher=read))
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] of the batch's targets under the teacher.
+        """logp and entropy [N] of the batch's targets under their teachers; NaN where no teacher grades a token.
 
         Args:
             temperature: of sampling; ``teacher.temperature`` replaces it.
         """
-        return self.model.scores(batch, temperature=self._temperature(temperature), backend=backend)
+        own = self._temperature(temperature)
+        parts = [(at, model.scores(part, temperature=own, backend=backend)) for model, at, part in self._parts(batch)]
+        if batch.teacher is None:
+            return parts[0][1]
+        logp = parts[0][1].logp.new_full((batch.num_tokens,), torch.nan)
+        entropy = logp.clone()
+        for at, scores in parts:
+            places = at.to(logp.device)
+            logp[places], entropy[places] = scores.logp.to(logp), scores.entropy.to(logp)
+        return TokenScores(logp, entropy)
 
     def divergences(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> Divergences:
         """Read a batch; returns the function that compares the policy's hidden states with what was read.
 
-        It is not called inside ``Policy.routing``, which would count a base model's routers as the policy's.
+        A token that no teacher grades has divergence 0. It is not called inside ``Policy.routing``, which would count
+        the routers of a policy that teaches.
 
         Args:
-            batch: the policy's, so that packed rows and shared prompts are the same.
+            batch: the policy's.
             temperature: divides the policy's logits, and the teacher's unless ``teacher.temperature`` is set.
         """
         section = self.section
         assert section.divergence is not None
         with torch.no_grad():
-            hidden, head = self.model.hidden_and_head(batch)
+            read = [
+                (at, *model.hidden_and_head(part))
+                for model, at, part in self._parts(batch)
+                if part.num_tokens and not isinstance(model, ServedTeacher)  # which a rule keeps out of the loss
+            ]
 
         def divergence(of_policy: Tensor, policy_head: LMHead) -> Tensor:
             assert section.divergence is not None
-            return token_divergence(
-                of_policy,
-                policy_head,
-                hidden,
-                head,
-                kind=section.divergence,
-                beta=section.beta,
-                temperature=temperature,
-                teacher_temperature=self._temperature(temperature),
-                backend=backend,
-                memory_budget=self._policy.memory_budget,
-            ).divergence
+            number = logits_dtype(policy_head.weight.dtype)
+            whole = torch.zeros(batch.num_tokens, dtype=number, device=of_policy.device)
+            for places, hidden, head in read:
+                at = places.to(of_policy.device)
+                found = token_divergence(
+                    of_policy if batch.teacher is None else of_policy[at],
+                    policy_head,
+                    hidden,
+                    head,
+                    kind=section.divergence,
+                    beta=section.beta,
+                    temperature=temperature,
+                    teacher_temperature=self._temperature(temperature),
+                    backend=backend,
+                    memory_budget=self._policies[0].memory_budget,
+                ).divergence
+                whole = found if batch.teacher is None else whole.index_copy(0, at, found)
+            return whole
 
         return divergence
 
     def wait(self) -> None:
         """Move the weights to host memory under ``teacher.place: host``; those of a sharded model FSDP2 moves."""
         if self.section.place == "host":
-            for parameter in self._policy.model.parameters():
-                parameter.data = parameter.data.cpu()
+            for parameter in self._parameters():
+                waiting = parameter.data.cpu()
+                # Locked, so that each use copies it at the speed of the bus; made once, as locking takes long.
+                parameter.data = waiting.pin_memory() if parameter.is_cuda else waiting
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, weights that wait on the host (``wait``) are on the policy's device."""
-        if self.section.place == "device" or self._policy.sharded is not None:
-            yield
-            return
-        waiting = [(parameter, parameter.data) for parameter in self._policy.model.parameters()]
+        waiting = [] if self.section.place == "device" else [(each, each.data) for each in self._parameters()]
         try:
             for parameter, on_host in waiting:
-                parameter.data = on_host.to(self._policy.device)
+                parameter.data = on_host.to(self._policies[0].device, non_blocking=True)
             yield
         finally:
             for parameter, on_host in waiting:
                 parameter.data = on_host
 
+    def _parts(self, batch: PackedBatch) -> Iterator[tuple[Policy | Itself | ServedTeacher, Tensor, PackedBatch]]:
+        """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
+        if batch.teacher is None:
+            yield self.models[0], torch.arange(0), batch
+            return
+        sequence, teacher = batch.sequence.cpu(), batch.teacher.cpu()
+        for number, model in enumerate(self.models):
+            own = torch.unique(sequence[teacher == number]).tolist()
+            yield model, batch.tokens_of(own), batch.as_teacher_reads_it.take(own)
+
+    def _parameters(self) -> Iterator[nn.Parameter]:
+        """Of the models with weights of their own that are whole on this rank."""
+        for model in dict.fromkeys(self.models):
+            if isinstance(model, Policy) and model.sharded is None:
+                yield from model.model.parameters()
+
     @property
-    def _policy(self) -> Policy:
-        return self.model.policy if isinstance(self.model, AdaptersOff) else self.model
+    def _policies(self) -> list[Policy]:
+        local = [each for each in self.models if not isinstance(each, ServedTeacher)]
+        return [each.policy if isinstance(each, Itself) else each for each in local]
+
+    def _check_lengths(self, lengths: Sequence[int]) -> None:
+        limits = [positions(causal_lm(each.model).config.get_text_config()) for each in self._policies]
+        most = min((limit for limit in limits if limit is not None), default=None)
+        if most is not None and max(lengths, default=0) > most:
+            raise DataError(
+                needed=f"at most {most} tokens, the longest sequence of the teacher's model",
+                given=f"{max(lengths)} after a prompt of teacher.template",
+                remedy="Shorten what the template inserts, for example by Jinja's `truncate`.",
+            )
 
     def _temperature(self, of_sampling: float) -> float:
         return of_sampling if self.section.temperature is None else self.section.temperature

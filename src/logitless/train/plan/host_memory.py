@@ -23,11 +23,11 @@ from logitless.models.activations import ActivationPlan, Cost, Mode
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import stored_dtype
 from logitless.train.assembly.model import is_cut_from_host
+from logitless.train.assembly.policies import needs_start
 from logitless.train.optim.locked_memory import locked_bytes
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.training_memory import (
     TrainingMemory,
-    has_reference,
     layer_bytes,
     num_bytes,
     shard_bytes,
@@ -89,7 +89,7 @@ def _read_bytes(recipe: Recipe, model: nn.Module, arrangement: Arrangement, proc
         return processes * (num_bytes(read) - mapped)
     masters = num_bytes(master_weight(p) for p in parameters if master_weight(p) is not p)
     reference = 0
-    if has_reference(recipe):  # a copy, whose weights get their dtype one after the other
+    if needs_start(recipe):  # a copy, whose weights get their dtype one after the other
         size = getattr(torch, section.dtype).itemsize
         reference = sum(p.numel() * max(p.element_size(), size) for p in parameters)
     return num_bytes(parameters) + masters + reference - mapped
@@ -106,7 +106,7 @@ def _page_locked(recipe: Recipe, model: nn.Module, arrangement: Arrangement, pro
             locked_bytes(master_weight(p).nbytes) for p in trained
         )
     on_host = arrangement.is_sharded and recipe.parallel.reference == "host"
-    if on_host and has_reference(recipe):
+    if on_host and needs_start(recipe):
         size = getattr(torch, section.dtype).itemsize
         shards = [shard_bytes(p, arrangement.weights) // p.element_size() * size for p in trained]
         found["reference, page-locked"] = processes * sum(map(page_locked, shards))

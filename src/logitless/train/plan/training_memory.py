@@ -25,8 +25,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.four_bit import saved_bytes
 from logitless.models.lm_head import AttentionHeads, causal_lm
+from logitless.models.lora_targets import expert_weights
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
+from logitless.train.assembly.policies import needs_start
 from logitless.train.assembly.teacher import has_teacher_model, teacher_model
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.recipe.config import Recipe
@@ -182,7 +184,7 @@ def memory_of_rank(
     if value_head is not None:  # weights, gradients and two moments
         always["value head"] = 4 * num_bytes(value_head.parameters())
     on_device = parallel.reference == "device" or not arrangement.is_sharded
-    if has_reference(recipe) and on_device:
+    if needs_start(recipe) and on_device:
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
@@ -209,13 +211,11 @@ def memory_of_rank(
 
 
 def teacher_bytes(recipe: Recipe) -> int:
-    """Bytes of the weights of a teacher that has its own."""
-    return num_bytes(teacher_model(recipe, torch.device("meta")).parameters())
-
-
-def has_reference(recipe: Recipe) -> bool:
-    """Whether there is a reference with weights of its own; LoRA's is the policy without adapters."""
-    return recipe.kl is not None and recipe.model.lora is None
+    """Bytes of the weights of the teachers that have their own."""
+    assert recipe.teacher is not None
+    meta = torch.device("meta")
+    sources = dict.fromkeys(recipe.teacher.models.values())
+    return sum(num_bytes(teacher_model(recipe, source, meta).parameters()) for source in sources)
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:
@@ -285,6 +285,9 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
     the rotary embedding with the slices of the rotation (n (2 H + 4 K)), and gradients of three parts of the MLP
     (3 n F).
 
+    A mixture's F is that of a token's experts and shared experts together, and 2 n D for each of these experts are kept
+    besides: its input and its output.
+
     Over a frozen base nothing is kept for gradients of weights. What is left: the norms' input in float32 (8 D),
     queries, keys, values and output, and three parts of the MLP (3 n F). A float32 adapter keeps a float32 copy of its
     input, whose gradient comes in both dtypes.
@@ -298,17 +301,28 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
     """
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     width, heads = config.hidden_size, AttentionHeads.of(config)
-    inner = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * width
+    inner, outputs = _inner_width(model, config)
     layer = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
     parts: Any = () if layer is None else layer.modules()
     inputs = [part.in_features for part in parts if hasattr(part, "lora_A")]
     attention = 2 * (heads.query + heads.key) * heads.width
     if inputs and number < 4:
-        kept = 8 * width + number * (attention + 3 * inner) + 4 * sum(inputs)
+        kept = 8 * width + number * (attention + 3 * inner + outputs) + 4 * sum(inputs)
         return kept, max((4 + number) * max(inputs), 3 * number * inner)
-    norms = (8 + 4 * number) * width
+    norms = (8 + 4 * number) * width + number * outputs
     made = attention + 2 * heads.key * heads.width + 3 * inner
     return norms + number * (attention + 4 * inner), norms + number * made
+
+
+def _inner_width(model: nn.Module, config: Any) -> tuple[int, int]:
+    """(numbers of a token inside the MLP, numbers of the inputs and outputs of its experts)."""
+    dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    per_token = getattr(config, "num_experts_per_tok", None)
+    if not per_token or not expert_weights(model):
+        return dense, 0
+    shared = getattr(config, "n_shared_experts", None) or 0
+    width = getattr(config, "moe_intermediate_size", None) or dense
+    return (per_token + shared) * width, 2 * per_token * config.hidden_size
 
 
 def _head_bytes(

@@ -113,4 +113,13 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         given=lambda composed: composed.algorithm.advantage.name if composed.algorithm.advantage else "none",
         remedy="Choose another algorithm.advantage, or name a reward.",
     ),
+    Setting[Composed](
+        "algorithm.advantage remax",
+        lambda composed: composed.algorithm.advantage is not None and composed.algorithm.advantage.reads_baseline,
+    ).needs(
+        "an engine that samples",
+        holds=lambda composed: composed.recipe.rollout.engine.recorded_file is None,
+        given=lambda _: "recorded completions",
+        remedy="Choose another algorithm.advantage.",
+    ),
 )

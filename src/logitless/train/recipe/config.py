@@ -74,6 +74,12 @@ class Recipe(Section):
         return (self.rollout.sampling, *(each.sampling for each in held_out if each.sampling is not None))
 
     @property
+    def imitates(self) -> bool:
+        """Whether the loss is the likelihood of the completions, whatever their rewards are."""
+        surrogate = self.algorithm.surrogate
+        return (self.algorithm.preset if surrogate is None else surrogate.name) == "nll"
+
+    @property
     def training_sources(self) -> tuple[str, ...]:
         """Names of the training sources; ``train`` where there is one."""
         return tuple(self.data.train.sources) if isinstance(self.data.train, MixedData) else ("train",)

@@ -89,8 +89,9 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Add the name to `sources` of a reward, or leave `sources` out.",
     ),
     Setting["Recipe"]("rewards []", lambda recipe: not recipe.rewards).needs(
-        "a teacher, or a rollout.environment that pays by itself: own, guessing, harness, or tools with a call_reward",
-        holds=lambda recipe: recipe.teacher is not None or pays(recipe.rollout.environment),
+        "a teacher, algorithm.preset nll, or a rollout.environment that pays by itself: own, guessing, harness, or "
+        "tools with a call_reward",
+        holds=lambda recipe: recipe.teacher is not None or recipe.imitates or pays(recipe.rollout.environment),
         given=lambda recipe: recipe.rollout.environment.name if recipe.rollout.environment else "no environment",
         remedy="Name a reward; docs/own_reward.md has a template.",
     ),

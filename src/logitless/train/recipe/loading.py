@@ -19,7 +19,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import resolved_dtypes
 from logitless.train.recipe.problems import refusal_of
 from logitless.train.recipe.reading import read_mapping
-from logitless.train.recipe.teacher import BASE
+from logitless.train.recipe.teacher import OF_POLICY
 
 PATHS = (
     *("data.train.path", "data.train.sources.*.data.path", "data.held_out.path", "evaluation.sets.*.data.path"),
@@ -35,7 +35,7 @@ CODE = (
 """Keys with an import path: of a module, or of a file (``./file.py:name``), whose path is made absolute."""
 
 NAMES_OR_PATHS = (
-    *("model.source", "model.tokenizer", "teacher.source"),
+    *("model.source", "model.tokenizer", "teacher.source", "teacher.source.*"),
     *("data.train.dataset", "data.train.sources.*.data.dataset", "data.held_out.dataset"),
     *("evaluation.sets.*.data.dataset", "warm_start.data.dataset"),
 )
@@ -43,7 +43,7 @@ NAMES_OR_PATHS = (
 GGUF file."""
 
 
-def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, plans_for_gpus: bool = False) -> Recipe:
     """Read a recipe and apply overrides.
 
     Args:
@@ -56,6 +56,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = (), *, plans_for_gpus: bo
         ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
             the wrong type, or parts that contradict each other.
     """
+    path = Path(path)
     raw = read_mapping(path, overrides)
     replaced = [override.partition("=")[0] for override in overrides]
 
@@ -80,7 +81,8 @@ def _with_absolute_paths(raw: Mapping[str, Any], folder_of: Callable[[str], Path
     for pattern in (*PATHS, *NAMES_OR_PATHS):
         for key, at, last in places(whole, pattern):
             value = at[last]
-            if isinstance(value, str | Path) and str(value) and (key, value) != ("teacher.source", BASE):
+            is_policy = pattern.startswith("teacher.") and value in OF_POLICY
+            if isinstance(value, str | Path) and str(value) and not is_policy:
                 path = str((folder_of(key) / os.path.expanduser(value)).absolute())  # noqa: PTH111 - never raises
                 if pattern in PATHS or str(value).startswith((".", "/", "~")) or _is_model_or_data(path):
                     at[last] = path

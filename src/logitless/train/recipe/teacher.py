@@ -1,6 +1,7 @@
-"""The section ``teacher``: a frozen model that the policy learns from."""
+"""The section ``teacher``: models that the policy learns from."""
 
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
@@ -12,16 +13,30 @@ from logitless.train.recipe.section import Section
 if TYPE_CHECKING:
     from logitless.train.recipe.config import Recipe
 
-BASE = "base"
-"""The teacher's ``source`` for LoRA's base model."""
+BASE, SELF, START = "base", "self", "start"
+"""A teacher's ``source`` for LoRA's base model, for the policy, and for the policy before its first step."""
+
+OF_POLICY = (BASE, SELF, START)
+
+
+def is_address(source: str) -> bool:
+    """Whether a teacher's source is the address of a server."""
+    return source.startswith(("http://", "https://"))
 
 
 class TeacherSection(Section):
-    """A frozen model that the policy learns from: by a divergence in the loss, by advantages, or by both
+    """Models that the policy learns from: by a divergence in the loss, by advantages, or by both
     (docs/distillation.md)."""
 
-    source: str = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; base: LoRA's base model"
+    source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
+        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`, "
+        "`start`: the policy now, or before its first step; a vLLM server's address; or several, by a value of `column`"
+    )
+    column: str | None = Field(
+        None, description="whose value names a prompt's teacher; None: the name of its source of data"
+    )
+    template: str | None = Field(
+        None, description="Jinja: the last message of the teacher's prompt; None: the policy's"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
@@ -36,13 +51,32 @@ class TeacherSection(Section):
         0.0,
         description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
     )
+    gamma: NonNegativeFloat = Field(
+        0.0, description="how much more the first token's advantage counts than the last one's"
+    )
     alone: bool = Field(False, description="rewards are measured, and give no advantages")
     temperature: PositiveFloat | None = Field(None, description="divides the teacher's logits; None: that of sampling")
 
     @property
-    def is_base(self) -> bool:
-        """Whether the teacher is LoRA's base model."""
-        return self.source == BASE
+    def sources(self) -> dict[str, str]:
+        """Where each teacher comes from, by the value that names it; one alone has no name."""
+        return {"": self.source} if isinstance(self.source, str) else dict(self.source)
+
+    @property
+    def models(self) -> dict[str, str]:
+        """``sources`` with weights in this process, of their own."""
+        return {
+            name: source for name, source in self.sources.items() if source not in OF_POLICY and not is_address(source)
+        }
+
+    @property
+    def has_server(self) -> bool:
+        """Whether a teacher is on a server."""
+        return any(map(is_address, self.sources.values()))
+
+    def has(self, source: str) -> bool:
+        """Whether it is the source of a teacher."""
+        return source in self.sources.values()
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -60,7 +94,15 @@ def _teaches_alone(recipe: "Recipe") -> bool:
 
 
 teacher = Setting["Recipe"]("teacher", lambda recipe: recipe.teacher is not None)
-base = Setting["Recipe"]("teacher.source base", lambda recipe: recipe.teacher is not None and recipe.teacher.is_base)
+
+
+def _has(source: str) -> Setting["Recipe"]:
+    return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
+
+
+server = Setting["Recipe"](
+    "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
+)
 divergence = Setting["Recipe"](
     "teacher.divergence", lambda recipe: recipe.teacher is not None and recipe.teacher.divergence is not None
 )
@@ -78,6 +120,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "no divergence",
         remedy="Set teacher.divergence; the coefficient of the advantage is teacher.advantage itself.",
     ),
+    Setting["Recipe"]("teacher.gamma", lambda recipe: recipe.teacher is not None and recipe.teacher.gamma > 0).needs(
+        "teacher.advantage",
+        holds=lambda recipe: _teacher(recipe).advantage > 0,
+        given=lambda _: "no advantage",
+        remedy="Set teacher.advantage: true, or leave gamma out.",
+    ),
     Setting["Recipe"](
         "teacher.beta", lambda recipe: recipe.teacher is not None and recipe.teacher.beta is not None
     ).needs(
@@ -92,17 +140,52 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
         remedy="Leave rollout.zero_signal out.",
     ),
-    base.needs(
+    _has(BASE).needs(
         "model.lora, whose base it is",
         holds=lambda recipe: recipe.model.lora is not None,
         given=lambda _: "full fine-tuning",
         remedy="Name the teacher's folder or hub name.",
     ),
-    base.needs(
-        "neither dtype nor place, for it has the weights of the policy",
+    _has(START).needs(
+        "full fine-tuning",
+        holds=lambda recipe: recipe.model.lora is None,
+        given=lambda _: "model.lora",
+        remedy="Set teacher.source: base.",
+    ),
+    _has(SELF).needs(
+        "teacher.template",
+        holds=lambda recipe: _teacher(recipe).template is not None,
+        given=lambda _: "none, so that it says what the policy says",
+        remedy="Set teacher.template, for example to '{{ solution }} {{ prompt }}', or teacher.source: start.",
+    ),
+    Setting["Recipe"](
+        "teacher.source base, self, start or a server",
+        lambda recipe: recipe.teacher is not None and not recipe.teacher.models,
+    ).needs(
+        "neither dtype nor place",
         holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
         given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
-        remedy="Leave both out; model.dtype is the base's.",
+        remedy="Leave both out; it has the weights of the policy or of the server.",
+    ),
+    server.needs(
+        "teacher.advantage without divergence",
+        holds=lambda recipe: _teacher(recipe).divergence is None,
+        given=lambda recipe: f"{_teacher(recipe).divergence}, while a server gives log-probs of sampled tokens alone",
+        remedy="Leave divergence out, or load the teacher in this process.",
+    ),
+    server.needs(
+        "temperature 1, at which it gives log-probs",
+        holds=lambda recipe: (_teacher(recipe).temperature or recipe.rollout.sampling.temperature) == 1,
+        given=lambda recipe: f"{_teacher(recipe).temperature or recipe.rollout.sampling.temperature}",
+        remedy="Set teacher.temperature: 1.",
+    ),
+    Setting["Recipe"](
+        "teacher.column", lambda recipe: recipe.teacher is not None and recipe.teacher.column is not None
+    ).needs(
+        "several teachers",
+        holds=lambda recipe: not isinstance(_teacher(recipe).source, str),
+        given=lambda recipe: f"source: {_teacher(recipe).source}",
+        remedy="Leave column out, or give teacher.source as a mapping from its values to models.",
     ),
 )
 

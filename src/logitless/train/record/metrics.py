@@ -101,6 +101,7 @@ value/clipped_fraction | 1 | mean | token | tokens with a return whose value gra
 # A teacher
 teacher/divergence | nat | mean | token | the teacher's divergence in the loss, before its weight
 teacher/log_ratio | nat | mean | block | logp_teacher - logp_sampler, before its coefficient
+teacher/graded_fraction | 1 | mean | token | tokens that a teacher grades, under teacher.template
 # Age and lengths of completions
 rollout/lag_mean | step | mean | completion | optimizer steps since the weights that sampled a block
 rollout/lag_max | step | max | completion | the same, of a completion's oldest token

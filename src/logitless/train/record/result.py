@@ -61,6 +61,7 @@ ENDS = {
     "blocks": "finished",
     "early_stopping": "finished by early stopping",
     "unscored": "failed, for no completion was scored",
+    "error": "failed",
     "signal": "stopped by a signal",
     "callback": "stopped by a callback",
 }

@@ -11,7 +11,7 @@
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
         value_head.safetensors          at the end, where the algorithm has a value loss
-        summary.json                    at the end
+        summary.json                    at the end, after an error too
         report.html                     `logitless report`
 
 Files are written atomically. Only ``metrics.jsonl`` grows in place: a crash can cut its last line, which is skipped

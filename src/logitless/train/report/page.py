@@ -247,6 +247,7 @@ def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[d
 def _head(run: Recorded) -> str:
     if run.summary:
         state = ENDS.get(run.summary.get("ended_by", ""), "finished")
+        state += f": {run.summary['error']}" if "error" in run.summary else ""
     elif run.records:
         state = f"no summary: still going on, or stopped after step {run.steps}"
     else:

@@ -5,7 +5,7 @@ Both directions follow the fields of the dataclasses: a new field needs no chang
 
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
 
@@ -43,14 +43,12 @@ def _flat(stage: Any, prefix: str) -> dict[str, Any]:
 
 def _built(kind: type[_Stage], prefix: str, values: Mapping[str, Any]) -> _Stage:
     hints = get_type_hints(kind)
-    return kind(
-        **{
-            f.name: _built(hints[f.name], f"{prefix}/{f.name}", values)
-            if is_dataclass(hints[f.name])
-            else values[f"{prefix}/{f.name}"]
-            for f in fields(kind)  # type: ignore[arg-type]
-        }
-    )
+    given = {}
+    for f in fields(kind):  # type: ignore[arg-type]
+        name, choices = f"{prefix}/{f.name}", get_args(hints[f.name]) or (hints[f.name],)
+        stage = next((each for each in choices if isinstance(each, type) and is_dataclass(each)), None)
+        given[f.name] = values[name] if stage is None or name in values else _built(stage, name, values)
+    return kind(**given)
 
 
 def _tuples(value: Any) -> Any:

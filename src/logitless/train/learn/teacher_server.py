@@ -1,0 +1,95 @@
+"""A teacher on a vLLM server, which gives the log-probs of sampled tokens and nothing else of its distributions."""
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import numpy as np
+import torch
+
+from logitless.errors import ConfigurationError, EngineError
+from logitless.http_client import HttpClient, Patience
+from logitless.rollout.vllm.api import VllmServer
+from logitless.train.recipe.training import Backend
+from logitless.types import PackedBatch, Prompt, TokenScores
+
+T = TypeVar("T")
+
+
+class ServedTeacher:
+    """A model on a server. Its log-probs are exact, at temperature 1; there is no divergence, and no entropy.
+
+    Args:
+        server: of one model.
+        patience: with requests that fail.
+        requests_at_once: sequences that the server scores at a time.
+    """
+
+    def __init__(self, server: VllmServer, *, patience: Patience, requests_at_once: int = 64) -> None:
+        self._server, self._patience, self._at_once = server, patience, requests_at_once
+        self._model: str | None = None
+
+    @classmethod
+    def at(cls, url: str) -> "ServedTeacher":
+        """The teacher at an address."""
+        return cls(VllmServer(HttpClient(url)), patience=Patience())
+
+    def check(self, prompt: Prompt) -> None:
+        """Once, before anything is scored: that the server has one model, and reads a prompt as the policy does.
+
+        Raises:
+            EngineError: it has several models, or cannot be reached.
+            ConfigurationError: it has another tokenizer.
+        """
+        if self._model is not None:
+            return
+        models = list(self._patiently("its models", lambda: self._server.models()))
+        if len(models) != 1:
+            raise EngineError(
+                needed=f"a server of one model at {self._server.url}, the teacher",
+                given=", ".join(map(repr, models)) or "none",
+                remedy="Start a server for the teacher alone.",
+            )
+        tokens = self._patiently("tokens of a prompt", lambda: self._server.tokenize(models[0], prompt.text))
+        own = prompt.token_ids.tolist()
+        if tokens != own[len(own) - len(tokens) :]:  # ahead of them the policy may have a start token
+            raise ConfigurationError(
+                needed="a teacher with the policy's tokenizer: both models are compared token by token",
+                given=f"another one at {self._server.url}, which reads prompt {prompt.id!r} otherwise",
+                remedy="Serve a teacher of the policy's model family (teacher.source).",
+            )
+        self._model = models[0]
+
+    def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
+        """logp [N] of the batch's targets, float32, on the CPU; entropy NaN.
+
+        Args:
+            temperature: 1, to which the recipe's rules hold it.
+
+        Raises:
+            EngineError: the server cannot be reached, or answers something else.
+        """
+        del temperature, backend
+        inputs, target = batch.inputs.to("cpu"), batch.target.cpu()
+        logp = torch.full((batch.num_tokens,), torch.nan)
+        work, read, scored = [], 0, 0
+        for length, count in zip(inputs.lengths, inputs.source_counts, strict=True):
+            if count:
+                places = (inputs.source[scored : scored + count] - read).numpy()
+                ids = [*inputs.input_ids[read : read + length].tolist(), int(target[scored + count - 1])]
+                work.append((slice(scored, scored + count), ids[: places[-1] + 2], places))
+            read, scored = read + length, scored + count
+        with ThreadPoolExecutor(self._at_once) as pool:
+            for at, found in pool.map(self._scored, work):
+                logp[at] = torch.from_numpy(found)
+        return TokenScores(logp, torch.full_like(logp, torch.nan))
+
+    def _scored(self, one: tuple[slice, list[int], np.ndarray]) -> tuple[slice, np.ndarray]:
+        at, ids, places = one
+        assert self._model is not None, "call check first"
+        model = self._model
+        found = self._patiently("log-probs of a prompt", lambda: self._server.prompt_logp(model, ids))
+        return at, found[places]
+
+    def _patiently(self, what: str, ask: Callable[[], T]) -> T:
+        return self._patience.until_done(ask, what=what, where=self._server.url)
