@@ -15,11 +15,19 @@ export TOKENIZERS_PARALLELISM := false
 demo: .venv/.installed
 	$(BIN)/logitless train recipes/quickstart.yaml --numbered
 
-lint: .venv/.installed
+CHECKS := format style types imports
+.PHONY: $(CHECKS)
+format:
 	$(BIN)/ruff format --check .
+style:
 	$(BIN)/ruff check .
+types:
 	$(BIN)/mypy
+imports:
 	$(BIN)/lint-imports
+
+lint: .venv/.installed
+	$(MAKE) --no-print-directory --jobs 2 --output-sync $(CHECKS)
 
 test: lint
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm'

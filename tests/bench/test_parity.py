@@ -7,10 +7,9 @@ from importlib import metadata
 import pytest
 import torch
 
-from logitless.bench import parity, parity_distillation, parity_liger, parity_trl
+from logitless.bench import parity, parity_distillation, parity_trl
 from logitless.bench.parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
 from logitless.errors import UnavailableError
-from logitless.integrations.liger import LigerFusedLinearGRPOLoss
 from logitless.objective.presets import PRESETS
 
 
@@ -174,14 +173,3 @@ def test_a_trl_too_old_or_absent_is_said(monkeypatch, version):
 
 
 # --- Liger ------------------------------------------------------------------------------------------------------------
-
-
-def test_another_loss_than_ligers_is_found():
-    pytest.importorskip("liger_kernel")
-
-    def other(**options):
-        return LigerFusedLinearGRPOLoss(**{**options, "epsilon_low": options.get("epsilon_low", 0.2) + 0.2})
-
-    rows = {each.name: each for each in parity_liger.against_liger(other)}
-    assert not rows["grpo, token ratio"].ok
-    assert rows["sapo, token ratio"].ok  # which has no epsilon

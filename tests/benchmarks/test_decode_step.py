@@ -1,5 +1,7 @@
 """Parts of a decoding step: which kernel is what, and rows that share their prompts' pages."""
 
+import pytest
+
 from benchmarks import decode_step
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.rollout.gpu.steps import TokenSampling
@@ -11,6 +13,7 @@ if interpreted():
     complete_interpreter()
 
 
+@pytest.mark.slow
 def test_rows_that_share_pages_are_decoded_at_the_position_asked_for():
     model = model_of(end_bias=-1e4)
     install_row_invariant(model)

@@ -1,16 +1,9 @@
 """The quickstart's task on a GPU with either engine: it is reasoning-gym's, and the committed curves are the same."""
 
-import json
-import statistics
-from pathlib import Path
-
 import pytest
 
 import engines_curve
 from logitless.train.recipe.loading import parse_recipe
-
-ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "engines-curve.json"
 
 
 def test_the_task_is_made_and_judged_as_reasoning_gym_does():
@@ -37,19 +30,3 @@ def test_recipes_differ_in_the_engine_alone(tmp_path, engine):
     other = engines_curve.recipe("gpu" if engine == "transformers" else "transformers", 0, 10, tmp_path, "cuda")
     other["rollout"]["engine"], other["name"] = raw["rollout"]["engine"], raw["name"]
     assert raw == other
-
-
-def test_both_engines_learn_the_same_curve():
-    if not RESULT.exists():
-        pytest.skip("not measured yet")
-    runs = {run["engine"]: run for run in json.loads(RESULT.read_text())["runs"] if run["seed"] == 0}
-    mine, theirs = runs["gpu"], runs["transformers"]
-    assert mine["blocks"] == theirs["blocks"] == len(mine["reward"]) == len(theirs["reward"])
-    assert mine["mismatched_tokens"] == 0
-    for run in (mine, theirs):
-        assert run["accuracy_after"] > run["accuracy_before"] + 0.1
-    # other noise draws other completions: of 512 rewards a block, ten blocks together are off by 0.007 by themselves
-    for start in range(0, mine["blocks"] - 9, 10):
-        one, other = (statistics.fmean(run["reward"][start : start + 10]) for run in (mine, theirs))
-        assert abs(one - other) < 0.05
-    assert abs(mine["accuracy_after"] - theirs["accuracy_after"]) < 0.05

@@ -6,8 +6,6 @@ import torch
 import evidence
 from logitless.models.loading import load_model
 from logitless.train.learn.policy import Policy
-from logitless.types import LMHead
-from script import RESULTS
 
 ROWS = [{"id": "ba", "prompt": "ba=", "answer": "ab"}, {"id": "dc", "prompt": "dc=", "answer": "cd"}]
 
@@ -44,74 +42,3 @@ def test_each_ablation_is_a_recipe_that_differs_as_it_says(tmp_path, name):
         same = getattr(base, section) == getattr(changed, section)
         assert same or section in sections
         assert not same or section not in sections or "engine" in sections[section]  # a CPU's engine is that anyway
-
-
-def test_heads_of_the_ablations_say_the_same_but_for_bfloat16():
-    generator = torch.Generator().manual_seed(0)
-    hidden, weight = (torch.randn(shape, generator=generator) for shape in ((50, 16), (30, 16)))
-    target, head = torch.arange(50) % 30, LMHead(weight)
-    exact = evidence.EXACT(hidden, head, target, temperature=1.0, backend="reference")
-    for name, bound in (("log-probs in bfloat16", 0.6), ("log-probs rounded to bfloat16", 0.07)):
-        found = evidence.HEADS[name](hidden, head, target, temperature=1.0, backend="reference")
-        difference = float((found.logp - exact.logp).abs().max())
-        assert 0 < difference < bound  # below 32 half a unit of the eighth bit is 1 / 16; logits err too
-        assert torch.equal(found.logp.bfloat16().float(), found.logp)
-        assert float((found.entropy - exact.entropy).abs().max()) < bound
-
-
-def row(name, seed, blocks, base="abc"):
-    return {
-        "run": name,
-        "seed": seed,
-        "base": base,
-        "at_once": 2,
-        "reward": [0.5] * blocks,
-        "block_seconds": [2.0] * blocks,
-        "train_seconds": 2.0 * blocks,
-        "accuracy": 0.9,
-    }
-
-
-def test_the_verdict_is_the_difference_of_the_means_with_students_interval_and_the_ratio_of_runs_alone():
-    rows = [row(name, seed, 2) | {"run_seconds": 7.0} for name in ("logitless", "trl") for seed in (0, 1, 2)]
-    for each, accuracy in zip(rows, (0.80, 0.82, 0.84, 0.83, 0.85, 0.87), strict=True):
-        each["accuracy"] = accuracy
-    assert "TRL / logitless" not in evidence.verdict({"rows": rows})  # none had a device alone
-    for each in rows:
-        each |= {"at_once": 1, "train_seconds": 12.0 if each["run"] == "trl" else 4.0}
-    text = evidence.verdict({"rows": rows})
-    # both spreads 0.02: 2.776 * sqrt(0.0004 * 2 / 3) = 0.0453
-    assert "| Held out, at the end | 0.820 ± 0.020 | 0.850 ± 0.020 | +0.030 ± 0.045 |" in text
-    assert "| All blocks | 4.00 s | 12.00 s | 3.0 |" in text
-    assert evidence.verdict({"rows": rows[:4]}) == ""  # one seed of TRL has no spread
-
-
-@pytest.mark.parametrize("size", evidence.SIZES)
-def test_the_measured_runs_all_began_with_the_same_weights(size):
-    for document in evidence.documents_in(RESULTS, size).values():
-        assert {each["base"] for each in document["rows"]} == {document["base"]["digest"]}
-        assert all(len(each["block_seconds"]) == len(each["reward"]) for each in document["rows"])
-
-
-def test_the_page_may_say_that_the_curves_are_the_same_within_the_noise_of_seeds():
-    document = evidence.documents_in(RESULTS, "116m")["evidence-116m-comparison"]
-    assert document["base"]["parameters"] > 100e6
-    for measure in evidence.MEASURES.values():
-        apart, half = evidence.difference(*([measure(row) for row in rows] for rows in evidence.seeds_of(document)))
-        assert abs(apart) < half
-        assert half < 0.06  # else the interval says little
-
-
-def test_the_page_may_say_how_far_ablations_go_from_the_run_with_the_same_prompts():
-    rows = [row for document in evidence.documents_in(RESULTS, "116m").values() for row in document["rows"]]
-    curves = {(row["run"], row["seed"]): evidence.five_blocks(torch.tensor(row["reward"])) for row in rows}
-    apart = {key: float((curve - curves["logitless", 0]).abs().max()) for key, curve in curves.items()}
-    assert max(apart["logitless", seed] for seed in (1, 2)) == pytest.approx(0.062, abs=5e-4)
-    assert apart["trl", 0] < 0.03
-    ablations = {name: far for (name, _), far in apart.items() if name not in evidence.CONTENDERS}
-    assert set(ablations) == set(evidence.ABLATIONS)
-    assert ablations.pop("cispo") == pytest.approx(0.12, abs=5e-3)
-    assert ablations.pop("ppo") == pytest.approx(0.08, abs=5e-3)
-    assert max(ablations.values()) < 0.055
-    assert ablations.pop("every saving off") < 0.05
-    assert max(ablations[f"{name} off"] for name in evidence.SAVINGS[:3]) < 0.04

@@ -40,6 +40,7 @@ def toy(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "variant"), [("logitless", "full"), ("logitless", "staleness 1"), ("trl", "full"), ("trl", "lora")]
 )

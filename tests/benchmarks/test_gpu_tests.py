@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import gpu_tests
-
 ROOT = Path(__file__).parents[2]
 
 TESTS = """
@@ -53,27 +51,3 @@ def test_with_empty_caches_what_passed_failed_and_was_skipped_is_counted_with_re
     assert [name.rpartition("[")[2] for name in found["failures"]] == ["fails]", "breaks]"]
     assert found["environment"]["torch"]
     assert found["environment"]["caches"] == "empty"
-
-
-@pytest.mark.parametrize(("name", "gpus"), [("multi-gpu.json", 4), ("multi-gpu-2.json", 2)])
-def test_every_failure_on_several_gpus_has_a_line(name, gpus):
-    found = json.loads((gpu_tests.RESULTS / name).read_text())
-    assert found["environment"]["gpus"] == gpus
-    assert found["complete"]
-    assert len(found["failures"]) == found["failed"]
-    assert found["passed"] > 60
-
-
-def test_what_needs_one_gpu_has_passed_on_one():
-    found = json.loads((gpu_tests.RESULTS / "gpu.json").read_text())
-    assert (found["complete"], found["failed"]) == (True, 0)
-    assert found["skipped"].keys() <= {"Skipped: factors are float32 already"}  # the case beside it is the same
-    assert f"{found['passed']} tests on one H200" in (ROOT / "docs/scale.md").read_text()
-
-
-def test_the_run_that_was_cut_off_failed_in_nothing():
-    found = json.loads((gpu_tests.RESULTS / "multi-gpu-again.json").read_text())
-    assert not found["complete"]
-    assert found["failures"] == []
-    page = (ROOT / "docs/scale.md").read_text()
-    assert f"after {found['passed']} of" in page

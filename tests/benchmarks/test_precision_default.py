@@ -8,34 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import precision_default
 from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
-
-
-def row(way, dtype, seed, after):
-    return {
-        "recipe": "small",
-        "way": way,
-        "trained_dtype": dtype,
-        "seed": seed,
-        "settings": [],
-        "blocks": 5,
-        "held_out_before": 0.25,
-        "held_out_after": after,
-        "reward": [0.0] * 5 + [0.5] * 10,
-        "process_seconds": 10.0 + seed,
-    }
-
-
-def test_the_table_has_mean_and_deviation_over_seeds_of_each_way():
-    rows = [row("float32", "float32", seed, 0.5 + seed / 10) for seed in (0, 1, 2)]
-    rows += [row("the default", "bfloat16", seed, 0.75) for seed in (0, 1, 2)]
-    machine = {"gpu": "A GPU", "driver": "1.2", "torch": "2.11", "triton": "3.6"}
-    text = precision_default.table({"machine": machine, "rows": rows})
-    assert "| small | float32 | 3 | 5 | 0.250 ± 0.000 | 0.600 ± 0.100 | 0.500 ± 0.000 |" in text
-    assert "| small | the default: bfloat16 | 3 | 5 | 0.250 ± 0.000 | 0.750 ± 0.000 | 0.500 ± 0.000 |" in text
 
 
 @pytest.mark.slow

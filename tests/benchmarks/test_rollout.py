@@ -1,5 +1,3 @@
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -8,8 +6,6 @@ from rollout_workloads import Ceilings, Cost, Workload, roofline
 from tests.rollout.gpu.test_engine import model_of
 
 pytest.importorskip("triton")
-
-ROOT = Path(__file__).parents[2]
 
 
 def test_a_workload_is_read_from_its_name_and_lengths_lie_in_its_range():

@@ -1,13 +1,8 @@
 """Rollouts in bfloat16 bias the gradient of a float32 policy, training strays, and a sampler correction cures it."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 import sampler_bias
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -29,12 +24,3 @@ def test_training_strays_from_exact_gradients_without_correction_and_not_with_it
     assert curves["exact"][-1] > curves["exact"][0] + 0.05
     assert gaps["sequence"] < 1e-4
     assert gaps["none"] > 20 * gaps["sequence"]
-
-
-def test_the_committed_plot_is_of_the_committed_numbers(tmp_path):
-    result = json.loads(sampler_bias.RESULT.read_text())
-    for row in result["bias"]:
-        assert row["sequence"] < 1e-5 < row["none"]
-    sampler_bias.draw(result, tmp_path / "plot.svg")
-    drawn, committed = (path.read_text() for path in (tmp_path / "plot.svg", sampler_bias.PLOT))
-    assert drawn.count("<path") == committed.count("<path")

@@ -1,6 +1,8 @@
 """What the scripts share; and every table of a page is the one that its script makes of the committed results."""
 
 import importlib
+import json
+import os
 import re
 import subprocess
 import sys
@@ -55,3 +57,27 @@ def test_every_script_says_what_it_measures_and_takes_the_options_that_pages_giv
     shown = [re.findall(rf"python benchmarks/{script.name}([^`#\n]*)", page.read_text()) for page in PAGES]
     given = {word for lines in shown for line in lines for word in line.split() if word.startswith("--")}
     assert given <= set(re.findall(r"--[\w-]+", done.stdout))
+
+
+TOYS = {
+    "divergence": "--device cpu --widths 8,16 --vocabulary 40 --rows 32 --rounds 1 --kinds reverse_kl --output {out}",
+    "head": "--device cpu --shape 8,19 --rows 512 --lengths 64 --contenders logitless-chunked --output {out}",
+    "objective": "--tokens 40 --head 8,16 --device cpu --out {out}/found.json",
+    "step_host": "--models tiny --device cpu --workloads 512/64-256 --live 0.5 --steps 2 --output {out}",
+    "first_step": "--toy --runs 1 --set train.blocks=1 --set rollout.prompts_per_block=2 --out {out}/found.json",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", TOYS)
+def test_a_script_measures_everything_at_toy_size_without_a_gpu(script, tmp_path):
+    command = [sys.executable, f"benchmarks/{script}.py", *TOYS[script].format(out=tmp_path).split()]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "1"}
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(path.read_text()) for path in tmp_path.glob("*.json")]
+    assert found
+    for row in (row for document in found for row in document.get("rows", [document])):
+        assert row.get("failure") is None
+        assert any(isinstance(value, float) and value > 0 for value in row.values())

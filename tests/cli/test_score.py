@@ -108,20 +108,3 @@ def test_a_function_that_fails_is_shown_with_its_first_traceback(files, tmp_path
 def test_bad_input_exits_with_2_and_says_why(files, capsys, arguments, complaint):
     assert main(["score", *arguments, *files]) == 2
     assert complaint in capsys.readouterr().err
-
-
-def test_a_byte_order_mark_is_no_part_of_the_first_row(files, capsys):
-    for path in (files[1], files[3]):
-        with open(path, "r+b") as file:  # noqa: PTH123
-            content = file.read()
-            file.seek(0)
-            file.write(b"\xef\xbb\xbf" + content)
-    assert main(["score", "--reward", "logitless.rewards.text.exact:Exact", *files]) == 0
-    capsys.readouterr()
-
-
-def test_half_a_character_is_an_error_of_its_line(files, capsys):
-    with open(files[3], "a", encoding="utf-8") as file:  # noqa: PTH123
-        file.write('{"prompt": "Say 3.", "response": "\\ud800"}\n')
-    assert main(["score", "--suite", "ifeval", *files]) == 2
-    assert "responses.jsonl, line 4" in capsys.readouterr().err

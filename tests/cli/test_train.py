@@ -78,49 +78,27 @@ def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2.5-0.5b-gsm8k", "qwen3-1.7b-gsm8k-24gb", "llama3.1-8b-ifeval-24gb", "llama3.1-8b-ifeval-16gb"]
+    ("name", "gib"),
+    [
+        ("qwen2.5-0.5b-gsm8k", 23),
+        ("qwen3-1.7b-gsm8k-24gb", 23),
+        ("llama3.1-8b-ifeval-24gb", 23),
+        ("llama3.1-8b-ifeval-16gb", 15),
+    ],
 )
-def test_the_documented_dry_run_of_a_recipe_passes_and_prints_memory_by_part(name, capsys):
+def test_the_documented_dry_run_of_a_recipe_passes_and_its_memory_leaves_a_gib_of_its_card(name, gib, capsys):
     assert main(dry_run_command(RECIPES / f"{name}.yaml")) == 0
     printed = capsys.readouterr().out
     assert f"recipe {name}: checked" in printed
     assert "8 prompts of 8 rows" in printed
-    total = float(re.search(r"total\s+([\d.]+) GiB", printed)[1])
-    assert 4 < total < 24
+    assert 4 < float(re.search(r"total\s+([\d.]+) GiB", printed)[1]) < gib
 
 
-def test_full_fine_tuning_of_half_a_billion_weights_fits_24_gib_with_a_gib_to_spare():
-    found = plan(RECIPES / "qwen2.5-0.5b-gsm8k.yaml")
-    # Qwen2.5-0.5B: a tied embedding, and 24 layers of attention (with biases), gated MLP and two norms; a last norm.
-    d, f, kv, v = 896, 4864, 2 * 64, 151936
-    layer = 2 * d * d + 2 * d * kv + d + 2 * kv + 3 * d * f + 2 * d
-    num_weights = v * d + 24 * layer + d
-    assert found.memory_bytes["trained weights"] == 2 * num_weights
-    assert found.memory_bytes["float32 masters"] == found.memory_bytes["gradients"] == 4 * num_weights
-    assert found.memory_bytes["AdamW moments"] == 8 * num_weights
-    assert found.completions_per_block == 512
-    assert found.total_bytes < 23 * GIB
-
-
-def test_full_fine_tuning_of_1_7_billion_weights_fits_24_gib_with_its_optimizer_on_the_host():
+def test_moments_on_the_host_take_twelve_bytes_a_weight_off_the_gpu():
     found = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml")
     assert found.memory_bytes["gradients"] == 2 * found.memory_bytes["trained weights"]
-    assert found.memory_bytes["AdamW moments"] == 0
-    assert "float32 masters" not in found.memory_bytes
-    assert found.total_bytes < 23 * GIB
     on_the_gpu = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml", "train.optimizer.moments=float32")
     assert on_the_gpu.total_bytes - found.total_bytes == 3 * found.memory_bytes["gradients"] > 19 * GIB
-
-
-def test_eight_billion_weights_fit_24_gib_under_lora_with_a_gib_to_spare():
-    found = plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml")
-    d, f, kv, v, rank = 4096, 14336, 1024, 128256, 16
-    layer = 2 * d * d + 2 * d * kv + 3 * d * f + 2 * d
-    factors = rank * (2 * (d + d) + 2 * (d + kv) + 3 * (d + f))
-    assert found.memory_bytes["frozen weights"] == 2 * (2 * v * d + 32 * layer + d)
-    assert found.memory_bytes["trained weights"] == 4 * 32 * factors
-    assert "reference" not in found.memory_bytes, "under LoRA the reference is the base with the adapter off"
-    assert found.total_bytes < 23 * GIB
 
 
 def test_eight_billion_weights_fit_16_gib_in_four_bits_with_a_gib_to_spare():
@@ -130,10 +108,6 @@ def test_eight_billion_weights_fit_16_gib_in_four_bits_with_a_gib_to_spare():
     rest = 2 * v * d + 32 * 2 * d + d
     assert found.memory_bytes["frozen weights"] == linears * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * rest
     assert found.total_bytes < 15 * GIB
-
-
-def test_eight_billion_weights_do_not_fit_24_gib_under_full_fine_tuning():
-    assert plan(RECIPES / "llama3.1-8b-ifeval-24gb.yaml", "model.lora=null").total_bytes > 128 * GIB
 
 
 def test_the_ifeval_recipe_falls_back_to_the_format_reward_as_it_says():
@@ -171,13 +145,8 @@ def status(capsys, *arguments):
     ("override", "said"),
     [
         ("train.blcoks=3", "unknown key 'train.blcoks' (nearest: 'train.blocks')"),
-        ("train.blocks=0", "greater than 0"),
-        ("data.train.task=palindrom_generation", "palindrome_generation"),
         ("data.train={name: file, path: no/such/file.jsonl}", "no/such/file.jsonl"),
-        ("model.tokenizer=no/such/tokenizer/folder", "no/such/tokenizer/folder"),
-        ("algorithm.preset=grop", "grpo"),
         ("rollout.completions_per_prompt=1", "algorithm.advantage"),
-        ("seed", "--set"),
     ],
 )
 def test_bad_input_exits_2_and_says_what_and_how(override, said, capsys):
@@ -185,14 +154,6 @@ def test_bad_input_exits_2_and_says_what_and_how(override, said, capsys):
     assert returned == 2
     assert said in message
     assert "Traceback" not in message
-
-
-def test_a_malformed_row_exits_2_with_its_line(tmp_path, capsys):
-    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
-    data = f"data.train={{name: file, path: {tmp_path / 'rows.jsonl'}}}"
-    returned, message = status(capsys, "recipes/length-toy.yaml", "--dry-run", "--set", data)
-    assert returned == 2
-    assert "rows.jsonl, line 2" in message
 
 
 def test_modes_that_exclude_each_other_exit_2(capsys):
@@ -242,20 +203,6 @@ def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and
     assert program == "logitless"
     assert main(words) == 0
     assert "finished" in capsys.readouterr().out
-
-
-def test_the_gpu_engine_is_refused_on_a_cpu_in_words(tmp_path, capsys, monkeypatch):
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    arguments = ["train", *SMALL, *sets(f"output={tmp_path}", "model.device=cpu")]
-    engine, layers = sets("rollout.engine={name: gpu}"), sets("model.layers=row_invariant")
-    for more, said in (
-        (engine, "for rollout.engine gpu: a GPU and Triton"),
-        ([*engine, "--dry-run"], "for rollout.engine gpu: a GPU and Triton"),
-        ([*layers, "--dry-run"], "row-invariant layers serve; given a model on the CPU"),
-    ):
-        assert main([*arguments, *more]) == 1
-        assert said in capsys.readouterr().err
-    assert not (tmp_path / "length-toy").exists()
 
 
 def test_a_signal_in_the_last_step_of_a_run_leaves_it_complete(tmp_path, capsys, monkeypatch):

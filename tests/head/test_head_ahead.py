@@ -26,6 +26,7 @@ def test_one_pass_over_a_tile_compiles_for_gpus_that_the_fused_head_does_not_tak
     assert compiled(75) == ONE_PASS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_kernels_of_two_streams_compile_without_spilling_a_register(capability):
     assert compiled(capability, "pairs") == TWO_STREAMS

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LONG = {
-    "doctor recipes/length-toy.yaml": "shown with its output, of a committed run: tests/benchmarks/test_commands.py",
+    "doctor recipes/length-toy.yaml": "shown with its output, of a committed run: tests/benchmarks/test_committed.py",
     "serve-engine": "serves until it is stopped; tests/cli/test_serve_engine.py",
     "train recipes/smollm2-cpu.yaml": "needs weights out of another package; tests/models/test_gguf.py",
     "train recipes/smollm2-addition.yaml": "needs weights out of another package; tests/models/test_gguf.py",

@@ -25,18 +25,10 @@ from tests.rounding import of_sum  # noqa: E402
 pytestmark = pytest.mark.filterwarnings("default")  # of transformers, accelerate and TRL
 
 TINY = {
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": 23,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 23, "max_position_embeddings": 64, "initializer_range": 0.3,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
 
 
 def saved(path, model_class, config):
@@ -150,7 +142,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+FEW = ("vespo with the sampler", "entropy", "tools")
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=() if case in FEW else pytest.mark.slow) for case in CASES])
 def test_a_run_follows_trls(case, llama_path, tmp_path):
     theirs, their_log = run(trl.GRPOTrainer, llama_path, tmp_path / "theirs", **CASES[case])
     ours, our_log = run(GRPOTrainer, llama_path, tmp_path / "ours", **CASES[case])
@@ -170,7 +165,11 @@ def follow(ours, our_log, theirs, their_log):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"router_aux_loss_coef": 0.5, "loss_type": "grpo", "beta": 0.1}, {"router_aux_loss_coef": 0.0}]
+    "options",
+    [
+        {"router_aux_loss_coef": 0.5, "loss_type": "grpo", "beta": 0.1},
+        *(pytest.param(options, marks=pytest.mark.slow) for options in ({}, {"router_aux_loss_coef": 0.0})),
+    ],
 )
 def test_a_mixture_of_experts_follows_trl_with_its_router_loss(options, experts_path, tmp_path):
     theirs, their_log = run(trl.GRPOTrainer, experts_path, tmp_path / "theirs", max_steps=4, **options)

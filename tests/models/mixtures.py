@@ -30,7 +30,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 ATTENTION = {"gpt_oss": "eager"}
 WITH_LOSS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
-WITH_CORRECTION = ("minimax_m2", "glm4_moe", "glm4_moe_lite", "deepseek_v3")
 
 
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:

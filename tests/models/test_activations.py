@@ -42,7 +42,14 @@ def kernels_that_do_nothing(monkeypatch):
         monkeypatch.setattr("triton.runtime.interpreter.InterpretedFunction.run", lambda *_, **__: None)
 
 
-@pytest.mark.parametrize(("name", "fused"), [("qwen3", False), ("qwen3", True), ("gpt_oss", True), ("olmoe", True)])
+@pytest.mark.parametrize(
+    ("name", "fused"),
+    [
+        ("qwen3", False),
+        ("qwen3", True),
+        *(pytest.param(name, True, marks=pytest.mark.slow) for name in ("gpt_oss", "olmoe")),
+    ],
+)
 def test_every_mode_gives_the_same_bits(name, fused):
     model, inputs = several_layers(2, fused=fused, name=name), packed(LENGTHS)
     grad = torch.randn(sum(LENGTHS), 16, dtype=torch.float64)

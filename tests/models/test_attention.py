@@ -123,19 +123,6 @@ def test_another_block_or_split_gives_other_bits(monkeypatch, constant):
     assert min(unlike(prefix_attention(*x, layout), expected)) > 0
 
 
-def test_blocks_counted_in_rows_of_storage_would_give_other_bits():
-    """What a second sequence of a row would get from blocks that start where the row does."""
-    x = [t.clone() for t in draw(300, 2, 1, 16)[:3]]
-    expected = prefix_attention(*x, AttentionLayout.of_sequences((300,)))[1]
-    x[1] = torch.cat([x[1].new_zeros(7, 1, 16), x[1]])
-    x[0], x[2] = (torch.cat([t.new_zeros(7, *t.shape[1:]), t]) for t in (x[0], x[2]))
-    shifted = prefix_attention(*x, AttentionLayout.of_sequences((307,)), window=200)[1][7:]
-    plain = prefix_attention(*(t[7:] for t in x), AttentionLayout.of_sequences((300,)), window=200)[1]
-    assert torch.allclose(shifted[200:], plain[200:], atol=1e-5)
-    assert not torch.equal(shifted[200:], plain[200:])
-    assert torch.equal(expected[:200], plain[:200])
-
-
 def gradients(x, layout, upstream, attend, **options):
     leaves = [t.detach().requires_grad_() for t in x]
     outputs = attend(*leaves, layout, **options)

@@ -1,15 +1,13 @@
 """The laws of attention on a GPU, at real sizes: bits equal, gradients near float64."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import triton
 
 from logitless.models import attention
 from logitless.models.attention import AttentionLayout, prefix_attention
-from logitless.models.kernels import attention_launch, attention_tiles
-from logitless.models.kernels.attention_tiles import QueryTile, hopper_tiles, plain_tiles
+from logitless.models.kernels import attention_launch
+from logitless.models.kernels.attention_tiles import hopper_tiles, plain_tiles
 from logitless.models.row_invariant import paged_attention
 from logitless.models.row_invariant.paged_attention import (
     DecodeLayout,
@@ -77,23 +75,6 @@ def test_tiles_for_other_gpus_have_the_same_bits(shape, monkeypatch):
     assert unlike(case.packed(), case.expected) == [0, 0]
     assert case.unlike_prefilled(100) == [0, 0]
     assert case.unlike_last_decoded(2, shared=True) == [0, 0]
-
-
-@pytest.mark.parametrize(
-    "tile", [QueryTile(16, 2, 2), QueryTile(16, 4, 2), QueryTile(32, 2, 2)], ids=lambda t: f"{t.rows}x{t.warps}"
-)
-def test_a_tile_that_spreads_a_row_over_warps_is_noticed(tile, monkeypatch):
-    """The laws above can fail, in the log-sum-exp first."""
-    case = on_gpu((16, 8, 128))
-    wrong = replace(hopper_tiles(128), decode=tile, decode_few=tile)
-    monkeypatch.setattr(paged_attention, "attention_tiles", lambda *_: wrong)
-    assert case.unlike_last_decoded(4, shared=False)[1] > 0
-
-
-def test_another_block_of_keys_is_noticed(monkeypatch):
-    case = on_gpu((16, 8, 128))
-    monkeypatch.setattr(attention_tiles, "BLOCK", 32)
-    assert min(unlike(case.packed(), case.expected)) > 0
 
 
 def test_nothing_is_compiled_for_another_length(monkeypatch):

@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.data.packing import pack, share_prompts
 from logitless.errors import UnavailableError
-from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head, why_unshared
+from logitless.models.lm_head import backbone_hidden, lm_head, why_unshared
 from logitless.models.loading import disable_dropout, load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.coverage import uncovered
@@ -195,9 +195,3 @@ def test_exact_layers_and_the_gpu_engine_cover_what_the_table_says(family):
 def test_an_architecture_that_cannot_hold_it_is_refused_with_the_reason(family, device):
     with pytest.raises(UnavailableError, match=family.refused):
         load_model(family.config, random_weights=True, device=device)
-
-
-def test_names_of_weights_are_those_of_transformers():
-    for family in TRAINED:
-        assert list(loaded(family).state_dict()) == list(plain(family).state_dict())
-        assert causal_lm(loaded(family)) is loaded(family)

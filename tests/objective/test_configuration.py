@@ -23,17 +23,10 @@ from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import ConstantLength, Weighting
 
 OBLIGATORY = {
-    "Dro": {"beta": 0.1},
-    "Percentile": {"q": 50.0},
-    "PassAtK": {"k": 4},
-    "OffPolicy": {"threshold": 0.5},
-    "TopEntropy": {"quantile": 0.5},
-    "SamplerRejection": {"max": 0.5},
-    "Stale": {"max_lag": 1},
-    "SamplerCorrection": {"max": 2.0},
-    "EntropyBonus": {"coefficient": 0.1},
-    "FixedKL": {"beta": 0.1},
-}
+    "Dro": {"beta": 0.1}, "Percentile": {"q": 50.0}, "PassAtK": {"k": 4}, "OffPolicy": {"threshold": 0.5},
+    "TopEntropy": {"quantile": 0.5}, "SamplerRejection": {"max": 0.5}, "Stale": {"max_lag": 1},
+    "SamplerCorrection": {"max": 2.0}, "EntropyBonus": {"coefficient": 0.1}, "FixedKL": {"beta": 0.1},
+}  # fmt: skip
 NAMED = [kind for union in (Ratio, Surrogate, Filter, Advantage, KLControl, Weighting) for kind in get_args(union)]
 PARTS = [*NAMED, SamplerCorrection, KLPenalty, EntropyBonus, AdaptiveEntropy, ValueLoss]
 OF = {"ids": lambda each: getattr(each, "__name__", None)}

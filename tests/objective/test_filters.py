@@ -141,21 +141,6 @@ def test_two_rejections_keep_what_both_keep_and_each_goes_by_all_tokens():
         }
 
 
-@given(seed=st.integers(0, 2**16), low=st.floats(0.05, 1.0), high=st.floats(0.02, 0.6))
-def test_two_rejections_are_the_product_of_the_padded_masks_that_verl_takes(seed, low, high):
-    generator = torch.Generator().manual_seed(seed)
-    mask = torch.randint(0, 2, (4, 6), generator=generator).bool()
-    difference = 0.6 * torch.randn(4, 6, generator=generator, dtype=torch.float64)
-    # rollout_rs: token_k1, seq_max_k2
-    of_tokens = (-difference >= -low) & (-difference <= low)
-    of_sequences = (difference.square() / 2).masked_fill(~mask, 0.0).amax(1, keepdim=True) <= high
-    wanted = (of_tokens & of_sequences)[mask]
-    batch = batch_of(mask.nonzero()[:, 0].tolist(), logp_sampler=-1 - difference[mask])
-    filters = (SamplerRejection(low, min=-low), SamplerRejection(high, "k2", "sequence_max"))
-    output = Objective(filters=filters)(batch.logp_old.clone().requires_grad_(), None, batch)
-    assert (output.grad_logp != 0).tolist() == wanted.tolist()
-
-
 def test_one_rejection_keeps_its_name_and_two_of_one_kind_are_refused():
     output = Objective(filters=(SamplerRejection(0.5),))(double(0), None, batch_of(1, logp_sampler=[-2]))
     assert list(output.dropped) == ["sampler_rejection"]

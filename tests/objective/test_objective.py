@@ -178,13 +178,6 @@ def test_a_sequence_ratio_sends_its_gradient_through_every_token_of_the_sequence
     assert own == [-1, -3]
 
 
-def test_sequence_and_sequence_token_agree_where_everything_is_constant_in_the_sequence():
-    logp, entropy, batch = random_batch((3, 0, 1, 4), seed=5)
-    outputs = [Objective(ratio, Clip())(logp, entropy, batch) for ratio in (SequenceRatio(), SequenceTokenRatio())]
-    torch.testing.assert_close(outputs[0].loss, outputs[1].loss, rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(outputs[0].grad_logp, outputs[1].grad_logp, rtol=1e-12, atol=1e-12)
-
-
 def test_a_turn_ratio_is_a_sequence_ratio_inside_the_turn():
     # turns of tokens (0, 1) and (2): ratios e^{0.5} and e^{-1}
     batch = batch_of(3, turn=[0, 0, 4])

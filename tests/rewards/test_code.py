@@ -1,7 +1,5 @@
 import json
 import os
-import time
-import uuid
 from pathlib import Path
 
 import pytest
@@ -65,24 +63,6 @@ def test_a_program_that_fails_hangs_or_goes_over_a_limit_is_graded_wrong(program
     assert (verdict.status, verdict.score) == ("graded", 0.0)
 
 
-def test_a_program_leaves_no_process_and_costs_only_its_own_deadline():
-    mark = str(1000 + uuid.uuid4().int % 10**9)
-    detached = f"import os\nif os.fork() == 0:\n  os.setsid()\n  os.execlp('sleep', 'sleep', '{mark}')\n"
-    programs = [detached + ADDER, ADDER, detached + "while True: pass", ADDER]
-    start = time.monotonic()
-    verdicts = Code(deadline_seconds=1.0).verdicts(["p"] * 4, programs, {"tests": [ADD[:1]] * 4})
-    assert time.monotonic() - start < 60
-    assert [verdict.score for verdict in verdicts][1:] == [1.0, 0.0, 1.0]
-    assert not [place for place in Path("/proc").glob("[0-9]*/cmdline") if mark in _content(place)]
-
-
-def _content(place):
-    try:
-        return place.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
 NESTED = "import os\nfor _ in range(%d):\n    os.mkdir('%s'); os.chdir('%s'); open('f', 'w').close()\n"
 LEFT_BEHIND = {
     "a few folders": NESTED % (3, "d", "d"),
@@ -137,15 +117,6 @@ def test_tests_may_be_json_text_and_null_fields_are_absent():
     assert Code()(["p"] * 2, [ADDER, ""], tests=rows) == [1.0, 1.0]
 
 
-def test_the_same_program_scores_the_same_every_time():
-    chance = "print(sorted({'a', 'b', 'c', 'd', 'e'}, key=hash), hash('a'))"
-    items = [(chance, "", 10.0, 1 << 29, sandboxed) for sandboxed in (True, True, True, False)]
-    outcomes = code.program_pool().run("logitless.rewards.workers.programs:output_of", items)
-    [first] = {outcome.value for outcome in outcomes}
-    assert first
-    assert [score(chance, [{"output": first}]).score for _ in range(5)] == [1.0] * 5
-
-
 ESCAPES = {
     "reads its parent's memory": "open(f'/proc/{os.getppid()}/mem', 'rb').read(0)",
     "reads the trainer's memory": "open('/proc/TRAINER/mem', 'rb').read(0)",
@@ -176,16 +147,6 @@ def test_a_program_cannot_leave_its_sandbox(escape, tmp_path):
     assert score(program, [{"output": "3"}]).score == 0.0
     assert [path.name for path in tmp_path.iterdir()] == ["answers.json"]
     assert score("import os, sys\nprint(3)", [{"output": "3"}]).score == 1.0
-
-
-@pytest.mark.parametrize("sandbox", ["required", "none"])
-@pytest.mark.parametrize("whom", ["os.getpid()", "os.getppid()"])
-def test_a_program_that_kills_itself_or_its_parent_is_wrong(whom, sandbox):
-    killer = f"import os, signal, time\nprint(3, flush=True)\nos.kill({whom}, signal.SIGKILL)\ntime.sleep(1000)"
-    texts, rest = ["print(3)", killer, "print(3)"], {"tests": [[{"output": "3"}]] * 3}
-    verdicts = Code(sandbox=sandbox, deadline_seconds=2.0).verdicts(["p"] * 3, texts, rest)
-    assert [verdict.score for verdict in verdicts] == [1.0, 0.0, 1.0]
-    assert verdicts[1].status in ("graded", "ungradable")
 
 
 def test_threads_temporary_files_and_event_loops_work_in_the_sandbox():

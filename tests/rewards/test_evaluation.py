@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from logitless.errors import ConfigurationError, DataError
+from logitless.errors import DataError
 from logitless.rewards.evaluation import (
     Pairing,
     PromptRow,
@@ -12,13 +12,10 @@ from logitless.rewards.evaluation import (
     SuiteVerdict,
     official_rows,
     read_pairing,
-    reward_at,
-    score_reward,
     score_suite,
     suite_report,
     write_rows,
 )
-from logitless.rewards.text.exact import Exact
 
 IDS = ["punctuation:no_comma", "startend:quotation"]
 
@@ -136,21 +133,6 @@ def test_a_row_that_is_wrong_stops_the_scoring_before_it_starts():
     row = PromptRow(4, "p", {"instruction_id_list": ["count:numbers"], "kwargs": [{}], "key": "k7"})
     with pytest.raises(DataError, match=r"line 4, key k7"):
         score_suite(Pairing([row], [None], 0), "ifbench")
-
-
-def test_a_reward_scores_the_answered_prompts_with_the_other_fields_as_columns():
-    rows = [PromptRow(n, f"{n}+2=", {"answer": f"{n + 2}"}) for n in (1, 2, 3)]
-    verdicts = score_reward(Pairing(rows, ["3", None, "3"], 0), Exact())
-    assert [verdict.score for verdict in verdicts] == [1.0, None, 0.0]
-    assert verdicts[1].status == "missing"
-
-
-@pytest.mark.parametrize(
-    "path", ["logitless.rewards.text.exact:Nothing", "logitless.nothing:Exact", "logitless.errors:InputError"]
-)
-def test_a_path_that_names_no_reward_is_refused(path):
-    with pytest.raises(ConfigurationError, match="a reward"):
-        reward_at(path)
 
 
 def test_rows_are_written_as_one_json_object_a_line(tmp_path):

@@ -28,14 +28,10 @@ def test_equal_expressions_score_one(gold, text, score):
 
 
 STALLING = {
-    "a tower": "$9^{9^{9^{9^9}}}$",
-    "a tower of stars": "9**9**9**9",
-    "a power": "$7^{-99999999}$",
-    "parentheses": "$" + "(" * 500 + "3" + ")" * 500 + "$",
-    "braces": "{" * 3000,
-    "digits": "3" * 100_000,
+    "a tower": "$9^{9^{9^{9^9}}}$", "a tower of stars": "9**9**9**9", "a power": "$7^{-99999999}$",
+    "parentheses": "$" + "(" * 500 + "3" + ")" * 500 + "$", "braces": "{" * 3000, "digits": "3" * 100_000,
     "a long text": "the answer is 4. " * 20_000,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("text", STALLING.values(), ids=STALLING)

@@ -215,15 +215,6 @@ def test_a_term_or_gate_without_a_verdict_is_refused(gate):
         total_reward({"a": MISSING}, [*terms(a=1.0), WeightedReward(Echo(), name="b", gate=gate)])
 
 
-def test_several_rewards_and_a_gate_from_entries_of_a_recipe():
-    rewards = weighted([Exact(weight=2.0), Length(unit="words", cap=9, weight=0.1), MinimumLength(minimum=2)])
-    completions = ["Paris", "in Paris", "Paris it is"]
-    verdicts = scored(rewards, completions, {"answer": ["Paris", "in Paris", "Rome"]})
-    assert [list(row) for row in verdicts] == [["exact", "length", "minimum_length"]] * 3
-    assert [row["exact"].score for row in verdicts] == [1.0, 1.0, 0.0]
-    assert [total_reward(row, rewards) for row in verdicts] == [0.0, 2.0 + 0.2, pytest.approx(0.3)]
-
-
 def test_names_must_differ_and_labels_make_them():
     twice = [Exact(), Exact(column="other")]
     with pytest.raises(ConfigurationError, match="'exact' more than once"):
@@ -251,14 +242,6 @@ def test_each_completion_is_judged_beside_the_columns_of_its_own_prompt():
     # exact counts 2, each token a half
     assert [g.rewards for g in groups] == [(0.5, 3.0), (2.5, 1.0)]
     assert groups[1].verdicts[0]["exact"].score == 1.0
-
-
-@pytest.mark.parametrize(("unscored", "expected"), [("leave_out", (0.5, 1.0)), ("drop", (None, None))])
-def test_what_a_partly_scored_completion_is_worth_is_a_choice(unscored, expected):
-    prompts = [Prompt("a", "?", (1,), {"answer": None})]
-    rewards = weighted([Unable(label="unable"), Length(weight=0.5, cap=9)])
-    (group,) = judge(prompts, _episodes(prompts), rewards, unscored=unscored)
-    assert group.rewards == expected
 
 
 class Unable(Length):

@@ -1,5 +1,3 @@
-import math
-from collections import Counter
 from itertools import chain
 from typing import Any
 
@@ -134,15 +132,6 @@ def test_a_prefill_in_parts_samples_what_one_in_whole_does(name, budget):
         torch.testing.assert_close(torch.tensor(a.logp_sampler), torch.tensor(b.logp_sampler), rtol=1e-3, atol=1e-3)
 
 
-def test_prompts_of_one_length_need_no_mask_in_parts_either():
-    engine, masks = engine_of(prefill_tokens=8), []
-    engine._model.model.register_forward_hook(
-        lambda module, args, kwargs, output: masks.append(kwargs["attention_mask"]), with_kwargs=True
-    )
-    engine.sample(prompts(4, 4, 4), 2, SamplingOptions(max_new_tokens=4), seed=1)
-    assert masks == [None] * len(masks)
-
-
 @pytest.mark.parametrize("budget", [4, 16384])
 def test_the_cache_is_kept_in_the_dtype_of_autocast_and_changes_no_bit(budget, monkeypatch):
     """Attention under autocast rounds keys to that dtype anyway: rounding them once gives the same numbers."""
@@ -201,18 +190,6 @@ def test_temperature_zero_is_the_greedy_search_of_transformers(name):
         assert set(completion.logp_sampler) == {0.0}
 
 
-def test_first_tokens_are_sampled_as_often_as_they_are_likely():
-    """4000 samples; each of 61 frequencies within 5 standard deviations of its probability."""
-    engine, (prompt,) = engine_of(max_rows=1000), prompts(4)
-    options = SamplingOptions(max_new_tokens=1, temperature=0.7)
-    (group,) = engine.sample([prompt], 4000, options, seed=3)
-    counts = Counter(completion.token_ids[0] for completion in group)
-    with torch.no_grad():
-        logits = engine._model(input_ids=torch.tensor(prompt.token_ids)[None]).logits[0, -1]
-    for token, p in enumerate((logits / 0.7).softmax(-1).tolist()):
-        assert abs(counts[token] - 4000 * p) <= 5 * math.sqrt(4000 * p * (1 - p)) + 1
-
-
 def test_the_same_seed_gives_the_same_completions_and_another_others():
     engine, asked = engine_of(), prompts(3, 5)
     options = SamplingOptions(max_new_tokens=8)
@@ -232,17 +209,6 @@ def test_a_completion_does_not_depend_on_the_batch_it_is_sampled_in(max_rows):
     assert tokens_of(other.sample(asked, 4, options, seed=1)) == tokens_of(whole)
     alone = other.sample(asked[2:3], 2, options, seed=1)
     assert tokens_of(alone) == tokens_of([whole[2][:2]])
-
-
-def test_removing_ended_rows_changes_no_completion(monkeypatch):
-    model, asked = speaking(4.0), prompts(3, 9, 1, 5)
-    options = SamplingOptions(max_new_tokens=30, repetition_penalty=1.1)
-    engine = TransformersEngine(model, tokenizer())
-    removed = engine.sample(asked, 8, options, seed=1)
-    monkeypatch.setattr("logitless.rollout.transformers._COMPACT_BELOW", 0.0)
-    kept = engine.sample(asked, 8, options, seed=1)
-    assert tokens_of(removed) == tokens_of(kept)
-    assert len({c.length for g in kept for c in g}) > 5
 
 
 def test_ended_rows_leave_the_batch():

@@ -31,7 +31,7 @@ def check_export(run: RunFolder, target: Path, kind: str) -> None:
     torch.testing.assert_close(plain(input_ids=ids).logits, policy(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_hybrid_is_trained_resumed_and_exported(tmp_path, lora):
     config = FAMILY["qwen3_5_text"].config | ENDS
     options = {"model__source": config, "model__lora": lora, "model__gradient_checkpointing": True}

@@ -13,14 +13,10 @@ from tests.train.test_data_parallel import _assert_alike, _on
 from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_model, tiny_recipe
 
 MIXTURE = {
-    "model__source__model_type": "qwen3_moe",
-    "model__source__num_hidden_layers": 2,
-    "model__source__head_dim": 16,
-    "model__source__num_experts": 4,
-    "model__source__num_experts_per_tok": 2,
-    "model__source__moe_intermediate_size": 16,
-    "model__source__initializer_range": 0.3,
-}
+    "model__source__model_type": "qwen3_moe", "model__source__num_hidden_layers": 2, "model__source__head_dim": 16,
+    "model__source__num_experts": 4, "model__source__num_experts_per_tok": 2,
+    "model__source__moe_intermediate_size": 16, "model__source__initializer_range": 0.3,
+}  # fmt: skip
 ONE_EPOCH = {"train__blocks": 2, "train__epochs_per_block": 1}
 
 
@@ -104,7 +100,11 @@ def test_ranks_that_add_in_order_have_the_bits_of_one(tmp_path):
     _assert_alike(one, two, 2)
 
 
-@pytest.mark.parametrize("changes", [{}, {"model__lora": {"rank": 2}}, {"parallel__sequence": 2}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, pytest.param({"model__lora": {"rank": 2}}, marks=pytest.mark.slow), {"parallel__sequence": 2}],
+    ids=str,
+)
 def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     options = {**ONE_EPOCH, **MIXTURE, "model__router__loss": 0.5, "model__source__num_attention_heads": 2}
     one = _on(1, tmp_path / "1", options | {key: value for key, value in changes.items() if "model" in key})
@@ -112,6 +112,7 @@ def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     _assert_alike(one, several, 2 if "parallel__sequence" not in changes else None)
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
     """At seeds 0 and 1 held-out accuracy, sampled at temperature 1, rises from 0.54 and 0.53 to 0.85 and 0.86."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.yaml"

@@ -13,7 +13,6 @@ from logitless.train.learn.policy import Policy
 from logitless.train.loop import Loop
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion
 from tests.train.tiny import ALPHABET, ONE_STEP, SHORT, blocks_of, finished_run, start, steps_of, tiny_recipe
@@ -24,10 +23,6 @@ MIXTURE = {
     "model__source__num_experts_per_tok": 1,
     "model__source__router_aux_loss_coef": 0.01,
 }
-
-
-def _faulty(name):
-    return {"name": "function", "path": f"tests.train.faulty_rewards:{name}"}
 
 
 # 1 missing files, 7 a model and a tokenizer that do not fit, 9 a router loss that the model does not have
@@ -126,15 +121,6 @@ def test_a_run_resumed_after_blocks_without_a_signal_writes_their_lines_once(tmp
 
 
 # 6: rewards that raise, hang or answer nonsense
-
-
-def test_completions_that_nothing_could_score_are_counted_and_not_trained_on(tmp_path):
-    result = run_recipe(tiny_recipe(tmp_path, **SHORT, rewards=[_faulty("raising")], rollout__zero_signal="drop"))
-    assert (result.ended_by, result.exit_status, result.complete) == ("unscored", 1, False)
-    run = result.folder
-    assert not run.model.exists()
-    (record,) = [r for r in run.read_metrics() if "reward/unscored" in r]
-    assert (record["reward/unscored"], record["reward/mean"], record["group/trained"]) == (16, None, 0)
 
 
 # 8: tokens that are absent

@@ -245,7 +245,12 @@ def test_every_metric_of_a_run_is_finite_and_a_report_and_a_summary_are_left(tmp
 # --- every preset ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("preset", sorted(PRESETS))
+FEW = ("gspo", "pass_at_k", "ppo", "reinforce_pp")
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=() if name in FEW else pytest.mark.slow) for name in sorted(PRESETS)]
+)
 def test_every_preset_trains_and_moves_the_weights(tmp_path, preset):
     changes = {"algorithm": {"preset": preset}}
     if preset == "pass_at_k":  # its rewards are right or wrong; sets of one have a signal in most groups of four

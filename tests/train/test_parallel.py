@@ -174,7 +174,9 @@ IN_ORDER = {
 }
 
 
-@pytest.mark.parametrize("case", IN_ORDER)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=() if "tokens" in case else pytest.mark.slow) for case in IN_ORDER]
+)
 def test_summed_in_order_gradients_and_losses_are_bitwise_identical_on_one_two_and_four_ranks(case, tmp_path):
     changes = {"parallel__deterministic": True, **IN_ORDER[case]}
     tiny_raw(tmp_path)
@@ -321,21 +323,10 @@ def test_the_first_rank_alone_reads_a_model_that_is_cut_unless_it_is_made_otherw
 
 
 DEEPSEEK = {
-    **LLAMA,
-    "model_type": "deepseek_v3",
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 1,
-    "moe_intermediate_size": 8,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 16,
-}
+    **LLAMA, "model_type": "deepseek_v3", "num_key_value_heads": 4, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16,
+}  # fmt: skip
 
 
 def test_a_buffer_that_is_read_in_another_dtype_than_it_is_made_in_counts_as_made_otherwise(tmp_path):

@@ -116,6 +116,7 @@ def test_a_rank_that_hangs_is_named_past_the_deadline_and_ends_all(disturbed):
     assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
 
 
+@pytest.mark.slow
 def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(disturbed, undisturbed, tmp_path):
     shutil.copytree(disturbed[0], tmp_path, dirs_exist_ok=True)
     run = RunFolder(tmp_path / "runs" / "tiny")

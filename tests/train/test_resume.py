@@ -5,7 +5,6 @@ import signal
 import time
 
 import pytest
-import torch
 
 from logitless.errors import ConfigurationError
 from logitless.rollout.transformers import TransformersEngine
@@ -93,17 +92,6 @@ def test_lora_resumes_bitwise_after_a_merged_warm_start(tmp_path):
     whole = finished_run(tmp_path, name="whole", **changes)
     stopped_at(2, tiny_recipe(tmp_path, name="stopped", **changes))
     assert_same_run(whole, finished_run(tmp_path, resume=True, name="stopped", **changes))
-
-
-def test_a_finished_run_leaves_weights_that_load_with_transformers(uninterrupted):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    loaded = AutoModelForCausalLM.from_pretrained(uninterrupted.model)
-    assert loaded.dtype == torch.float32
-    assert AutoTokenizer.from_pretrained(uninterrupted.model).eos_token == "<eos>"
-    trained = checkpoints.load_checkpoint(uninterrupted.checkpoints).tensors
-    for name, parameter in loaded.named_parameters():
-        assert torch.equal(parameter, trained[f"parameter/{name}"]), name
 
 
 def test_a_run_does_not_become_a_shorter_one(uninterrupted):

@@ -27,32 +27,16 @@ ONE_STEP = {"train__tokens_per_step": 1000, "train__tokens_per_micro_batch": 100
 """All completions of a block in one step and one micro-batch."""
 
 TINY_LLAMA = {
-    "model_type": "llama",
-    "vocab_size": 11,
-    "hidden_size": 16,
-    "intermediate_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 1,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "model_type": "llama", "vocab_size": 11, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
 
 # LayerNorm and learned positions: unlike RMSNorm and rotary embeddings they stay in float64 when the weights are.
 TINY_GPT2 = {
-    "model_type": "gpt2",
-    "n_embd": 16,
-    "n_layer": 2,
-    "n_head": 4,
-    "vocab_size": 11,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    "initializer_range": 0.3,
-}
+    "model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 4, "vocab_size": 11, "n_positions": 64,
+    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
 
 
 def tiny_model(recipe: Recipe, device: str = "cpu", *, seed: int = 0, **options: Any) -> nn.Module:

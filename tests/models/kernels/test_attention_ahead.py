@@ -20,6 +20,7 @@ def compiled(capability, *widths):
     return found
 
 
+@pytest.mark.slow
 def test_every_kernel_compiles_without_tma_under_99_kib_at_the_largest_width():
     assert max(kernel.shared_memory for kernel in compiled(86, 256)) <= PLAIN * 1024
 
@@ -30,6 +31,7 @@ def test_every_width_compiles_without_tma_under_99_kib(capability):
     assert max(kernel.shared_memory for kernel in compiled(capability, 64, 96, 128, 256)) <= PLAIN * 1024
 
 
+@pytest.mark.slow
 def test_hopper_multiplies_by_warp_groups():
     found = compiled(90, 128)
     assert max(kernel.shared_memory for kernel in found) <= SHARED_MEMORY[90] * 1024

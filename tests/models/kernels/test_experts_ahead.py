@@ -5,6 +5,7 @@ import pytest
 from tests.models.kernels import ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ahead.CAPABILITIES)
 def test_every_kernel_of_a_mixture_compiles_within_the_shared_memory_of(capability):
     pytest.importorskip("triton")

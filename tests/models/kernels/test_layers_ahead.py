@@ -5,6 +5,7 @@ import pytest
 from tests.models.kernels import ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ahead.CAPABILITIES)
 def test_every_kernel_of_a_layer_compiles_within_99_kib_and_on_hopper_within_its_shared_memory_for(capability):
     pytest.importorskip("triton")

@@ -50,7 +50,7 @@ def hidden_and_gradients(decoder, layout, position, hidden, grad):
 @pytest.mark.parametrize(
     ("name", "rows_of"),
     [
-        ("qwen3", (GROUPS, OTHERS)),
+        pytest.param("qwen3", (GROUPS, OTHERS), marks=pytest.mark.slow),
         ("gpt_oss", (GROUPS, OTHERS)),
         pytest.param("gemma3", (TREE, OTHER_TREE), marks=pytest.mark.slow),
     ],

@@ -18,7 +18,7 @@ from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.row_invariant.decoding import prefill
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
-from tests.models import bits_mutations
+from tests.models import bits_mutations, mixtures
 from tests.models.tiny import CONFIGS, LLAMA, LONGROPE, adapted, packed, tiny
 
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
@@ -29,30 +29,16 @@ LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 TWO_LAYERS = ("gemma3", "gpt_oss", "glm4_moe")
 """With layers of two kinds."""
-ROUTED = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-MIXTURES = {
-    "gpt_oss": {
-        **LLAMA,
-        "head_dim": 8,
-        "sliding_window": 3,
-        "rope_parameters": {**YARN, "truncate": False},
-        "layer_types": ["sliding_attention", "full_attention"],
-    },
-    "glm4_moe": {
-        **LLAMA,
-        "head_dim": 8,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 6,
-        "n_group": 1,
-        "topk_group": 1,
-        "use_qk_norm": True,
-        "attention_bias": True,
-    },
-    "olmoe": {**LLAMA, "eos_token_id": 2},
-    "mixtral": {**LLAMA, "sliding_window": 3},
-    "qwen3_moe": {**LLAMA, "head_dim": 16, "norm_topk_prob": True},
-}
-MIXTURES = {name: {"model_type": name, **ROUTED, **config} for name, config in MIXTURES.items()}
+ROUTED = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_key_value_heads": 2}
+OWN = {
+    "gpt_oss": {"sliding_window": 3, "rope_parameters": {**YARN, "truncate": False},
+                "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4_moe": {"use_qk_norm": True, "attention_bias": True},
+    "olmoe": {"head_dim": 4},
+    "mixtral": {"sliding_window": 3, "head_dim": 4},
+    "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
+}  # fmt: skip
+MIXTURES = {name: mixtures.MIXTURES[name] | ROUTED | own for name, own in OWN.items()}
 COVERED = {
     **MIXTURES,
     **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")},
@@ -60,10 +46,7 @@ COVERED = {
     "phi3": PHI3,
 }
 LENGTHS = [4, 1, 6]
-
-
-ATTENTION = {"gpt_oss": "packed"}
-"""transformers' eager attention of gpt-oss does not keep packed sequences apart."""
+ATTENTION = {"gpt_oss": "packed"}  # transformers' eager one does not keep its packed sequences apart
 
 
 def small(name, **options):
@@ -116,7 +99,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers_layers(name):
     assert_near(hidden_and_gradients(model, inputs, grad), wanted)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_bfloat16_is_no_further_from_float64_than_transformers_layers(name):
     lengths = [40, 11, 29]  # of few tokens one decides
     inputs, grad = packed(lengths), torch.randn(sum(lengths), 16, dtype=torch.float64)
@@ -216,7 +199,7 @@ def test_what_is_not_covered_is_named_and_the_model_left_alone(config, missing):
 
 
 def test_clipped_queries_keys_and_values_are_not_covered():
-    model = load_model({**MIXTURES["olmoe"], "clip_qkv": 8.0}, random_weights=True, seed=1)
+    model = load_model({**MIXTURES["olmoe"], **ONE_LAYER, "clip_qkv": 8.0}, random_weights=True, seed=1)
     assert uncovered(model) == ("queries, keys and values clipped at 8.0",)
 
 
@@ -287,7 +270,10 @@ def test_lora_is_applied_unmerged_and_follows_the_switch_of_the_adapters(use_rsl
 FEW = Sizes(2, 2, 1, 2, (), packed=400, small=8, odd=6)
 
 
-@pytest.mark.parametrize("name", ["qwen3", *MIXTURES])
+@pytest.mark.parametrize(
+    "name",
+    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", *MIXTURES) if name != "gpt_oss")],
+)
 def test_every_law_holds(name):
     laws = Laws(small(name, dtype=torch.bfloat16).requires_grad_(False), "cpu", sizes=FEW)
     rows = {row["comparison"]: row for row in laws.rows(LAWS)}

@@ -186,20 +186,6 @@ def test_a_node_that_is_trained_has_the_gradients_of_product_and_gate_whatever_a
     assert all(each.grad is not None for each in (x, *weights))
 
 
-def test_a_row_has_the_same_bits_in_any_product(monkeypatch):
-    x, weight = torch.randn(40, 24).bfloat16(), torch.randn(10, 24).bfloat16()
-    whole = product(x, weight)
-    for rows in (slice(0, 1), slice(3, 20), slice(39, 40)):
-        assert torch.equal(product(x[rows], weight), whole[rows])
-
-
-def test_a_product_split_in_k_has_other_bits():
-    x, weight = torch.randn(40, 24).bfloat16(), torch.randn(10, 24).bfloat16()
-    halves = product(x[:, :12].contiguous(), weight[:, :12].contiguous())
-    halves = halves + product(x[:, 12:].contiguous(), weight[:, 12:].contiguous())
-    assert not torch.equal(halves, product(x, weight))
-
-
 def test_a_library_serves_at_checked_counts_alone_and_a_tile_everywhere_else(monkeypatch):
     used = []
 

@@ -11,8 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.rewards.workers import programs, worker
@@ -61,37 +59,16 @@ def behaved(pool, name, way="kept"):
 
 
 HOSTILE = {
-    "sleep_forever": "idle",
-    "compute_forever": "timeout",
-    "ignore_signals_forever": "idle",
-    "hold_the_interpreter": "idle",
-    "stop_itself": "idle",
-    "grow_a_tree_and_hang": "idle",
-    "write_half_a_line_and_hang": "idle",
-    "leave_a_daemon": "orphans",
-    "leave_a_daemon_and_exit": "crashed",
-    "crash": "crashed",
-    "exit_at_once": "crashed",
-    "close_every_descriptor": "crashed",
-    "allocate_without_end": "memory",
-    "exit_politely": "raised",
-    "interrupt": "raised",
-    "recurse": "raised",
-    "fail": "raised",
-    "fail_unprintably": "raised",
-    "return_nan": "raised",
-    "return_an_object": "raised",
-    "return_too_much": "raised",
-    "print_too_much": "done",
-    "leave_a_busy_thread": "done",
-    "leave_a_deadly_thread": "done",
-    "leave_an_alarm": "done",
-    "fork_and_return": "done",
-    "lower_its_limits": "done",
-    "flood_every_descriptor": "crashed",
-    "write_to_every_descriptor": "crashed",
-    "flood_with_empty_lines": "crashed",
-}
+    "sleep_forever": "idle", "compute_forever": "timeout", "ignore_signals_forever": "idle",
+    "hold_the_interpreter": "idle", "stop_itself": "idle", "grow_a_tree_and_hang": "idle",
+    "write_half_a_line_and_hang": "idle", "leave_a_daemon": "orphans", "leave_a_daemon_and_exit": "crashed",
+    "crash": "crashed", "exit_at_once": "crashed", "close_every_descriptor": "crashed",
+    "allocate_without_end": "memory", "exit_politely": "raised", "interrupt": "raised", "recurse": "raised",
+    "fail": "raised", "fail_unprintably": "raised", "return_nan": "raised", "return_an_object": "raised",
+    "return_too_much": "raised", "print_too_much": "done", "leave_a_busy_thread": "done",
+    "leave_a_deadly_thread": "done", "leave_an_alarm": "done", "fork_and_return": "done", "lower_its_limits": "done",
+    "flood_every_descriptor": "crashed", "write_to_every_descriptor": "crashed", "flood_with_empty_lines": "crashed",
+}  # fmt: skip
 
 
 REASONS = {"fail": "ValueError: no", "crash": "SIGSEGV", "exit_at_once": "exit code 7"}
@@ -151,11 +128,6 @@ def test_a_worker_that_loads_on_first_use_is_kept(workers):
     # One that was not let while the other came to the end of the batch is replaced; one replaced at its first use would
     # make for a process every few items.
     assert 1 <= len(processes) <= workers + 4
-
-
-def test_a_deadline_belongs_to_each_item_and_not_to_the_batch(pool):
-    outcomes = pool.run("time:sleep", [(0.5,)] * 8, deadline_seconds=1.5)
-    assert statuses(outcomes) == ["done"] * 8
 
 
 def test_a_watch_that_stood_still_gives_the_item_its_deadline_again(lone, monkeypatch):
@@ -219,34 +191,9 @@ def ends_at_once(pid):
     return False
 
 
-def test_ten_thousand_cheap_items_take_less_than_as_many_calls_and_keep_their_order(pool):
-    items = [("a" * 2000 + str(number), "b") for number in range(10_000)]
-    pool.run("operator:add", items[:1])
-
-    def is_quicker():
-        start = time.monotonic()
-        for item in items[:100]:
-            pool.run("operator:add", [item])
-        of_a_call = (time.monotonic() - start) / 100
-        start = time.monotonic()
-        outcomes = pool.run("operator:add", items)
-        seconds = time.monotonic() - start
-        assert [outcome.value for outcome in outcomes] == [left + right for left, right in items]
-        return seconds < len(items) * of_a_call
-
-    assert any(is_quicker() for _ in range(5))  # a machine may stand still in one of them
-
-
 def test_memory_counts_for_each_item_alone(pool):
     outcomes = pool.run("builtins:bytes.hex", [(bytes(20 << 10),)] * 50, memory_bytes=16 << 20)
     assert {outcome.status for outcome in outcomes} == {"done"}
-
-
-@given(st.lists(st.sampled_from(["well", "fail", "exit_at_once", "return_nan", "exit_politely"]), max_size=12))
-@settings(max_examples=25, deadline=None)
-def test_any_mixture_of_items_gives_each_its_own_outcome(pool, names):
-    outcomes = pool.run(BEHAVE, [(name,) for name in names], deadline_seconds=5)
-    assert statuses(outcomes) == [{"well": "done", **HOSTILE}[name] for name in names]
 
 
 def test_threads_share_a_pool_and_each_gets_its_own_results(pool):
@@ -289,16 +236,6 @@ def test_a_worker_that_keeps_memory_is_replaced_before_the_limit_is_lost(pool):
     largest = max(pages) * os.sysconf("SC_PAGE_SIZE")
     fresh = pool.run("logitless.rewards.workers.worker:_mapped_bytes", [()])[0].value
     assert largest < fresh + MEMORY + (100 << 20)
-
-
-def test_a_pool_whose_supervisor_was_killed_between_runs_starts_another(mark):
-    mark = f"{mark}-killed"
-    with WorkerPool(workers=1, name=mark) as pool:
-        pool.run("math:sqrt", [(4.0,)])
-        for pid in processes_of(mark) - {worker.pid for worker in pool._workers}:
-            if f"{os.getpid()}" == Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]:
-                os.kill(pid, signal.SIGKILL)
-        assert pool.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
 @pytest.mark.parametrize("when", ["before it answers", "when it has answered"])

@@ -69,9 +69,9 @@ def without_version(groups):
     ("options", "name"),
     [
         ({}, "qwen3"),
-        ({"use_rslora": True}, "qwen3"),
+        pytest.param({"use_rslora": True}, "qwen3", marks=pytest.mark.slow),
         ({"modules_to_save": ("lm_head",)}, "qwen3"),
-        ({}, "qwen3_moe"),
+        pytest.param({}, "qwen3_moe", marks=pytest.mark.slow),
         ({"targets": ("q_proj",)}, "mixtral"),
     ],
     ids=["lora", "rslora", "trained-head", "experts", "experts without adapters"],
@@ -144,7 +144,7 @@ def test_filters_penalties_bias_and_minimum_give_the_logp_of_a_plain_forward_and
     assert all(c.logp_policy is not None for c in flat(groups))
 
 
-@pytest.mark.parametrize("filters", [{"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"repetition_penalty": 1.3}])
+@pytest.mark.parametrize("filters", [{"top_p": 0.7}, {"top_k": 4, "min_p": 0.1, "repetition_penalty": 1.3}], ids=str)
 def test_with_filters_both_log_probs_come_out_of_one_pass_and_the_policys_has_the_trainers_bits(filters):
     model = model_of(end_bias=-1.0)
     engine, options = engine_of(model), SamplingOptions(max_new_tokens=4, temperature=0.8, **filters)

@@ -105,6 +105,7 @@ def test_what_is_impossible_is_no_fault_unless_nothing_is_possible():
     assert sampled.token[0] == 10
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", ahead.CAPABILITIES)
 def test_the_kernels_compile_within_99_kib_and_without_spilling_for(capability):
     found = [ahead.Kernel(*kernel) for kernel in ahead.run("tests.rollout.sample_ahead", str(capability))]

@@ -23,13 +23,9 @@ LORA = {"rank": 4, "alpha": 64.0, "targets": "all-linear"}
 
 
 CHANGES = {
-    "kl": None,
-    "train__epochs_per_block": 1,
-    "train__tokens_per_step": 1000,
-    "train__optimizer": {"learning_rate": 0.2},
-    "train__blocks": 3,
-    "evaluation": SAMPLED,
-}
+    "kl": None, "train__epochs_per_block": 1, "train__tokens_per_step": 1000,
+    "train__optimizer": {"learning_rate": 0.2}, "train__blocks": 3, "evaluation": SAMPLED,
+}  # fmt: skip
 
 
 def _lines(folder, **changes):

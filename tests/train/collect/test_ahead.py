@@ -163,12 +163,6 @@ def test_every_block_is_logged_with_the_versions_that_drew_it(asynchronous):
     assert not any(thread.name == "collector" for thread in threading.enumerate())
 
 
-def test_another_run_replays_the_log_in_every_bit(asynchronous):
-    folder, _, run = asynchronous
-    engine = {"name": "recorded", "path": str(run.path)}
-    assert_same_end(run, finished_run(folder, train__blocks=6, rollout__engine=engine, name="again"))
-
-
 def test_a_run_that_was_stopped_goes_on_from_its_log_in_every_bit(asynchronous, tmp_path):
     folder, changes, run = asynchronous
     stopped = tmp_path / "runs" / "tiny"

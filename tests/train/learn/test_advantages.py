@@ -9,7 +9,7 @@ import torch
 from logitless.errors import ConfigurationError
 from logitless.objective.advantage import Gae, Gdpo, GroupCentered, GroupStandardized, LeaveOneOut, ReinforcePP
 from logitless.train.block import pack_groups
-from logitless.train.learn.block_metrics import advantages_of, value_metrics
+from logitless.train.learn.block_metrics import advantages_of
 from logitless.types import Completion, Group, Prompt, Verdict
 from tests.train.groups import advantaged, group_of, judged
 
@@ -31,11 +31,6 @@ def test_the_same_prompt_drawn_twice_makes_two_groups():
     assert pack_groups([first, second]).groups == ((0, 1), (2, 3))
     batch = advantaged([first, second], GroupCentered())
     assert advantages_of(batch, judged([first, second], [True, True])) == [[-1.0, 1.0], [-4.0, 4.0]]
-
-
-def test_a_completion_without_a_reward_has_advantage_0_and_enters_no_mean():
-    batch = advantaged([group_of("7", [1.0, None, 3.0])], GroupCentered())
-    assert batch.advantage.tolist() == [-1, -1, 0, 0, 1, 1]
 
 
 def test_a_loss_without_advantages_gets_zeros():
@@ -64,13 +59,6 @@ def test_kl_in_the_reward_is_paid_token_by_token_where_returns_are_tokens():
     assert batch.advantage.tolist() == pytest.approx([0.0, 1.0, -1.0], abs=1e-3)
 
 
-def test_values_give_generalised_advantages_and_a_target():
-    batch = advantaged([group_of("7", [1.0])], Gae(1.0, 0.5), value_old=torch.tensor([0.5, 0.25]))
-    # 0.125 and 0.75 before they are whitened
-    assert batch.advantage.tolist() == pytest.approx([-0.7071, 0.7071], abs=1e-3)
-    assert batch.value_target.tolist() == [0.625, 1.0]
-
-
 def test_a_kl_in_the_reward_is_part_of_the_return_that_values_are_fitted_to():
     batch = advantaged(
         [group_of("7", [6.0])],
@@ -83,19 +71,6 @@ def test_a_kl_in_the_reward_is_part_of_the_return_that_values_are_fitted_to():
     # rewards -2 and 6 - 1; deltas -2 + 3 - 1 = 0 and 5 - 3 = 2; advantages 0 + 2 / 2 and 2
     assert batch.advantage.tolist() == [1.0, 2.0]
     assert batch.value_target.tolist() == [2.0, 5.0]
-
-
-def test_a_completion_without_a_reward_has_advantage_0_and_nothing_to_fit_its_values_to():
-    group = group_of("7", [1.0, None])
-    batch = advantaged([group], Gae(1.0, 0.5), value_old=torch.tensor([0.5, 0.25, 8.0, 9.0]))
-    assert batch.advantage.tolist() == pytest.approx([-0.7071, 0.7071, 0.0, 0.0], abs=1e-3)  # whitened without it
-    assert batch.value_target.tolist()[:2] == [0.625, 1.0]
-    assert batch.value_target[2:].isnan().all()
-    found = value_metrics(batch)
-    assert found["value/mean"] == (0.75 + 17) / 4
-    assert found["value/return_mean"] == 0.8125
-    # returns 0.625 and 1, variance 0.1875^2; errors 0.125 and 0.75, variance 0.3125^2
-    assert found["value/explained_variance"] == pytest.approx(1 - (0.3125 / 0.1875) ** 2)
 
 
 TURN_VALUES = {"value_old": torch.tensor([1.0, 50.0, 4.0, 3.0, 50.0])}
@@ -113,14 +88,6 @@ def test_a_reward_of_several_turns_is_paid_once_at_the_last_token_of_the_last_tu
     per_token = advantaged([_two_turns()], Gae(1.0, 1.0, whiten=False), **TURN_VALUES)
     assert per_token.packed.turn.tolist() == [0, 0, 1, 0, 0]
     assert per_token.value_target.tolist() == [8.0, 8.0, 8.0, 2.0, 2.0]  # undiscounted: the reward, not twice it
-
-
-def test_a_turn_has_one_advantage_from_the_value_before_its_first_token():
-    batch = advantaged([_two_turns()], Gae(0.5, 0.5, action="turn", whiten=False), **TURN_VALUES)
-    # turn 0: reward 0, value 1, next value 4: delta 0 + 2 - 1 = 1; turn 1: delta 8 - 4 = 4; the other: 2 - 3 = -1
-    # advantages 1 + 4 / 4 = 2, 4 and -1; returns 3, 8 and 2
-    assert batch.advantage.tolist() == [2.0, 2.0, 4.0, -1.0, -1.0]
-    assert batch.value_target.tolist() == [3.0, 3.0, 8.0, 2.0, 2.0]
 
 
 def test_gdpo_refuses_a_kl_in_the_reward_that_it_would_not_see():

@@ -2,12 +2,10 @@
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from logitless.data.packing import pack
-from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.models.lora import LoraOptions, add_lora, load_adapters
+from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.value_head import value_head_for
 from logitless.train.learn.policy import AdaptersOff, Policy
 from logitless.types import Completion, Prompt
@@ -35,35 +33,6 @@ def _adapted() -> Policy:
             if parameter.requires_grad:
                 parameter.add_(0.1)
     return policy
-
-
-def test_without_adapters_the_policy_is_its_base_model():
-    policy, batch = _adapted(), _batch()
-    base = Policy(_model()).scores(batch, **OPTIONS)
-    found = AdaptersOff(policy).scores(batch, **OPTIONS)
-    assert torch.equal(found.logp, base.logp)
-    assert torch.equal(found.entropy, base.entropy)
-    assert not torch.equal(policy.scores(batch, **OPTIONS).logp, base.logp)  # and its adapters are on again
-
-
-def test_only_the_adapter_gets_a_gradient():
-    policy = _adapted()
-    policy.scores(_batch(), **OPTIONS).logp.sum().backward()
-    with_gradient = {name for name, p in policy.model.named_parameters() if p.grad is not None}
-    assert with_gradient == {name for name, p in policy.model.named_parameters() if "lora_" in name}
-
-
-def test_what_is_saved_loads_again(tmp_path):
-    tokenizer = character_tokenizer("abcdefghijklmnopqrst")
-    whole, batch = Policy(_model()), _batch()
-    whole.save(tmp_path / "whole", tokenizer)
-    read = Policy(load_model(str(tmp_path / "whole")))
-    assert torch.equal(read.scores(batch, **OPTIONS).logp, whole.scores(batch, **OPTIONS).logp)
-    adapted = _adapted()
-    adapted.save(tmp_path / "adapter", tokenizer)
-    assert all("lora_" in name for name in load_file(tmp_path / "adapter" / "adapter_model.safetensors"))
-    again = Policy(load_adapters(_model(), tmp_path / "adapter"))
-    assert torch.equal(again.scores(batch, **OPTIONS).logp, adapted.scores(batch, **OPTIONS).logp)
 
 
 def test_autocast_makes_products_in_its_dtype_and_scores_in_float32():

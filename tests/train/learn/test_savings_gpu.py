@@ -17,17 +17,10 @@ from logitless.types import Completion, Prompt, TokenBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 4000,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.05,
-}
+    "model_type": "qwen3", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4000,
+    "max_position_embeddings": 4096, "initializer_range": 0.05,
+}  # fmt: skip
 GROUPS = ((600, (40, 130, 1, 77)), (90, (300,)), (33, (150, 20, 64)), (1, (9, 9)))
 
 

@@ -50,16 +50,10 @@ def test_scores_come_back_in_the_blocks_order_however_the_rows_are_laid():
 
 
 SMALL = {
-    "model__layers": "row_invariant",
-    "rollout__engine": {"name": "gpu", "rescore_every": 2},
-    "rollout__prompts_per_block": 2,
-    "rollout__completions_per_prompt": 2,
-    "rollout__sampling": {"max_new_tokens": 3},
-    "train__epochs_per_block": 1,
-    "train__tokens_per_step": 1000,
-    "data__held_out": None,
-    "kl": None,
-}
+    "model__layers": "row_invariant", "rollout__engine": {"name": "gpu", "rescore_every": 2},
+    "rollout__prompts_per_block": 2, "rollout__completions_per_prompt": 2, "rollout__sampling": {"max_new_tokens": 3},
+    "train__epochs_per_block": 1, "train__tokens_per_step": 1000, "data__held_out": None, "kl": None,
+}  # fmt: skip
 
 
 class Exact(FakeEngine):

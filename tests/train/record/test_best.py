@@ -26,15 +26,10 @@ ACCURACY = [0.1, 0.3, 0.7, 0.6, 0.7, 0.5, 0.9]
 """Before the first block, after it, ...: the best is after the second block, and two evaluations are no better."""
 
 WATCHED = {
-    "train__blocks": 6,
-    "train__epochs_per_block": 1,
-    "evaluation__every_blocks": 1,
-    "evaluation__stop": {"patience": 2},
-    "checkpoint__every_blocks": 3,
-    "checkpoint__keep": 1,
-    "checkpoint__keep_best": {},
-    "kl": None,
-}
+    "train__blocks": 6, "train__epochs_per_block": 1, "evaluation__every_blocks": 1,
+    "evaluation__stop": {"patience": 2}, "checkpoint__every_blocks": 3, "checkpoint__keep": 1,
+    "checkpoint__keep_best": {}, "kl": None,
+}  # fmt: skip
 BEST = "block-000002-step-000004"
 
 
@@ -96,7 +91,7 @@ def test_a_run_stops_early_and_exports_the_best_weights_and_says_so(tmp_path, ev
     assert chosen_source(run, "latest").name == LAST
 
 
-@pytest.mark.parametrize("step", [3, 4, 6, 7, 8])
+@pytest.mark.parametrize("step", [4, *(pytest.param(step, marks=pytest.mark.slow) for step in (3, 6, 7, 8))])
 def test_a_run_that_was_stopped_anywhere_stops_early_at_the_same_block_in_every_bit(
     tmp_path, evaluated, monkeypatch, step
 ):

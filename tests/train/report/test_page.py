@@ -193,12 +193,6 @@ def test_rewards_are_drawn_in_total_and_by_function_and_accuracy_from_before_the
     assert (line.x, line.y) == ((0, 8, 16, 24), (0.31, 0.9 * 8 / 24, 0.9 * 16 / 24, 0.9))
 
 
-def test_a_run_without_a_step_has_a_page(tmp_path, drawn):
-    page = page_of(empty_run(tmp_path))
-    assert "no step recorded" in page.text
-    assert not page.titles
-
-
 def test_missing_metrics_have_no_plot_and_no_place(tmp_path, drawn):
     folder = empty_run(tmp_path, "[not, a, mapping")
     folder.append_metrics({"step": 1, "block": 1, "entropy/mean": 1.0, "kl_ref/k3_mean": float("nan")})
