@@ -24,7 +24,6 @@ from bits_cases import MODELS, Results
 from docs.generate.objectives import COST
 from logitless.distributed.arrangement import Arrangement
 from logitless.train.optim.master_weights import lower_to
-from logitless.train.plan.scaling import Speeds
 from logitless.train.plan.training_memory import training_memory
 from scale import MODELS as SHAPES
 from script import RESULTS, ROOT, begin
@@ -146,7 +145,6 @@ def test_a_forecast_is_within_a_tenth_of_the_run_of_the_case_that_is_there(name)
 # --- several GPUs -----------------------------------------------------------------------------------------------------
 
 STEPS = [row for document in scale_report.load(RESULTS) for row in document["rows"] if "forecast_bytes" in row]
-OTHER = {"shard": "replicate", "replicate": "shard"}
 LARGE = [row for row in STEPS if row["model"] in ("qwen3-1.7b", "llama-3.1-8b-lora")]
 """Models with rows of one, two and four GPUs whose steps do not wait for the host, as those of 0.5B do."""
 
@@ -179,23 +177,6 @@ def test_memory_on_several_gpus_is_forecast_within_a_tenth_of_what_was_measured(
         micro_batches=row["micro_batches"],
     )
     assert found.peak_bytes == pytest.approx(row["peak_bytes"], rel=0.1)
-
-
-def _forecast_seconds(row, speeds):
-    tokens = row["tokens"] * row["micro_batches"]
-    return tokens / speeds.tokens_per_second + speeds.exposed * row["sent_bytes"] / speeds.bytes_per_second
-
-
-@pytest.mark.parametrize("row", [row for row in LARGE if row["gpus"] > 1 and row["layout"] in OTHER], ids=_name)
-def test_a_step_is_forecast_from_constants_of_the_other_layout_and_on_four_gpus_of_two(row):
-    rows = [each for each in LARGE if each["model"] == row["model"]]
-    measured = row["gpus"] * row["tokens"] * row["micro_batches"] / row["tokens_per_second"]
-    # copies under LoRA send a hundredth of what shards send: their few milliseconds say nothing of the links
-    if (row["model"], row["layout"]) != ("llama-3.1-8b-lora", "shard"):
-        assert _forecast_seconds(row, Speeds.measured(rows, OTHER[row["layout"]])) == pytest.approx(measured, rel=0.05)
-    if row["gpus"] == 4:
-        of_two = Speeds.measured([each for each in rows if each["gpus"] < 4])
-        assert _forecast_seconds(row, of_two) == pytest.approx(measured, rel=0.1)
 
 
 def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():

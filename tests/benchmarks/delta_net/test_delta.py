@@ -1,0 +1,212 @@
+"""Gated delta nets: float64's outputs and gradients, and bits of decoding, packed rows and convolution."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+
+from delta_net import rule as delta
+from delta_net.convolution import ages, convolution, convolution_backward, convolution_step
+from delta_net.rule import Chunks, DeltaCache, DeltaTile, DeltaTiles, delta_rule, delta_step
+from tests.benchmarks.delta_net.bounds import checked_addresses
+from tests.rounding import of_roundings
+
+pytestmark = pytest.mark.slow  # a trial, whose kernels no layer uses yet
+
+HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH = 1, 2, 16, 32
+TILES = DeltaTiles()
+
+
+def draw(tokens, dtype=torch.float32, seed=0):
+    """Queries, keys, values, log-decays and beta; keys are alike, as after SiLU."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    query, key = (F.silu(normal(tokens, HEADS, KEY_WIDTH)).to(dtype) for _ in range(2))
+    value = normal(tokens, VALUE_HEADS, WIDTH).to(dtype)
+    return query, key, value, -F.softplus(normal(tokens, VALUE_HEADS) - 2.0), normal(tokens, VALUE_HEADS).sigmoid()
+
+
+def lengths_around(size):
+    return [1, size - 1, size, size + 1, 3 * size + 5]
+
+
+def at(inputs, rows):
+    return [x[rows] for x in inputs]
+
+
+def recurrent(inputs, lengths):
+    """The rule one token after the other, each sequence from a state of zeros."""
+    outs = []
+    for part in zip(*(x.split(lengths) for x in inputs), strict=True):
+        query, key, value, decay, beta = part
+        query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
+        query, key = (x.repeat_interleave(VALUE_HEADS // HEADS, 1) for x in (query, key))
+        state = torch.zeros(VALUE_HEADS, KEY_WIDTH, WIDTH, dtype=value.dtype)
+        for t in range(len(query)):
+            state = state * decay[t].exp()[:, None, None]
+            new = beta[t, :, None] * (value[t] - (state * key[t, :, :, None]).sum(1))
+            state = state + key[t, :, :, None] * new[:, None]
+            outs.append((state * query[t, :, :, None]).sum(1) * KEY_WIDTH**-0.5)
+    return torch.stack(outs)
+
+
+def relative(found, wanted):
+    return float((found.double() - wanted).norm() / wanted.norm())
+
+
+def test_the_recurrence_of_these_tests_is_that_of_transformers():
+    inputs = draw(9)
+    query, key, value, decay, beta = (x[None] for x in inputs)
+    query, key = (x.repeat_interleave(2, 2) for x in (query, key))
+    theirs, _ = torch_recurrent_gated_delta_rule(query, key, value, decay, beta, use_qk_l2norm_in_kernel=True)
+    # A few dozen roundings of float32 a token, each damped by the decay.
+    assert relative(theirs[0], recurrent([x.double() for x in inputs], [9])) < of_roundings(torch.float32, 64)
+
+
+# Roundings on the way to an output, each of which may cost half a step: keys and queries, T, M, R, the state, its keys'
+# sum and the output itself in the inputs' dtype.
+ROUNDINGS = 8
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 64)], ids=str)
+def test_outputs_and_gradients_are_those_of_float64(dtype, size):
+    lengths = lengths_around(size) if size == 16 else [size + 5]
+    inputs, grad = draw(sum(lengths), dtype), draw(sum(lengths), dtype, seed=1)[2]
+    leaves, exact = ([x.clone().to(kind or x.dtype).requires_grad_() for x in inputs] for kind in (None, torch.float64))
+    out, wanted = delta_rule(*leaves, Chunks.of(lengths, size)), recurrent(exact, lengths)
+    out.backward(grad)
+    wanted.backward(grad.double())
+    bound = of_roundings(dtype, ROUNDINGS)
+    assert relative(out.detach(), wanted.detach()) < bound
+    for leaf, right in zip(leaves, exact, strict=True):
+        assert relative(leaf.grad, right.grad) < 2 * bound  # forward and backward
+
+
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32)], ids=str)
+@pytest.mark.parametrize("prompted", [False, True])
+def test_a_decoded_token_has_the_bits_of_packed_rows(dtype, size, prompted):
+    lengths = lengths_around(size)
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    inputs = draw(sum(lengths), dtype)
+    packed, _, ends = delta.forward(*inputs, Chunks.of(lengths, size), TILES, with_ends=True)
+    cache = DeltaCache.empty(len(lengths), HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=size, dtype=dtype)
+    begins = [0] * len(lengths)
+    if prompted:  # some end inside a chunk, some at its limit
+        begins = [min(length, 1 + n * size // 2) for n, length in enumerate(lengths)]
+        rows = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, begins, strict=True)])
+        _, _, prompts = delta.forward(*at(inputs, rows), Chunks.of(begins, size), TILES, with_ends=True)
+        cache.put(torch.arange(len(lengths)), prompts)
+    for step in range(max(length - begin for length, begin in zip(lengths, begins, strict=True))):
+        slots = [n for n in reversed(range(len(lengths))) if begins[n] + step < lengths[n]]
+        rows = torch.tensor([starts[n] + begins[n] + step for n in slots])
+        index = torch.tensor([(begins[n] + step) % size for n in slots], dtype=torch.int32)
+        slot = torch.tensor(slots, dtype=torch.int32)
+        out = delta_step(*at(inputs, rows), cache, slot, index, slot * size + index)
+        assert torch.equal(out, packed[rows])
+    for mine, theirs in zip(cache[:2], ends[:2], strict=True):
+        assert theirs is None or torch.equal(mine, theirs)
+
+
+def test_rows_that_have_no_token_change_nothing():
+    inputs = draw(2, torch.bfloat16)
+    cache = DeltaCache.empty(1, HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=16)
+    none = torch.full((2,), -1, dtype=torch.int32)
+    delta_step(*inputs, cache, none, torch.zeros_like(none), none)
+    assert all(part is None or not part.any() for part in cache)
+
+
+def test_a_sequence_has_the_same_bits_in_any_row_and_by_any_tile():
+    lengths = [21, 40, 7]
+    inputs = draw(sum(lengths), torch.bfloat16)
+    packed = delta.forward(*inputs, Chunks.of(lengths, 16), TILES)[0]
+    alone = delta.forward(*at(inputs, slice(21, 61)), Chunks.of([40], 16), TILES)[0]
+    assert torch.equal(alone, packed[21:61])
+    for tiles in (DeltaTiles(scan=DeltaTile(16, 1, 1)), DeltaTiles(output=DeltaTile(16, 1, 1))):
+        assert torch.equal(delta.forward(*inputs, Chunks.of(lengths, 16), tiles)[0], packed)
+
+
+def test_gradients_repeat_in_every_bit_and_end_at_each_sequence():
+    lengths = [21, 40]
+    inputs, grad = draw(sum(lengths)), draw(sum(lengths), seed=1)[2]
+
+    def grads(rows, chunks):
+        leaves = [x.clone().requires_grad_() for x in at(inputs, rows)]
+        return torch.autograd.grad(delta_rule(*leaves, chunks), leaves, grad[rows])
+
+    whole, again = (grads(slice(None), Chunks.of(lengths, 16)) for _ in range(2))
+    alone = grads(slice(21, None), Chunks.of([40], 16))
+    for first, second, mine in zip(whole, again, alone, strict=True):
+        assert torch.equal(first, second)
+        assert torch.equal(first[21:], mine)
+
+
+def convolved(x, weight, lengths):
+    """transformers' convolution of each sequence alone."""
+    outs = []
+    for part in x.split(lengths):
+        full = F.conv1d(part.T[None], weight[:, None], padding=weight.shape[1] - 1, groups=weight.shape[0])
+        outs.append(F.silu(full[0, :, : len(part)].T))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_convolution_and_its_gradients_are_those_of_float64_and_end_at_each_sequence(dtype):
+    lengths = [1, 3, 19]
+    generator = torch.Generator().manual_seed(0)
+    x, grad = (torch.randn(23, 20, generator=generator).to(dtype) for _ in range(2))
+    weight = torch.randn(20, 4, generator=generator).to(dtype)
+    exact = [x.double().requires_grad_(), weight.double().requires_grad_()]
+    wanted = convolved(*exact, lengths)
+    wanted.backward(grad.double())
+    bound = of_roundings(torch.float32, 16) + torch.finfo(dtype).eps / 2
+    assert relative(convolution(x, weight, ages(lengths)), wanted.detach()) < bound
+    grad_x, grad_weight = convolution_backward(x, weight, ages(lengths), grad)
+    assert relative(grad_x, exact[0].grad) < bound
+    assert relative(grad_weight, exact[1].grad) < of_roundings(torch.float32, 32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_of_the_convolution_has_the_bits_of_packed_rows(dtype):
+    lengths = [1, 3, 9]
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((13, 20), (20, 4)))
+    packed = convolution(x, weight, ages(lengths)).split(lengths)
+    history = torch.zeros(3, 3, 20, dtype=dtype)
+    for step in range(9):
+        slots = [n for n in (2, 0, 1) if step < lengths[n]]
+        rows = torch.stack([x.split(lengths)[n][step] for n in slots])
+        out = convolution_step(rows, weight, history, torch.tensor(slots, dtype=torch.int32))
+        assert torch.equal(out, torch.stack([packed[n][step] for n in slots]))
+
+
+def test_no_kernel_touches_memory_outside_its_tensors():
+    lengths, size = [1, 16, 37], 16
+    tokens, widths = sum(lengths), [HEADS * KEY_WIDTH, HEADS * KEY_WIDTH, VALUE_HEADS * WIDTH]
+    mixed = torch.randn(tokens, sum(widths), generator=torch.Generator().manual_seed(0)).bfloat16()
+    query, key, value = (x.unflatten(1, (-1, n)) for x, n in zip(mixed.split(widths, 1), (16, 16, 32), strict=True))
+    _, _, _, decay, beta = draw(tokens, torch.bfloat16)
+    chunks = Chunks.of(lengths, size)
+    cache = DeltaCache.empty(4, HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=size)
+    slot, index = torch.tensor([3, -1, 0], dtype=torch.int32), torch.tensor([size - 1, 0, 5], dtype=torch.int32)
+    with checked_addresses() as launched:
+        for tiles in (TILES, DeltaTiles(scan=DeltaTile(16, 1, 1), output=DeltaTile(16, 1, 1), gradient_depth=16)):
+            out, made, _ = delta.forward(query, key, value, decay, beta, chunks, tiles)
+            delta.backward(query, key, value, beta, made, out, chunks, tiles)
+        delta.forward(query, key, value, decay, beta, chunks, TILES, with_ends=True)
+        place = torch.where(slot < 0, -1, slot * size + index).int()
+        for tiles in (TILES, DeltaTiles(step_early=True, advance=DeltaTile(16, 1, 1))):
+            some = [x[-3:] for x in (query, key, value, decay, beta)]
+            delta_step(*some, cache, slot, index, place, tiles)
+        x, weight, age = mixed[:, : widths[0] + 4], torch.randn(widths[0] + 4, 4), ages(lengths)
+        convolution_backward(x, weight, age, convolution(x, weight, age))
+        convolution_step(x[:3], weight, torch.zeros(4, 3, widths[0] + 4, dtype=x.dtype), slot)
+    assert len(set(launched)) == 16  # every kernel, and the sum of parts
+
+
+def test_an_address_outside_a_launchs_tensors_is_found():
+    chunks = Chunks.of([17], 16)
+    with checked_addresses(), pytest.raises(Exception, match="decay_kernel loads 2 elements outside its tensors"):
+        delta.decay_sums(torch.zeros(17, 2)[:16], 2, chunks)
