@@ -389,8 +389,7 @@ def tables(results: Path) -> dict[str, str]:
         tasks = [task for task in TASKS if any(r["task"] == task and r["trainer"] == "trl" for r in rows)]
         made = ", ".join(f"{key} {machine[key]}" for key in ("torch", "transformers", "trl"))
         parts = [
-            f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json), commit "
-            f"`{document['commit'][:12]}`):",
+            f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json)):",
             compared(rows),
             *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in tasks),
             ablations(rows),

@@ -101,21 +101,18 @@ def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str,
 def table(found: Mapping[str, Any]) -> str:
     """What was measured, as Markdown."""
     lines = [
-        "| model | layers | block | sampled tokens/s | trained tokens/s | seconds: sampling, scoring, training | GiB | "
-        "forecast |",
-        "|---|--:|---|--:|--:|--:|--:|--:|",
+        "| model | layers | block | sampled tokens/s | trained tokens/s | GiB | forecast |",
+        "|---|--:|---|--:|--:|--:|--:|",
     ]
     for each in found["rows"]:
-        seconds = each["seconds"]
-        phases = ", ".join(f"{seconds[phase]:.1f}" for phase in ("rollout", "scoring", "training"))
         lines.append(
             f"| {SHAPES[each['model']].title} | {each['layers']} | "
             f"{each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
-            f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | {phases} | "
+            f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | "
             f"{each['peak_bytes'] / 2**30:.0f} | {each['forecast_bytes'] / 2**30:.0f} |"
         )
     machine = found["machine"]
-    return "\n".join([*lines, "", f"On one {machine['gpu']}, torch {machine['torch']}, Triton {machine['triton']}."])
+    return "\n".join([*lines, "", f"On one {machine['gpu']}."])
 
 
 def tables(results: Path) -> dict[str, str]:

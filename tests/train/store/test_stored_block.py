@@ -34,3 +34,14 @@ def test_a_block_comes_back_with_every_field(value_old):
     tensors, state = stored_block(block)
     assert all(name.startswith("block/") for name in tensors)
     _assert_equal(block, load_block({**tensors, "other": torch.zeros(1)}, json.loads(json.dumps(state))))
+
+
+def test_a_block_that_a_version_without_teachers_stored_has_none():
+    block = advantaged([group_of("1", [1.0, 2.0], lengths=[2, 1])], GroupCentered())
+    tensors, state = stored_block(block)
+    later = ("block/packed/teacher", "block/packed/inputs_of_teacher", "block/logp_teacher")
+    older = {name: value for name, value in state.items() if name not in later}
+    assert len(state) - len(older) == len(later)
+    _assert_equal(block, load_block(tensors, older))
+    with pytest.raises(KeyError):
+        load_block(tensors, {})

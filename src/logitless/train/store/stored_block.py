@@ -1,10 +1,10 @@
 """A block in training as a checkpoint stores it: tensors by name, and the rest as JSON.
 
-Both directions follow the fields of the dataclasses: a new field needs no change here.
+Both directions follow the fields of the dataclasses: a new field with a default needs no change here.
 """
 
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from torch import Tensor
@@ -47,7 +47,12 @@ def _built(kind: type[_Stage], prefix: str, values: Mapping[str, Any]) -> _Stage
     for f in fields(kind):  # type: ignore[arg-type]
         name, choices = f"{prefix}/{f.name}", get_args(hints[f.name]) or (hints[f.name],)
         stage = next((each for each in choices if isinstance(each, type) and is_dataclass(each)), None)
-        given[f.name] = values[name] if stage is None or name in values else _built(stage, name, values)
+        if name in values:
+            given[f.name] = values[name]
+        elif stage is not None and any(each.startswith(f"{name}/") for each in values):
+            given[f.name] = _built(stage, name, values)
+        elif f.default is MISSING:  # a version before this one had no such field
+            raise KeyError(name)
     return kind(**given)
 
 
