@@ -110,6 +110,11 @@ def reported(record: Record, what: str) -> Iterator[None]:
         record.add(failed=what, error_message=repr(error)[:1000])
 
 
+def reason(said: str) -> str:
+    """The last line of what a process printed, which names its error; a traceback would name this machine's folders."""
+    return next((line for line in reversed(said.splitlines()) if line.strip()), "")[:1000]
+
+
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -639,7 +644,7 @@ def in_child(
             took(rows[-1])
     code = child.wait()
     clock.cancel()
-    return rows, "".join(said)[-2000:], code
+    return rows, reason("".join(said)), code
 
 
 def search(case: Case, record: Record, device: str, until: float) -> DeltaTiles:
@@ -667,9 +672,16 @@ def search(case: Case, record: Record, device: str, until: float) -> DeltaTiles:
         if trying is None:
             break
         if time.perf_counter() - BEGAN < until:  # is it the assembler?
-            other = {"TRITON_PTXAS_PATH": str(other_assembler())}
+            assembler = other_assembler()
+            other = {"TRITON_PTXAS_PATH": str(assembler)}
             rows, said, code = in_child(case, record.path, (trying, trying), until, None, other)
-            record.add(again=name, **other, code=code, error_message=said, found=[r for r in rows if "trial" in r])
+            record.add(
+                again=name,
+                assembler=assembler.name,
+                code=code,
+                error_message=said,
+                found=[r for r in rows if "trial" in r],
+            )
         first = trying + 1
     best = DeltaTiles()
     for part in dict.fromkeys(trial.part for trial in every):
@@ -753,7 +765,7 @@ def main() -> None:
         laws(case, record, device)
     for n, child in enumerate(children):
         said, _ = child.communicate()
-        record.add(warmer=n, code=child.returncode, said="" if child.returncode == 0 else said[-2000:])
+        record.add(warmer=n, code=child.returncode, said="" if child.returncode == 0 else reason(said))
     fla = imported_fla() if children else None
     with reported(record, "errors"), waited(device):
         errors(case, record, device, None)
