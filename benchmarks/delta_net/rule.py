@@ -128,17 +128,8 @@ class Ends(NamedTuple):
     rest: Tensor
 
 
-class DeltaCache(NamedTuple):
+class DeltaCache(Ends):
     """``Ends`` by slot, which decoding steps read and write."""
-
-    high: Tensor
-    low: Tensor | None
-    keys: Tensor
-    total: Tensor
-    betas: Tensor
-    inverse: Tensor
-    solve: Tensor
-    rest: Tensor
 
     @classmethod
     def empty(

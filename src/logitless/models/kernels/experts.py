@@ -614,16 +614,9 @@ def by_expert(b: Float[Tensor, "N RE"], num_experts: int) -> Float[Tensor, "E N 
     if out.numel():
         grid = (divided_up(num_columns, 8), divided_up(num_experts, 32))
         by_expert_kernel[grid](
-            b.contiguous(),
-            out,
-            num_columns,
-            rank,
-            num_experts,
-            COLUMNS=8,
-            RANK=power_of_two(rank),
-            EXPERTS=32,
+            b.contiguous(), out, num_columns, rank, num_experts, COLUMNS=8, RANK=power_of_two(rank), EXPERTS=32,
             num_warps=4,
-        )
+        )  # fmt: skip
     return out
 
 
