@@ -514,6 +514,9 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
         torch.Size([0, 3])
     """
     logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
+    if head.lora_a is not None and head.lora_b is not None:
+        low = product(hidden, head.lora_a.to(hidden.dtype))
+        logits = logits + head.lora_scale * product(low, head.lora_b.to(hidden.dtype), out_dtype=torch.float32)
     if head.bias is not None:
         logits = logits + head.bias.float()
     if head.scale != 1:
