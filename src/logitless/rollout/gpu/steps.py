@@ -23,7 +23,7 @@ from logitless.models.attention import prepare_tables
 from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.lm_head import backbone, lm_head
 from logitless.models.row_invariant.decoding import PagedRows, prefill
-from logitless.models.row_invariant.linear import product
+from logitless.models.row_invariant.linear import _tile_of_any_length, fixed_order_product, product
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
     Chunk,
@@ -515,8 +515,8 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
     """
     logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
     if head.lora_a is not None and head.lora_b is not None:
-        low = product(hidden, head.lora_a.to(hidden.dtype))
-        logits = logits + head.lora_scale * product(low, head.lora_b.to(hidden.dtype), out_dtype=torch.float32)
+        low, tile = product(hidden, head.lora_a.to(hidden.dtype)), _tile_of_any_length(hidden)
+        fixed_order_product(low, head.lora_b.to(hidden.dtype), tile, out=logits, add_to_out=head.lora_scale)
     if head.bias is not None:
         logits = logits + head.bias.float()
     if head.scale != 1:
