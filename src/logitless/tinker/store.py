@@ -4,6 +4,7 @@
                                              and, of ``weights``, optimizer.safetensors after the first step
 
 A folder is written beside its place and renamed, so that one that exists is whole, also after the process was killed.
+One that is overwritten is kept beside its place until the new one stands there.
 """
 
 import json
@@ -68,6 +69,12 @@ class Store:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("*/*/.*.old"):  # killed between two renames
+                place = old.with_name(old.name[1:].removesuffix(".old"))
+                if place.exists():
+                    shutil.rmtree(old)
+                else:
+                    old.rename(place)
         except OSError as error:
             raise CheckpointError(
                 needed="a folder for checkpoints", given=f"{str(folder)!r}: {error}", remedy="Name another --folder."
@@ -118,8 +125,11 @@ class Store:
             size = sum(file.stat().st_size for file in part.iterdir())
             made = Checkpoint(**{**vars(checkpoint), "size": size})
             (part / "checkpoint.json").write_text(json.dumps(asdict(made)))
-            shutil.rmtree(place, ignore_errors=True)
+            old = place.with_name(f".{place.name}.old")
+            if place.exists():
+                place.rename(old)
             part.rename(place)
+            shutil.rmtree(old, ignore_errors=True)
         except OSError as error:
             raise CheckpointError(
                 needed="a folder that can be written",

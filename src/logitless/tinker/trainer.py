@@ -97,11 +97,19 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights of an adapter as they were; ``version`` is the adapter's."""
+    """Weights of an adapter as they were.
+
+    Args:
+        shape: of its slot.
+        weights: float32, in host memory.
+        version: of the adapter; negative for one that was read from a file.
+        names: of the weights; empty: they are in the slot's order.
+    """
 
     shape: Shape
     weights: list[Tensor]
     version: int
+    names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -123,6 +131,7 @@ class Request:
         tokens: of the prompt.
         num_samples, options, seed: of sampling.
         scores_prompt: whether the prompt's log-probs are wanted.
+        scores_last: of its last tokens alone; None for all.
     """
 
     id: str
@@ -131,6 +140,7 @@ class Request:
     options: SamplingOptions
     seed: int
     scores_prompt: bool = False
+    scores_last: int | None = None
 
     @property
     def shared(self) -> tuple[Any, ...]:
@@ -229,8 +239,12 @@ class Trainer:
         """The slot of an adapter, with its weights."""
         slot = self._slot(adapter.shape)
         if slot.holds != adapter.version:
+            weights = [weight.detach() for weight in adapter.weights]
+            if isinstance(adapter, Snapshot) and adapter.names:
+                named = dict(zip(adapter.names, weights, strict=True))
+                weights = [named[name] for name in slot.names]
             with torch.no_grad():
-                torch._foreach_copy_([*slot.parameters], [weight.detach() for weight in adapter.weights])
+                torch._foreach_copy_([*slot.parameters], weights)
             slot.holds = adapter.version
         return slot
 
@@ -425,7 +439,7 @@ class Trainer:
             found = []
             for request, prompt, group in zip(requests, prompts, groups, strict=True):
                 sequences = [self._sampled(prompt, completion, temperature) for completion in group]
-                scores = self._prompt_logprobs(request.tokens) if request.scores_prompt else None
+                scores = self._prompt_logprobs(request) if request.scores_prompt else None
                 found.append((sequences, scores))
         return found
 
@@ -435,12 +449,12 @@ class Trainer:
             logp = self._scored(pack([(prompt, completion)]), temperature)
         return Sampled(completion.token_ids, logp, completion.finish_reason == "stop")
 
-    def _prompt_logprobs(self, tokens: tuple[int, ...]) -> np.ndarray:
-        if len(tokens) == 1:
-            return np.full(1, np.nan, np.float32)
-        ids = np.array(tokens)
-        scores = self._scored(_packed([(ids[:-1], ids[1:])]), 1.0)
-        return np.concatenate([np.full(1, np.nan, np.float32), scores])
+    def _prompt_logprobs(self, request: Request) -> np.ndarray:
+        ids, logp = np.array(request.tokens), np.full(len(request.tokens), np.nan, np.float32)
+        if len(ids) > 1:
+            first = 1 if request.scores_last is None else len(ids) - request.scores_last
+            logp[first:] = self._scored(_packed([(ids[:-1], ids[1:])]), 1.0)[first - 1 :]
+        return logp
 
     def _scored(self, batch: Any, temperature: float) -> np.ndarray:
         # Not in evaluation mode: what is compared with this, `forward`, is not either.
