@@ -19,7 +19,7 @@ from starlette.routing import Route
 
 from logitless.errors import LogitlessError
 from logitless.tinker import wire
-from logitless.tinker.service import FailedError, Service, Session
+from logitless.tinker.service import FailedError, Service, Session, owner_of
 from logitless.tinker.store import KINDS, Checkpoint
 from logitless.tinker.wire import MAX_BODY_BYTES, RefusedError
 
@@ -71,7 +71,7 @@ class Call:
 # --- endpoints
 
 
-async def healthz(call: Call) -> Any:
+async def healthz(_: Call) -> Any:
     """The service runs."""
     return {"status": "ok"}
 
@@ -83,7 +83,7 @@ async def client_config(call: Call) -> Any:
     return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False}
 
 
-async def dynamic_config(call: Call) -> Any:
+async def dynamic_config(_: Call) -> Any:
     """Flags that the SDK asks for again and again."""
     return {"sample_cancel_enabled": True}
 
@@ -103,7 +103,7 @@ async def capabilities(call: Call) -> Any:
     }
 
 
-async def telemetry(call: Call) -> Any:
+async def telemetry(_: Call) -> Any:
     """The SDK's events, which are dropped."""
     return {"status": "accepted"}
 
@@ -313,7 +313,7 @@ def _signature(call: Call, checkpoint: Checkpoint, file: str, until: int) -> str
 
 
 def _not_served(why: str) -> Handler:
-    async def refuse(call: Call) -> Any:
+    async def refuse(_: Call) -> Any:
         raise RefusedError(501, why)
 
     return refuse
@@ -376,8 +376,6 @@ ROUTES: dict[str, Handler] = {
 
 
 def _owner(call: Call) -> str:
-    from logitless.tinker.service import owner_of
-
     return owner_of(call.key)
 
 

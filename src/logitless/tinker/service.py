@@ -4,7 +4,7 @@
     retrieve_future -> result or try_again  arrive; samples run as they arrive, together where they have one call of the
                                             engine in common
 
-Sessions take turns, so that a busy one delays another by one call. A request that fails fails alone: its future says why.
+Sessions take turns, so that a busy one delays another by one call. A request fails alone: its future says why.
 Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
 lock; the thread that serves holds it only between calls.
 """
@@ -585,7 +585,7 @@ class Service:
             session = self._session(request_id.partition(":")[0], key)
             if request_id not in session.jobs:
                 raise RefusedError(
-                    404, f"there is no request {request_id!r:.120}, or its answer was retrieved long ago"
+                    404, f"no request {request_id!r:.120}, or its answer was retrieved long ago"
                 )
             return session.jobs[request_id].answer
 
@@ -626,7 +626,7 @@ class Service:
         return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
 
     def _next(self) -> Sequence[_Job]:
-        """The next request, or several for samples, of the session that was served longest ago; empty if none is due."""
+        """The next request, or several for samples, of the session that was served longest ago; empty if none."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
             due: list[_Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
