@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -141,19 +142,29 @@ async def forward_backward(call: Call) -> Any:
 
 async def optim_step(call: Call) -> Any:
     """See ``Service.optim_step``."""
-    return call.service.optim_step(wire.parsed(wire.OptimStep, call.body), call.key, call.digest)
+    return _in_turn(call, wire.OptimStep, call.service.optim_step)
+
+
+def _in_turn(call: Call, kind: type[wire.M], serve: Callable[[wire.M, str, bytes], Any]) -> Any:
+    """Serve a request that has a place in a model's order, or refuse it there."""
+    try:
+        return serve(wire.parsed(kind, call.body), call.key, call.digest)
+    except RefusedError as refused:
+        if refused.status not in (400, 404, 422):
+            raise
+        return call.service.refuse_in_turn(refused, call.body, call.key, call.digest)
 
 
 def _save(kind: str) -> Handler:
     async def save(call: Call) -> Any:
-        return call.service.save(kind, wire.parsed(wire.SaveWeights, call.body), call.key, call.digest)
+        return _in_turn(call, wire.SaveWeights, partial(call.service.save, kind))
 
     return save
 
 
 async def load_weights(call: Call) -> Any:
     """See ``Service.load``."""
-    return call.service.load(wire.parsed(wire.LoadWeights, call.body), call.key, call.digest)
+    return _in_turn(call, wire.LoadWeights, call.service.load)
 
 
 async def create_sampling_session(call: Call) -> Any:

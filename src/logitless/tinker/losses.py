@@ -7,10 +7,9 @@ A loss is ``sum_n l_n``, without a mean; r is the ratio ``exp(logp - logprobs)``
     ppo                  -min(r A, clip(r, low, high) A)
     cispo                -sg(clip(r, low, high)) A logp
     dro                  -(A logp - beta/2 (logp - logprobs)^2)
-    gspo                 ppo with r = exp(mean over the sequence's tokens of (logp - logprobs))
+    gspo                 ppo with r = sg(exp(mean over sequence_ratio_mask of (logp - logprobs))) exp(logp - sg(logp))
 
-Source: tinker-docs.thinkingmachines.ai/losses for the first five; GSPO, arXiv:2507.18071, eq. 5 to 7, whose sequence is
-here the tokens with an advantage. Their defaults are in ``DEFAULTS``.
+Source: tinker-docs.thinkingmachines.ai/tinker/losses. Defaults are in ``DEFAULTS``.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,7 +27,8 @@ _SAMPLED = ("logprobs", "advantages")
 
 INPUTS: dict[str, tuple[str, ...]] = {
     "cross_entropy": ("weights",),
-    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro", "gspo"), _SAMPLED),
+    **dict.fromkeys(("importance_sampling", "ppo", "cispo", "dro"), _SAMPLED),
+    "gspo": (*_SAMPLED, "sequence_ratio_mask"),
 }
 """What each loss reads beside ``target_tokens``, one number a target."""
 
@@ -90,6 +90,8 @@ def token_losses(
     if name == "cross_entropy":
         return -inputs["weights"] * logp
     advantage, log_ratio = inputs["advantages"], logp - inputs["logprobs"]
+    if name == "gspo":
+        log_ratio = _sequence_log_ratio(logp, log_ratio, inputs["sequence_ratio_mask"] != 0, list(lengths))
     if name == "dro":
         return dro_loss(logp, log_ratio, advantage, beta=config["beta"])
     # Clients put 0 as log-prob of prompt tokens, which have no advantage: no ratio, which could overflow.
@@ -99,8 +101,12 @@ def token_losses(
     bounds = {"ratio_min": config["clip_low_threshold"], "ratio_max": config["clip_high_threshold"]}
     if name == "cispo":
         return cispo_loss(logp, log_ratio, advantage, **bounds)
-    if name == "gspo":
-        parts = zip(*(torch.split(each, list(lengths)) for each in (log_ratio, advantage)), strict=True)
-        means = [part.sum() / (a != 0).sum().clamp(min=1) for part, a in parts]
-        log_ratio = torch.cat([mean.expand(n) for mean, n in zip(means, lengths, strict=True)])
     return clip_loss(log_ratio, advantage, **bounds)
+
+
+def _sequence_log_ratio(logp: Tensor, log_ratio: Tensor, counted: Tensor, lengths: list[int]) -> Tensor:
+    """The mean log ratio of each sequence at each of its tokens, with the gradient of the token's own ``logp``."""
+    parts = zip(*(torch.split(each, lengths) for each in (log_ratio.detach(), counted)), strict=True)
+    means = [part[of_ratio].sum() / of_ratio.sum().clamp(min=1) for part, of_ratio in parts]
+    sizes = torch.tensor(lengths, device=logp.device)
+    return torch.repeat_interleave(torch.stack(means), sizes, output_size=len(logp)) + (logp - logp.detach())

@@ -11,6 +11,7 @@ lock; the thread that serves holds it only between calls.
 
 import hashlib
 import itertools
+import json
 import logging
 import threading
 import time
@@ -325,17 +326,35 @@ class Service:
 
     def forward_backward(self, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
         """Add to a model's gradient, or only score."""
-        request = wire.forward_backward(body, vocabulary=self.trainer.vocabulary, limit=self.trainer.limit)
+        message, trainer = wire.forward_backward_request(body), self.trainer
 
         def run(adapter: Adapter) -> Answer:
             try:
-                return wire.forward_backward_output(*self.trainer.forward_backward(adapter, request))
+                request = wire.forward_backward(message, vocabulary=trainer.vocabulary, limit=trainer.limit)
+                return wire.forward_backward_output(*trainer.forward_backward(adapter, request))
             except Exception as error:
-                if not request.forward_only:
-                    adapter.broken = f"request {request.seq_id}: {error}"
+                if not message.forward_only:
+                    adapter.broken = f"request {message.seq_id}: {error}"
                 raise
 
-        return self._train(request.model_id, request.seq_id, key, digest, run)
+        return self._train(message.model_id, message.seq_id, key, digest, run)
+
+    def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
+        """The future of a request that cannot be served. Its ``seq_id`` is used up: the SDK sends no other with it.
+
+        Raises:
+            RefusedError: ``refused`` itself, if the request names no model of this key and no place in its order.
+        """
+        try:
+            place = json.loads(body)
+            model_id, seq_id = str(place["model_id"]), int(place["seq_id"])
+        except (ValueError, TypeError, LookupError):
+            raise refused from None
+
+        def run(_: Adapter) -> Answer:
+            raise refused
+
+        return self._train(model_id, seq_id, key, digest, run)
 
     def optim_step(self, request: wire.OptimStep, key: str, digest: bytes) -> dict[str, Any]:
         """Take a step."""
@@ -348,14 +367,12 @@ class Service:
     def save(self, kind: str, request: wire.SaveWeights, key: str, digest: bytes) -> dict[str, Any]:
         """Save a model's weights as a checkpoint of this kind, or for an unnamed sampler."""
         model = self.model(request.model_id, key)
-        if request.path is None and (kind != "sampler_weights" or request.sampling_session_seq_id is None):
-            raise RefusedError(400, "path: a name of the checkpoint is needed")
-        if request.path is not None:
-            self.store.place(model.id, kind, request.path)
 
         def run(adapter: Adapter) -> Answer:
+            if request.path is None and kind == "sampler_weights" and request.sampling_session_seq_id is not None:
+                return self._unnamed_sampler(model, adapter, request.sampling_session_seq_id)
             if request.path is None:
-                return self._unnamed_sampler(model, adapter, request.sampling_session_seq_id or 0)
+                raise RefusedError(400, "path: a name of the checkpoint is needed")
             now = time.time()
             made = self.store.save(
                 Checkpoint(
@@ -584,9 +601,7 @@ class Service:
         with self._state:
             session = self._session(request_id.partition(":")[0], key)
             if request_id not in session.jobs:
-                raise RefusedError(
-                    404, f"no request {request_id!r:.120}, or its answer was retrieved long ago"
-                )
+                raise RefusedError(404, f"no request {request_id!r:.120}, or its answer was retrieved long ago")
             return session.jobs[request_id].answer
 
     def retrieved(self, request_id: str, key: str) -> None:
@@ -699,6 +714,8 @@ def _fail(job: _Job, error: FailedError) -> None:
 def _failure(error: Exception) -> FailedError:
     if isinstance(error, FailedError):
         return error
+    if isinstance(error, RefusedError):
+        return FailedError(str(error), "user")
     if isinstance(error, torch.OutOfMemoryError):
         torch.cuda.empty_cache()
         return FailedError(f"out of memory: {error}; send less at once, or start with fewer --tokens-per-row", "server")

@@ -12,6 +12,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from logitless.errors import UnavailableError
+from logitless.tinker.losses import INPUTS
 
 MAX_BODY_BYTES = 64 << 20
 """Of a request, compressed or not."""
@@ -304,10 +305,8 @@ class Datum:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """``forward_backward``."""
+    """The data of ``forward_backward``."""
 
-    model_id: str
-    seq_id: int
     loss: str
     config: dict[str, float | str]
     forward_only: bool
@@ -319,26 +318,33 @@ class ForwardBackward:
         return sum(len(datum.tokens) for datum in self.data)
 
 
-def forward_backward(body: bytes, *, vocabulary: int, limit: int | None) -> ForwardBackward:
-    """A request in protobuf.
-
-    Args:
-        body: not compressed.
-        vocabulary: number of tokens of the model.
-        limit: its number of positions, or None.
+def forward_backward_request(body: bytes) -> Any:
+    """The SDK's ``ForwardBackwardRequest``, of which ``forward_backward`` reads the data.
 
     Raises:
-        RefusedError: a body that is no such message, or data that do not fit together; names the datum.
+        RefusedError: a body that is no such message.
     """
     from google.protobuf.message import DecodeError
-
-    from logitless.tinker.losses import INPUTS
 
     message = messages().ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RefusedError(400, f"a body that is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def forward_backward(message: Any, *, vocabulary: int, limit: int | None) -> ForwardBackward:
+    """The data of a request.
+
+    Args:
+        message: of ``forward_backward_request``.
+        vocabulary: number of tokens of the model.
+        limit: its number of positions, or None.
+
+    Raises:
+        RefusedError: data that do not fit together; names the datum.
+    """
     if not message.data:
         raise RefusedError(400, "a request without data")
     if message.loss_fn not in INPUTS:
@@ -357,12 +363,10 @@ def forward_backward(body: bytes, *, vocabulary: int, limit: int | None) -> Forw
             raise RefusedError(400, f"datum {index}: {error}") from error
     if message.loss_fn != "cross_entropy" and any(datum.targets.shape[1] > 1 for datum in data):
         raise RefusedError(400, f"{message.loss_fn} with several targets at a position: cross_entropy alone has them")
-    return ForwardBackward(message.model_id, message.seq_id, message.loss_fn, config, message.forward_only, tuple(data))
+    return ForwardBackward(message.loss_fn, config, message.forward_only, tuple(data))
 
 
 def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | None) -> Datum:
-    if message.model_input_spans or message.loss_fn_input_spans:
-        raise ValueError("provenance spans are not served; leave them out")
     parts = []
     for chunk in message.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
