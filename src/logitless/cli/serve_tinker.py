@@ -64,7 +64,6 @@ def run(options: argparse.Namespace) -> int:
         service = Service(
             trainer,
             Store(options.folder),
-            tokenizer,
             names=options.name or [options.model],
             tokenizer_name=str(Path(source).absolute()) if Path(source).exists() else source,
             seed=options.seed,

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import InputError, LogitlessError
 from logitless.rollout.sampling import SamplingOptions
@@ -169,7 +168,6 @@ class Service:
     Args:
         trainer: used by the service's thread alone.
         store: of checkpoints.
-        tokenizer: whose EOS token ends completions.
         names: of the base model, as clients may call it; the first is told them.
         tokenizer_name: hub name or folder that clients load the tokenizer from.
         seed: of samples without a seed of their own.
@@ -180,14 +178,13 @@ class Service:
         self,
         trainer: Trainer,
         store: Store,
-        tokenizer: PreTrainedTokenizerBase,
         *,
         names: Sequence[str],
         tokenizer_name: str,
         seed: int = 0,
         session_seconds: float = 600.0,
     ) -> None:
-        self.trainer, self.store, self.tokenizer = trainer, store, tokenizer
+        self.trainer, self.store = trainer, store
         self.names, self.tokenizer_name, self.seed = tuple(names), tokenizer_name, seed
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()

@@ -284,11 +284,11 @@ class Trainer:
             state: of ``optimizer_state``; empty for a fresh optimizer.
         """
         names = self.names(shape)
-        adapter = Adapter(shape, [nn.Parameter(tensors[name].to(self.device)) for name in names])
+        adapter = Adapter(shape, [nn.Parameter(tensors[name].to(self.device, copy=True)) for name in names])
         if state:
             optimizer = self._optimizer(adapter)
             for name, weight in zip(names, adapter.weights, strict=True):
-                moments = {key: state[f"{name}.{key}"].to(self.device) for key in ("exp_avg", "exp_avg_sq")}
+                moments = {key: state[f"{name}.{key}"].to(self.device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
                 on_device = automatic_implementation(self.device) == "fused"
                 step = state["step"].to(self.device if on_device else "cpu", copy=True)
                 optimizer.state[weight] = {"step": step, **moments}
