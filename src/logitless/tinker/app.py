@@ -325,7 +325,7 @@ def _signature(call: Call, checkpoint: Checkpoint, file: str, until: int) -> str
 
 def _not_served(why: str) -> Handler:
     async def refuse(_: Call) -> Any:
-        raise RefusedError(501, why)
+        raise RefusedError(400, why)  # of 5xx the SDK would try again for minutes
 
     return refuse
 
