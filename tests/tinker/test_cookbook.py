@@ -64,7 +64,7 @@ RECIPES = {
         *("max_trajectory_tokens=3000", "task.num_pages_min=2", "task.num_pages_max=3", "task.page_chars=200"),
         *("max_steps=2", "lora_rank=4"),
     ],
-    "recipes.preference.dpo.train": ["renderer_name=qwen3_disable_thinking", "batch_size=4", "max_length=256"],
+    "recipes.preference.dpo.train": ["renderer_name=role_colon", "batch_size=4", "max_length=256"],
     "recipes.distillation.on_policy_distillation": [
         *(f"teacher_model={MODEL}", "renderer_name=qwen3_disable_thinking", "group_size=2", "groups_per_batch=2"),
         *("max_tokens=8", "lora_rank=4", "max_steps=2"),

@@ -74,6 +74,8 @@ def test_every_path_in_the_sdks_source_has_a_route():
     known |= {path.replace("{}/{}", "{}", 1) for path in known if "{}/{}" in path}  # the SDK's id of a checkpoint
     named = set()
     for file in Path(tinker.__file__).parent.rglob("*.py"):
+        if file.stem.endswith("_test"):
+            continue
         named |= set(re.findall(r'f?"/api/v1(/[^"?`\s]*)"', file.read_text()))
     named = {re.sub(r"\{\w+\}", "{}", path) for path in named}
     assert len(named) > 30
@@ -95,31 +97,28 @@ def test_log_probs_of_sample_forward_and_compute_logprobs_are_the_same_bits(serv
     assert len({sequence.sequence_id for sequence in response.sequences}) == 4
 
 
-def test_two_clients_get_the_bits_of_running_alone(url, model, tmp_path):
-    def weights(trainer, folder):
-        path = trainer.save_weights_external("w").result().path
-        urls = tinker.ServiceClient(base_url=at).create_rest_client().get_external_weights_urls(path).result().urls
-        file = folder / "w.safetensors"
-        with urllib.request.urlopen(urls["adapter_model.safetensors"]) as said:
-            file.write_bytes(said.read())
-        return load_file(file)
+def weights(trainer, url, folder):
+    """Saved in the external format, and downloaded."""
+    path = trainer.save_weights_external("w").result().path
+    urls = tinker.ServiceClient(base_url=url).create_rest_client().get_external_weights_urls(path).result().urls
+    with urllib.request.urlopen(urls["adapter_model.safetensors"]) as said:
+        (folder / "w.safetensors").write_bytes(said.read())
+    return load_file(folder / "w.safetensors")
 
-    at = url
+
+def test_two_clients_get_the_bits_of_running_alone(url, model, tmp_path):
     clients = [tinker.ServiceClient(base_url=url) for _ in range(2)]
-    trainers = [
-        client.create_lora_training_client("tiny", rank=2 + n, seed=n).result() for n, client in enumerate(clients)
-    ]
+    trainers = [c.create_lora_training_client("tiny", rank=2 + n, seed=n).result() for n, c in enumerate(clients)]
     for _ in range(3):
         for trainer in trainers:
             trainer.forward_backward([operations.datum(TEXT, weights=1.0)], "cross_entropy")
         for trainer in trainers:
             trainer.optim_step(types.AdamParams(learning_rate=0.02)).result()
-    together = [weights(trainer, tmp_path) for trainer in trainers]
-    for n, mine in enumerate(together):
-        with served(model, tmp_path / f"alone{n}", "--name", "tiny") as (_, at):
-            alone = weights(trained(tinker.ServiceClient(base_url=at), rank=2 + n, seed=n), tmp_path)
-        assert mine.keys() == alone.keys()
-        assert all(mine[name].tobytes() == alone[name].tobytes() for name in mine)
+    together = [weights(trainer, url, tmp_path) for trainer in trainers]
+    with served(model, tmp_path / "alone", "--name", "tiny") as (_, other):
+        alone = weights(trained(tinker.ServiceClient(base_url=other), rank=3, seed=1), other, tmp_path)
+    assert together[1].keys() == alone.keys()
+    assert all(together[1][name].tobytes() == alone[name].tobytes() for name in alone)
 
 
 def test_a_custom_loss_in_two_passes_has_the_gradient_of_the_built_in_one(service):
@@ -224,7 +223,7 @@ def dense(values, dtype):
         (lambda d: d.loss_fn_inputs["weights"].shape.append(-1), "for shape"),
         (lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"), "bytes"),
         (lambda d: setattr(d.loss_fn_inputs["weights"], "dtype", pb.DTYPE_BFLOAT16), "BFLOAT16"),
-        (lambda d: d.loss_fn_inputs["weights"].sparse_csr.SetInParent(), "do not fit together"),
+        (lambda d: d.loss_fn_inputs["weights"].sparse_csr.SetInParent(), "a sparse tensor"),
     ],
 )
 def test_data_that_do_not_fit_together_fail_in_words_and_the_next_step_is_refused(url, change, said):
