@@ -46,18 +46,23 @@ def datum(ids, **inputs):
     return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=loss_inputs)
 
 
+def made(client):
+    """A client; before 0.37 there was no future of one."""
+    return client.result() if hasattr(client, "result") else client
+
+
 def minus_sum(_, logprobs):
     """A custom loss."""
     return -sum(each.sum() for each in logprobs), {}
 
 
-def calls(url):
-    """A function for each operation."""
+def calls(url, model):
+    """A function for each operation; ``model`` is the folder of the model called ``tiny``."""
     service = tinker.ServiceClient(base_url=url)
     rest, ids = service.create_rest_client(), [72, 101, 108, 108, 111]
     admin = getattr(tinker, "AdminClient", None)
-    trainer = service.create_lora_training_client(base_model="tiny", rank=2).result()
-    sampler = trainer.save_weights_and_get_sampling_client().result()
+    trainer = made(service.create_lora_training_client(base_model="tiny", rank=2))
+    sampler = made(trainer.save_weights_and_get_sampling_client())
     state = trainer.save_state("state").result().path
     run = state.removeprefix("tinker://").split("/")[0]
     external = trainer.save_weights_external("whole").result().path
@@ -73,15 +78,15 @@ def calls(url):
         return f"tinker://{run}/weights/{name}"
 
     def stability():
-        recording = trainer.save_weights_and_get_sampling_client(record_stability_info=True).result()
+        recording = made(trainer.save_weights_and_get_sampling_client(record_stability_info=True))
         return recording.sample(prompt, 1, params)
 
     def loss(name):
         wanted = {"cross_entropy": {"weights": 1.0}, "custom": {"weights": 1.0}}
         inputs = wanted.get(name, {"logprobs": -1.0, "advantages": 1.0})
         inputs |= {"sequence_ratio_mask": 1.0} if name == "gspo" else {}
-        return service.create_lora_training_client(base_model="tiny", rank=2).result().forward_backward(
-            [datum(ids, **inputs)], name)  # fmt: skip
+        client = made(service.create_lora_training_client(base_model="tiny", rank=2))
+        return client.forward_backward([datum(ids, **inputs)], name)
 
     def admins():
         return (
@@ -119,8 +124,8 @@ def calls(url):
         "SamplingClient.compute_logprobs": lambda: sampler.compute_logprobs(prompt),
         "SamplingClient.get_base_model": sampler.get_base_model,
         "SamplingClient.get_sampler_handle": sampler.get_sampler_handle,
-        "SamplingClient.get_tokenizer": lambda: service.create_sampling_client(model_path=trainer
-            .save_weights_for_sampler("tokens").result().path).result().get_base_model(),
+        "SamplingClient.get_tokenizer": lambda: made(service.create_sampling_client(base_model=str(model)))
+            .get_tokenizer(),
         "SamplingClient.sample": sample,
         "RestClient.assign_session_project": lambda: rest.assign_session_project(session, "p"),
         "RestClient.copy_weights": lambda: rest.copy_weights(state, "p"),
@@ -147,10 +152,10 @@ def calls(url):
         "AdminClient.get_billing_usage": lambda: admins().get_billing_usage(
             datetime(2026, 1, 1, tzinfo=UTC), datetime(2026, 1, 2, tzinfo=UTC)),
         "AdminClient.get_current_checkpoint_storage_usage": lambda: admins().get_current_checkpoint_storage_usage(),
-        "sample base_model": lambda: service.create_sampling_client(base_model="tiny").result().sample(
+        "sample base_model": lambda: made(service.create_sampling_client(base_model="tiny")).sample(
             prompt, 1, params),
-        "sample model_path": lambda: service.create_sampling_client(
-            model_path=trainer.save_weights_for_sampler("path").result().path).result().sample(prompt, 1, params),
+        "sample model_path": lambda: made(service.create_sampling_client(
+            model_path=trainer.save_weights_for_sampler("path").result().path)).sample(prompt, 1, params),
         "sample prompt_logprobs": lambda: sample(include_prompt_logprobs=True),
         "sample prompt_logprobs_last_n": lambda: sample(include_prompt_logprobs=True, prompt_logprobs_last_n=2),
         "sample topk_prompt_logprobs": lambda: sample(topk_prompt_logprobs=2),
@@ -162,9 +167,9 @@ def calls(url):
     return found | {f"loss_fn {name}": lambda name=name: loss(name) for name in get_args(types.LossFnType)}
 
 
-def results(url):
+def results(url, model):
     """Whether each operation is ``served``, or why not in the service's words."""
-    known, found = calls(url), {}
+    known, found = calls(url, model), {}
     for name in listed():
         try:
             answer = known[name]()
@@ -182,8 +187,8 @@ def main():
     """Write the results of a tiny model."""
     with tempfile.TemporaryDirectory() as folder:
         model = write_model(Path(folder) / "model")
-        with served(model, Path(folder) / "saved", "--name", "tiny") as (_, url):
-            found = results(url)
+        with served(model, Path(folder) / "saved", "--name", "tiny", "--name", str(model)) as (_, url):
+            found = results(url, model)
     RESULTS.write_text(json.dumps({"sdk": tinker.__version__, "operations": found}, indent=1) + "\n")
 
 

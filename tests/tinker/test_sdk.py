@@ -20,6 +20,7 @@ from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
 from logitless.tinker.app import ROUTES  # noqa: E402
 from logitless.tinker.wire import MAX_BODY_BYTES  # noqa: E402
 from tests.tinker import operations  # noqa: E402
+from tests.tinker.operations import made  # noqa: E402
 from tests.tinker.served import served  # noqa: E402
 from tests.tinker.tiny import write_model  # noqa: E402
 from tinker import types  # noqa: E402
@@ -44,7 +45,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def url(model, tmp_path_factory):
-    with served(model, tmp_path_factory.mktemp("saved"), "--name", "tiny") as (_, found):
+    with served(model, tmp_path_factory.mktemp("saved"), "--name", "tiny", "--name", str(model)) as (_, found):
         yield found
 
 
@@ -54,16 +55,16 @@ def service(url):
 
 
 def trained(service, rank=4, seed=0, num_steps=3):
-    trainer = service.create_lora_training_client(base_model="tiny", rank=rank, seed=seed).result()
+    trainer = made(service.create_lora_training_client(base_model="tiny", rank=rank, seed=seed))
     for _ in range(num_steps):
         trainer.forward_backward([operations.datum(TEXT, weights=1.0)], "cross_entropy")
         trainer.optim_step(types.AdamParams(learning_rate=0.02)).result()
     return trainer
 
 
-def test_every_operation_of_the_sdk_is_served_or_refused_as_the_page_says(url):
+def test_every_operation_of_the_sdk_is_served_or_refused_as_the_page_says(url, model):
     written = json.loads(operations.RESULTS.read_text())["operations"]
-    found = operations.results(url)
+    found = operations.results(url, model)
     assert {name: written.get(name) == "served" for name in found} == {n: w == "served" for n, w in found.items()}
     if tinker.__version__ == json.loads(operations.RESULTS.read_text())["sdk"]:
         assert found == written
@@ -77,7 +78,7 @@ def test_every_path_in_the_sdks_source_has_a_route():
         if file.stem.endswith("_test"):
             continue
         named |= set(re.findall(r'f?"/api/v1(/[^"?`\s]*)"', file.read_text()))
-    named = {re.sub(r"\{\w+\}", "{}", path) for path in named}
+    named = {re.sub(r"\{[\w.]+\}", "{}", path) for path in named}
     assert len(named) > 30
     paths = known | {path.replace("/checkpoints/{}/", "/checkpoints/{}/{}/") for path in known}
     assert {path for path in named if path not in paths} == set()
@@ -85,7 +86,7 @@ def test_every_path_in_the_sdks_source_has_a_route():
 
 def test_log_probs_of_sample_forward_and_compute_logprobs_are_the_same_bits(service):
     trainer = trained(service)
-    sampler = trainer.save_weights_and_get_sampling_client().result()
+    sampler = made(trainer.save_weights_and_get_sampling_client())
     asked = types.SamplingParams(max_tokens=12)
     response = sampler.sample(types.ModelInput.from_ints(TEXT), 4, asked).result()
     for sequence in response.sequences:
@@ -108,7 +109,7 @@ def weights(trainer, url, folder):
 
 def test_two_clients_get_the_bits_of_running_alone(url, model, tmp_path):
     clients = [tinker.ServiceClient(base_url=url) for _ in range(2)]
-    trainers = [c.create_lora_training_client("tiny", rank=2 + n, seed=n).result() for n, c in enumerate(clients)]
+    trainers = [made(c.create_lora_training_client("tiny", rank=2 + n, seed=n)) for n, c in enumerate(clients)]
     for _ in range(3):
         for trainer in trainers:
             trainer.forward_backward([operations.datum(TEXT, weights=1.0)], "cross_entropy")
@@ -146,7 +147,7 @@ def test_what_was_saved_is_there_after_the_server_was_killed_and_sessions_are_go
         reply = post(url, "session_heartbeat", {"session_id": session})
         assert reply.status_code == 410
         assert "restarted" in reply.json()["error"]
-        again = tinker.ServiceClient(base_url=url).create_training_client_from_state_with_optimizer(path).result()
+        again = made(tinker.ServiceClient(base_url=url).create_training_client_from_state_with_optimizer(path))
         after = again.forward([operations.datum(TEXT, weights=1.0)], "cross_entropy").result()
     assert after.loss_fn_outputs[0]["logprobs"].tolist() == before.loss_fn_outputs[0]["logprobs"].tolist()
 

@@ -13,7 +13,7 @@ from torch import nn
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import LogitlessError
-from logitless.models.lm_head import backbone, lm_head
+from logitless.models.lm_head import backbone
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
@@ -147,12 +147,6 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
         holds=lambda placed: _is_row_invariant(placed.recipe.model, device_of(placed.recipe.model), placed.model),
         given=lambda _: "its layers are not row-invariant ones",
         remedy="Leave model.layers at auto; the run says what keeps them.",
-    ),
-    _placed.needs(
-        "no adapter on the LM head",
-        holds=lambda placed: lm_head(placed.model).lora_a is None,
-        given=lambda _: "there is an adapter on the LM head",
-        remedy="Leave the LM head out of model.lora.targets.",
     ),
     GPU_FUSED.on(_recipe),
 )
