@@ -12,7 +12,7 @@ def page(text: str) -> str:
     """The page with its table of the SDK's operations.
 
     Example:
-        >>> print(page("|---|---|---|\\n").splitlines()[1][:47])
+        >>> print(page("|---|---|---|\\n").splitlines()[1][:48])
         | `ServiceClient` | `close`, `create_custom_loss`
     """
     found: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))["operations"]

@@ -63,11 +63,13 @@ def trained(service, rank=4, seed=0, num_steps=3):
 
 
 def test_every_operation_of_the_sdk_is_served_or_refused_as_the_page_says(url, model):
-    written = json.loads(operations.RESULTS.read_text())["operations"]
+    written = json.loads(operations.RESULTS.read_text())
     found = operations.results(url, model)
-    assert {name: written.get(name) == "served" for name in found} == {n: w == "served" for n, w in found.items()}
-    if tinker.__version__ == json.loads(operations.RESULTS.read_text())["sdk"]:
-        assert found == written
+    if tinker.__version__ == written["sdk"]:
+        assert found == written["operations"]
+    known = {name: result for name, result in found.items() if name in written["operations"]}
+    assert len(known) > 60
+    assert {n: w == "served" for n, w in known.items()} == {n: written["operations"][n] == "served" for n in known}
 
 
 def test_every_path_in_the_sdks_source_has_a_route():
