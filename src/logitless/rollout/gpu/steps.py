@@ -21,9 +21,10 @@ from logitless.graph_capture import captured, refuse_unwritten, side_stream
 from logitless.head.api import token_scores
 from logitless.models.attention import prepare_tables
 from logitless.models.kernels.attention_tiles import SPLIT
+from logitless.models.kernels.linear import fixed_order_product
 from logitless.models.lm_head import backbone, lm_head
 from logitless.models.row_invariant.decoding import PagedRows, prefill
-from logitless.models.row_invariant.linear import _tile_of_any_length, fixed_order_product, product
+from logitless.models.row_invariant.linear import _tile_of_any_length, product
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
     Chunk,
