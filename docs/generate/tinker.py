@@ -12,8 +12,8 @@ def page(text: str) -> str:
     """The page with its table of the SDK's operations.
 
     Example:
-        >>> print(page("|---|---|---|\\n").splitlines()[1][:48])
-        | `ServiceClient` | `close`, `create_custom_loss`
+        >>> print(page("|---|---|---|\\n").splitlines()[1][:27])
+        | `ServiceClient` | `close`
     """
     found: dict[str, str] = json.loads(RESULTS.read_text(encoding="utf-8"))["operations"]
     groups = dict.fromkeys(name.replace(".", " ").split()[0] for name in found)
