@@ -10,6 +10,7 @@ trainer scores what was sampled, and passes of both are over one sequence each, 
 One thread at a time calls this.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ from logitless.train.learn.policy import Policy
 from logitless.train.optim.optimizer import automatic_implementation, take_step
 from logitless.train.recipe.model import LoraSection, ModelSection
 from logitless.types import Completion, Prompt
+
+logger = logging.getLogger("logitless")
 
 ALPHA = 32.0
 """LoRA's alpha in the service: the product of the factors is multiplied by 32 / rank."""
@@ -197,8 +200,13 @@ class Trainer:
         """Give the model its layers, and forget what was made for the layers before; returns the base's engine."""
         if self.row_invariant:
             from logitless.models.row_invariant.layers import install_row_invariant
+            from logitless.models.row_invariant.self_check import self_check
 
             self._installation = install_row_invariant(self.model)
+            if self.device.type == "cuda" and not self._slots and not self_check(self.model).exact:
+                logger.warning("layers: transformers' own, for attention does not keep its bits on this GPU")
+                self._installation.remove()
+                self._installation, self.row_invariant = None, False
         self._policy = None
         for slot in self._slots.values():
             slot.engine = self._engine()
@@ -435,13 +443,12 @@ class Trainer:
         prompts = [Prompt(each.id, "", each.tokens) for each in requests]
         with adapters_off(self.model) if off else nullcontext(), torch.no_grad():
             groups = engine.sample(prompts, num_samples, options, seed=seed)
+            scores = self._prompt_logprobs([request for request in requests if request.scores_prompt])
             temperature = options.temperature or 1.0
-            found = []
-            for request, prompt, group in zip(requests, prompts, groups, strict=True):
-                sequences = [self._sampled(prompt, completion, temperature) for completion in group]
-                scores = self._prompt_logprobs(request) if request.scores_prompt else None
-                found.append((sequences, scores))
-        return found
+            return [
+                ([self._sampled(prompt, each, temperature) for each in group], scores.get(prompt.id))
+                for prompt, group in zip(prompts, groups, strict=True)
+            ]
 
     def _sampled(self, prompt: Prompt, completion: Completion, temperature: float) -> Sampled:
         logp = completion.logp_sampler if completion.logp_policy is None else completion.logp_policy
@@ -449,12 +456,20 @@ class Trainer:
             logp = self._scored(pack([(prompt, completion)]), temperature)
         return Sampled(completion.token_ids, logp, completion.finish_reason == "stop")
 
-    def _prompt_logprobs(self, request: Request) -> np.ndarray:
-        ids, logp = np.array(request.tokens), np.full(len(request.tokens), np.nan, np.float32)
-        if len(ids) > 1:
-            first = 1 if request.scores_last is None else len(ids) - request.scores_last
-            logp[first:] = self._scored(_packed([(ids[:-1], ids[1:])]), 1.0)[first - 1 :]
-        return logp
+    def _prompt_logprobs(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
+        """Of each prompt, by the request's id."""
+        found = {request.id: np.full(len(request.tokens), np.nan, np.float32) for request in requests}
+        longer = [(request, np.array(request.tokens)) for request in requests if len(request.tokens) > 1]
+        if longer:
+            batch = _packed([(ids[:-1], ids[1:]) for _, ids in longer])
+            for row in self._rows(batch):
+                lengths = [len(longer[s][1]) - 1 for s in row]
+                scored = np.split(self._scored(batch.take(row), 1.0), np.cumsum(lengths)[:-1])
+                for s, logp in zip(row, scored, strict=True):
+                    request, ids = longer[s]
+                    first = 1 if request.scores_last is None else len(ids) - request.scores_last
+                    found[request.id][first:] = logp[first - 1 :]
+        return found
 
     def _scored(self, batch: Any, temperature: float) -> np.ndarray:
         # Not in evaluation mode: what is compared with this, `forward`, is not either.

@@ -17,7 +17,7 @@ the CPU, under Triton's interpreter and without graphs.
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -225,8 +225,12 @@ class _Wanted:
 
     @property
     def sampling(self) -> TokenSampling:
-        """How tokens are sampled and what ends a completion."""
-        return TokenSampling(self.options, self.ends)
+        """How tokens are sampled and what ends a completion; lengths and stop strings are the host's.
+
+        Calls that differ in these alone share graphs.
+        """
+        options = replace(self.options, max_new_tokens=max(1, self.options.min_new_tokens), stop=())
+        return TokenSampling(options, self.ends)
 
     @property
     def max_pages(self) -> int:
