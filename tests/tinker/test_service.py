@@ -173,13 +173,16 @@ def test_sessions_take_turns(service, monkeypatch):
 
 
 def test_too_many_requests_that_wait_are_refused(service, monkeypatch):
-    monkeypatch.setattr(module, "PENDING", 3)
-    model = model_of(service, session_of(service))
+    monkeypatch.setattr(module, "PENDING", 4)
+    model = model_of(service, session_of(service))  # its answer was not retrieved
     for seq_id in (2, 3, 4):
         step(service, model, seq_id)
     with pytest.raises(RefusedError, match="wait already") as refused:
         step(service, model, 1)
     assert refused.value.status == 429
+    service.retrieved(f"{model}:0", KEY)
+    for seq_id in (1, 2, 3, 4):
+        result(service, step(service, model, seq_id))
 
 
 def test_retrieved_answers_are_kept_for_a_while(service, monkeypatch):

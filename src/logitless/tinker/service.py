@@ -37,7 +37,7 @@ Answer: TypeAlias = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
 
 PENDING = 4096
-"""The most requests of a session that wait."""
+"""The most requests of a session that wait, or whose answer was not retrieved."""
 
 RETRIEVED = 1024
 """Answers of a session that are kept after they were retrieved, for a client that lost one on its way."""
@@ -158,8 +158,8 @@ class Session:
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait."""
-        return len(self.samples) + sum(len(model.waiting) for model in self.models.values())
+        """Requests that wait, or whose answer was not retrieved."""
+        return len(self.jobs) - len(self.retrieved)
 
 
 class Service:
@@ -478,7 +478,9 @@ class Service:
 
     def _check_room(self, session: Session) -> None:
         if session.num_pending >= PENDING:
-            raise RefusedError(429, f"{PENDING} requests of the session wait already; send this one later")
+            raise RefusedError(
+                429, f"{PENDING} requests of the session wait already, or their answers were not read"
+            )
 
     # --- sampling
 
@@ -616,6 +618,7 @@ class Service:
             session = self._session(request_id.partition(":")[0], key)
             for job in [each for each in session.samples if each.id == request_id]:
                 session.samples.remove(job)
+                session.retrieved[job.id] = None  # nobody will ask
                 _fail(job, FailedError("cancelled by the client", "user"))
 
     # --- the thread that serves
