@@ -478,9 +478,7 @@ class Service:
 
     def _check_room(self, session: Session) -> None:
         if session.num_pending >= PENDING:
-            raise RefusedError(
-                429, f"{PENDING} requests of the session wait already, or their answers were not read"
-            )
+            raise RefusedError(429, f"{PENDING} requests of the session wait already, or their answers were not read")
 
     # --- sampling
 
