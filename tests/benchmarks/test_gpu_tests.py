@@ -22,8 +22,8 @@ def test_that(outcome, request):
     if outcome == "skips":
         pytest.skip("needs 4 CUDA devices")
     assert outcome == "passes"
-    assert not os.path.exists(os.environ["TRITON_CACHE_DIR"])
-    assert not os.path.exists(os.environ["XDG_CACHE_HOME"])
+    assert not os.listdir(os.environ["TRITON_CACHE_DIR"])
+    assert not os.listdir(os.environ["XDG_CACHE_HOME"])
 
 @pytest.fixture
 def broken():
