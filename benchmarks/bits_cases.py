@@ -14,8 +14,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-4b": _TRAINED["qwen3-1.7b"] | _LARGER,
     "llama-3.1-8b": _TRAINED["llama-3.1-8b"],
 }
+_FEWER = [
+    mixture.with_layers(mixture.SHAPES[name], layers) for name, layers in (("qwen3-30b-a3b", 8), ("gpt-oss-20b", 4))
+]
 MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b-8-layers": dict(mixture.SHAPES["qwen3-30b-a3b"].config) | {"num_hidden_layers": 8},
+    **{shape.name: dict(shape.config) for shape in _FEWER},
     "glm-4.5-air-3-layers": {
         "model_type": "glm4_moe",
         "vocab_size": 151552,
