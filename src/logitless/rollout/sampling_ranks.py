@@ -70,7 +70,7 @@ class SamplingRanks:
             self._ranks.broadcast_object(["load", version, list(copy.tensors)])
             with copy.on_a_stream_of_its_own():
                 self._ranks.broadcast(copy.tensors.values())
-            self.transfer_numbers = {"time/push_seconds": time.perf_counter() - begin}
+            self.transfer_numbers = {"weights/push_seconds": time.perf_counter() - begin}
             self._sent = version
             for older in [each for each in self._copies if each <= version]:
                 del self._copies[older]

@@ -1,4 +1,4 @@
-"""A run that repeats another one compares itself with it: tokens as they are sampled, metrics and weights at the end."""
+"""A run that repeats another one, and compares itself: tokens as they are sampled, metrics and weights at the end."""
 
 import json
 from collections.abc import Iterator
