@@ -123,6 +123,7 @@ def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(t
 PROGRAM = """
 import os, signal, sys
 from logitless.cli.main import main
+from logitless.distributed import exit_reasons
 from logitless.distributed.ranks import Ranks
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.learn.learner import Learner
@@ -138,7 +139,9 @@ def killed(kind, name, of, number):
         return plain(self, *arguments, **named)
     setattr(kind, name, call)
 
+exit_reasons.GRACE_SECONDS = 1.0
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
     killed(*{
         "push": (Ranks, "broadcast", "1", 3),
         "sampling": (TransformersEngine, "sample", "1", 4),

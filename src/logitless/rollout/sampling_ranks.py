@@ -11,7 +11,7 @@ travel over one group, whose rank 0 trains.
 import json
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -32,8 +32,8 @@ from logitless.types import Completion, Prompt
 class SamplingRanks:
     """An ``Engine`` whose samples come from other ranks, while this one trains.
 
-    ``load`` copies the weights in their own dtype and returns. ``use`` sends one of the versions loaded so far, in
-    another thread and on a stream of its own, while training changes the originals. Memory: a copy of the trained
+    ``load`` copies the trained weights in their own dtype and returns. ``use`` sends one of the versions loaded so far,
+    from another thread and on a stream of its own, while training changes the originals. Memory: a copy of the trained
     weights for each version that was loaded and is still to be used.
 
     Args:
@@ -47,18 +47,25 @@ class SamplingRanks:
 
     def __init__(self, ranks: Ranks | None, *, first: int = 1) -> None:
         self._ranks, self._first = ranks, first
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # a request and its reply
         self._copies: dict[int, _Copy] = {}
         self._sent: int | None = None
         self.exact = False
         self.transfer_numbers: dict[str, float] = {}
 
     def load(self, weights: Weights, version: int) -> None:
-        """Copy the trained weights for a later ``use``; the first time all weights, which may be random ones."""
-        if self._ranks is not None:
-            with self._lock:
-                is_first = self._sent is None and not self._copies
-                self._copies[version] = _Copy.of(weights.module, trained_only=not is_first)
+        """Copy the trained weights for a later ``use``. The first time all weights are sent at once.
+
+        They may be random ones, or a base into which a warm start was merged. In four bits they never change, and are
+        what every rank has read.
+        """
+        if self._ranks is None:
+            return
+        named = weights.module.named_parameters()
+        if self._sent is None:
+            self._send(version, {name: p.detach() for name, p in named if p.is_floating_point()})
+        else:  # no lock: another thread holds it while it waits for completions
+            self._copies[version] = _Copy({name: p.detach().clone() for name, p in named if p.requires_grad})
 
     def use(self, version: int) -> None:
         """Sample with the weights of this version from now on, and forget older ones."""
@@ -66,14 +73,20 @@ class SamplingRanks:
         with self._lock:
             if version == self._sent:
                 return
-            copy, begin = self._copies[version], time.perf_counter()
-            self._ranks.broadcast_object(["load", version, list(copy.tensors)])
+            copy = self._copies[version]
             with copy.on_a_stream_of_its_own():
-                self._ranks.broadcast(copy.tensors.values())
-            self.transfer_numbers = {"weights/push_seconds": time.perf_counter() - begin}
-            self._sent = version
-            for older in [each for each in self._copies if each <= version]:
+                self._send(version, copy.tensors)
+            for older in [each for each in list(self._copies) if each <= version]:
                 del self._copies[older]
+
+    def _send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
+        assert self._ranks is not None
+        begin = time.perf_counter()
+        self._ranks.broadcast_object(["load", version, list(tensors)])
+        self._ranks.broadcast(tensors.values())
+        if (device := next(iter(tensors.values())).device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+        self._sent, self.transfer_numbers = version, {"weights/push_seconds": time.perf_counter() - begin}
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -107,29 +120,17 @@ class SamplingRanks:
 
 
 class _Copy:
-    """A copy of weights, and when it is complete.
+    """A copy of weights that this thread's stream is writing.
 
     Args:
         tensors: by name.
-        ready: event of the stream that copies; None on a CPU.
     """
 
-    def __init__(self, tensors: dict[str, Tensor], ready: "torch.cuda.Event | None") -> None:
-        self.tensors, self._ready = tensors, ready
-
-    @classmethod
-    def of(cls, module: nn.Module, *, trained_only: bool) -> "_Copy":
-        """Begin to copy; weights in four bits, which never change, are left out."""
-        tensors = {
-            name: p.detach().clone()
-            for name, p in module.named_parameters()
-            if p.requires_grad or (p.is_floating_point() and not trained_only)
-        }
-        ready = None
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        self.tensors, self._ready = tensors, None
         if next(iter(tensors.values())).is_cuda:
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            ready.record()
-        return cls(tensors, ready)
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._ready.record()
 
     @contextmanager
     def on_a_stream_of_its_own(self) -> Iterator[None]:
@@ -142,7 +143,6 @@ class _Copy:
         with torch.cuda.device(device), torch.cuda.stream(stream):  # both are settings of the thread
             stream.wait_event(self._ready)
             yield
-            stream.synchronize()  # the memory is free again when this returns
 
 
 def sample_for(ranks: Ranks, engine: Engine, model: nn.Module) -> None:
