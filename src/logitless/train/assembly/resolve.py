@@ -17,7 +17,7 @@ from logitless.models.lm_head import backbone, lm_head
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
-from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, GPU_ON_POLICY, gpu
+from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, gpu
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.rule import Machine, Rule, check, unmet
 
@@ -135,7 +135,6 @@ _placed = gpu.on(_recipe)
 _HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
 
 GPU_RULES: tuple[Rule[Placed], ...] = (
-    GPU_ON_POLICY.on(_recipe),
     _HERE,
     _placed.needs(
         "whole weights",

@@ -139,6 +139,14 @@ class Collector:
             return options
         return replace(options, max_new_tokens=max(1, int(options.max_new_tokens * length_factor)))
 
+    def settle(self, done: int, *, in_training: bool) -> None:
+        """Wait until a checkpoint has all that a resumed run cannot sample again; here it has.
+
+        Args:
+            done: blocks trained on.
+            in_training: whether the checkpoint holds a block that it is in the middle of.
+        """
+
     def close(self) -> None:
         """Stop what runs between blocks; here nothing does."""
 

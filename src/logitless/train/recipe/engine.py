@@ -80,7 +80,7 @@ class RecordedEngineSection(EngineSection):
 
     name: Literal["recorded"] = "recorded"
     path: str = Field(
-        description="JSONL or Parquet file of completions, or folder of a run with rollout.staleness to replay"
+        description="JSONL or Parquet file of completions, or folder of a run with a log of its blocks to replay"
     )
 
     @property
@@ -218,12 +218,6 @@ server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
 
-GPU_ON_POLICY = gpu.needs(
-    "rollout.staleness: 0, for it samples with the weights that are trained",
-    holds=lambda recipe: recipe.rollout.staleness == 0,
-    given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}, for which a copy of the policy samples",
-    remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
-)
 GPU_FUSED = gpu.needs(
     "the head's fused backend, whose log-probs it gives",
     holds=lambda recipe: {*_backends(recipe)} <= {"auto", "fused"},
@@ -232,7 +226,6 @@ GPU_FUSED = gpu.needs(
 )
 
 RULES: tuple[Rule["Recipe"], ...] = (
-    GPU_ON_POLICY,
     gpu.needs(
         "model.layers: row_invariant or auto, through which it decodes",
         holds=lambda recipe: recipe.model.layers != "transformers",

@@ -133,7 +133,7 @@ class Processes:
 
     Args:
         recipe: checked.
-        world: number of processes.
+        world: number of processes that train.
         arrangement: how weights and sequences are divided among them.
     """
 
