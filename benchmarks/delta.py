@@ -30,8 +30,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from delta_net import rule as delta
-from delta_net.rule import Chunks, DeltaCache, DeltaTile, DeltaTiles
+from logitless.models.kernels import delta_launch as delta
+from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles
 from logitless.bench.machine import environment, write_result
 from logitless.models.kernels.compiling import compiled_together
 from logitless.quick_launch import QuickKernel

@@ -5,10 +5,10 @@ import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from delta_net import rule as delta
-from delta_net.convolution import ages, convolution, convolution_backward, convolution_step
-from delta_net.rule import Chunks, DeltaCache, DeltaTile, DeltaTiles, delta_rule, delta_step
-from tests.benchmarks.delta_net.bounds import checked_addresses
+from logitless.models.kernels import delta_launch as delta
+from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles, delta_rule, delta_step
+from tests.models.kernels.checked_addresses import checked_addresses
 from tests.rounding import of_roundings
 
 pytestmark = pytest.mark.slow  # a trial, whose kernels no layer uses yet
