@@ -507,7 +507,8 @@ def step_kernel(
             rows = tl.load(rest_at, mask=(column < i)[:, None], other=0.0)
             of_state = tl.dot(pair, operand, input_precision=PRECISION)
         # The row of the block's inverse: ``inverse_kernel``'s, for one row.
-        decay = decay_between(total_r[:, None], total_j[None, :], column[None, :] <= j[:, None])
+        known = (column[None, :] <= j[:, None]) & (j <= i)[:, None]  # later rows have no G, and must be 0
+        decay = decay_between(total_r[:, None], total_j[None, :], known)
         a = tl.dot(block_keys, tl.trans(chunk_keys), input_precision=PRECISION) * decay * beta_r[:, None]
         a_i = row_of(a, own)
         x = tl.where(r == own, 1.0, 0.0)
