@@ -34,7 +34,6 @@ from logitless.models.row_invariant.paged_attention import (
 from logitless.models.row_invariant.self_check import self_check
 from logitless.types import PackedInputs, PromptGroup
 
-
 Caches = list[PagedCache | DeltaSlots]
 
 

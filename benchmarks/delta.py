@@ -30,11 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from logitless.bench.machine import environment, write_result
 from logitless.models.kernels import delta_launch as delta
+from logitless.models.kernels.compiling import compiled_together
 from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles
 from logitless.models.row_invariant.delta_net import DeltaRule
-from logitless.bench.machine import environment, write_result
-from logitless.models.kernels.compiling import compiled_together
 from logitless.quick_launch import QuickKernel
 from script import command_line, milliseconds
 
@@ -467,8 +467,8 @@ def decode(case: Case, record: Record, device: str) -> None:
 # --- flash-linear-attention, in processes of its own, which a kernel that fails ends
 
 FLA = ("fla", "fla, guard off")
-"""As released; and with its refusal of Triton 3.4 to 3.7.0 on Hopper removed, which gives wrong gradients of keys there:
-Triton miscompiles a product of a transposed sum. Its time is that of a Triton without the fault."""
+"""As released; and with its refusal of Triton 3.4 to 3.7.0 on Hopper removed. Gradients of keys are wrong there, for
+Triton miscompiles a product of a transposed sum; the work, and so the time, is that of a Triton without the fault."""
 
 
 def imported_fla(who: str) -> Any:

@@ -1,4 +1,4 @@
-"""Backward kernels of the gated delta rule in chunks; symbols as in ``delta_forward.py``. Deterministic, without atomics.
+"""Backward kernels of the gated delta rule in chunks; symbols as in ``delta_forward.py``. Deterministic, no atomics.
 
 With D = T R, E_ij = exp(G_i - G_j), X = K S, dO scaled by ``scale``, and dS' the gradient of the state after the chunk:
 

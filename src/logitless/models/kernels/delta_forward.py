@@ -382,7 +382,7 @@ def scan_kernel(
         if deltas is not None:
             tl.store(deltas + at_out, delta.to(deltas.dtype.element_ty), mask=ok)
         state = tl.where(whole, after, state)
-    if high is not None:
+    if high is not None:  # noqa: SIM102 decided in compilation, unlike the next
         if after_row >= 0:
             to = (after_row.to(tl.int64) * HV + head) * K + depth
             tl.store(high + to[:, None] * V + column[None, :], high_half(state, WIDE))

@@ -153,7 +153,9 @@ class Chunks:
         """
         starts = accumulate(lengths, initial=0)
         after = [-1] * len(lengths) if slots is None else slots
-        return cls.laid([Segment(s, 0, n, after=a) for s, n, a in zip(starts, lengths, after, strict=False)], size, device)
+        return cls.laid(
+            [Segment(s, 0, n, after=a) for s, n, a in zip(starts, lengths, after, strict=False)], size, device
+        )
 
     @property
     def count(self) -> int:
@@ -190,22 +192,20 @@ class DeltaCache(NamedTuple):
         size: int = 64, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
     ) -> "DeltaCache":  # fmt: skip
         """Of sequences without tokens: states are 0."""
-        shapes = cls.shapes(key_heads, heads, key_width, width, size=size, dtype=dtype)
-        return cls(
-            *(
-                None if found is None else torch.zeros(slots, *found[0], dtype=found[1], device=device)
-                for found in shapes
-            )
+        fields: Any = (
+            None if field is None else torch.zeros(slots, *field[0], dtype=field[1], device=device)
+            for field in cls.fields(key_heads, heads, key_width, width, size=size, dtype=dtype)
         )
+        return cls(*fields)
 
     @staticmethod
-    def shapes(
+    def fields(
         key_heads: int, heads: int, key_width: int, width: int, *, size: int, dtype: torch.dtype
     ) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
         """Shape and dtype of a slot of each field.
 
         Example:
-            >>> DeltaCache.shapes(1, 2, 16, 32, size=64, dtype=torch.bfloat16)[2]
+            >>> DeltaCache.fields(1, 2, 16, 32, size=64, dtype=torch.bfloat16)[2]
             ((64, 1, 16), torch.bfloat16)
         """
         state, float32 = (heads, key_width, width), torch.float32

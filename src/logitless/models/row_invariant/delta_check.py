@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from logitless.models.attention import AttentionLayout
+from logitless.models.one_node import apply
 from logitless.models.row_invariant.delta_net import (
     CHUNK,
     Convolved,
@@ -21,7 +22,6 @@ from logitless.models.row_invariant.delta_net import (
     prefilled,
     stepped,
 )
-from logitless.models.one_node import apply
 
 
 def delta_name(form: DeltaForm, dtype: torch.dtype) -> str:
@@ -63,15 +63,15 @@ class DeltaProblem:
         """Random products of this dtype, on this device."""
         length = 3 * CHUNK - 9 if device.type == "cuda" else CHUNK + 3
         normal = partial(torch.randn, generator=torch.Generator(device).manual_seed(form.heads), device=device)
-        products = tuple(normal(length, n).to(dtype) for n in (form.channels, form.heads, form.heads))
-        weights = DeltaWeights(
-            *(normal(*shape).to(dtype) for shape in ((form.channels, 1, form.taps), (form.heads,), (form.heads,))),
-            normal(form.width).to(dtype),
+        mixed, b, a = (normal(length, n).to(dtype) for n in (form.channels, form.heads, form.heads))
+        shapes = ((form.channels, 1, form.taps), (form.heads,), (form.heads,), (form.width,))
+        weights = DeltaWeights._make(normal(*shape).to(dtype) for shape in shapes)
+        begun, almost = (
+            PrefilledStates.of([(0, n, slot)], form.taps, device) for slot, n in enumerate((CHUNK, length - 2))
         )
-        begins = (PrefilledStates.of([(0, n, slot)], form.taps, device) for slot, n in enumerate((CHUNK, length - 2)))
         return cls(
-            form, products, weights, DeltaRows.of(AttentionLayout.of_sequences([length], device), form.taps),
-            DeltaSlots.empty(3, form, dtype, device), tuple(begins),
+            form, (mixed, b, a), weights, DeltaRows.of(AttentionLayout.of_sequences([length], device), form.taps),
+            DeltaSlots.empty(3, form, dtype, device), (begun, almost),
             PrefilledStates.of([(CHUNK, length - CHUNK, 0)], form.taps, device),
         )  # fmt: skip
 

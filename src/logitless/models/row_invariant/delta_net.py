@@ -340,9 +340,7 @@ class DeltaSlots(NamedTuple):
     cache: DeltaCache
 
     @classmethod
-    def empty(
-        cls, slots: int, form: DeltaForm, dtype: torch.dtype, device: torch.device | str
-    ) -> "DeltaSlots":
+    def empty(cls, slots: int, form: DeltaForm, dtype: torch.dtype, device: torch.device | str) -> "DeltaSlots":
         """Of sequences without tokens."""
         heads = (form.key_heads, form.heads, form.key_width, form.width)
         return cls(
@@ -356,12 +354,12 @@ class DecodedStates(NamedTuple):
 
     Args:
         slot: [R] of each row; -1 for a row without a query.
-        index: [R] position of its token in the chunk.
-        place: [R] ``slot * CHUNK + index``; -1 for a row without a query.
+        row: [R] its token's place in the chunk.
+        place: [R] ``slot * CHUNK + row``; -1 for a row without a query.
     """
 
     slot: Int[Tensor, "R"]
-    index: Int[Tensor, "R"]
+    row: Int[Tensor, "R"]
     place: Int[Tensor, "R"]
 
     @classmethod
@@ -372,9 +370,9 @@ class DecodedStates(NamedTuple):
             >>> DecodedStates.of(torch.tensor([3, 1]), torch.tensor([-1, 65])).place.tolist()
             [-1, 65]
         """
-        live, index = position >= 0, position.clamp(min=0) % CHUNK
+        live, row = position >= 0, position.clamp(min=0) % CHUNK
         slot = torch.where(live, slot, -1).int()
-        return cls(slot, index.int(), torch.where(live, slot * CHUNK + index, -1).int())
+        return cls(slot, row.int(), torch.where(live, slot * CHUNK + row, -1).int())
 
 
 @dataclass(frozen=True)
@@ -415,9 +413,7 @@ class PrefilledStates:
             have = past if start else 0
             index += [torch.arange(have) + tokens + n * past, torch.arange(token, token + length)]
             age.append(torch.arange(have + length))
-            segments.append(
-                Segment(at + have, start, start + length, before=slot if start else -1, after=slot)
-            )
+            segments.append(Segment(at + have, start, start + length, before=slot if start else -1, after=slot))
             at, token = at + have + length, token + length
             ends = torch.arange(at - past, at)
             last.append(torch.where(ends < at - have - length, -1, ends))
@@ -427,8 +423,14 @@ class PrefilledStates:
 
 
 def stepped(
-    slots: DeltaSlots, states: DecodedStates, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor, a: Tensor
-) -> Float[Tensor, "R HV V"]:
+    slots: DeltaSlots,
+    states: DecodedStates,
+    form: DeltaForm,
+    weights: DeltaWeights,
+    mixed: Tensor,
+    b: Tensor,
+    a: Tensor,
+) -> Float[Tensor, "R HV V"]:  # fmt: skip
     """One token of each row: its row of a packed row, in every bit."""
     convolved = convolution_step(mixed, weights.convolution.flatten(1), slots.history, states.slot)
     log_decay, beta = decay_and_beta(a, b, weights.a_log, weights.dt_bias)

@@ -189,13 +189,13 @@ class QueryAndGate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         ctx.heads = heads
-        query, gate = both.unflatten(1, (heads, 2, -1)).unbind(2)
+        query, gate = both.view(len(both), heads, 2, -1).unbind(2)
         return query.flatten(1), gate.flatten(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         refuse_twice()
-        return torch.stack([grad.unflatten(1, (ctx.heads, -1)) for grad in grads], 2).flatten(1), None
+        return torch.stack([grad.view(len(grad), ctx.heads, -1) for grad in grads], 2).flatten(1), None
 
 
 class Gate(torch.autograd.Function):

@@ -4,8 +4,8 @@ That tensor cores sum in the same order for every tile, and that a library does 
 observations, which a new GPU, driver or library may break. So they are checked: for the shapes of a model's products,
 cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; the tiles of a mixture's
 experts against each other; and decoded and prefilled attention and gated delta nets against the packed row's, of
-attention also the float32 log-sum-exp, where a difference shows a thousand times as often. What differs is not used. Findings are cached on disk by device,
-driver and versions.
+attention also the float32 log-sum-exp, where a difference shows a thousand times as often. What differs is not used.
+Findings are cached on disk by device, driver and versions.
 """
 
 import hashlib
@@ -160,8 +160,9 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 
 def check_shapes(
-    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm | DeltaForm], dtype: torch.dtype, device: torch.device, *,
-    experts: Sequence[ExpertsProblem] = (), folder: Path | None = None, beside: Callable[[], object] | None = None,
+    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm | DeltaForm], dtype: torch.dtype,
+    device: torch.device, *, experts: Sequence[ExpertsProblem] = (), folder: Path | None = None,
+    beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
     """``self_check`` of (product shape, whether it only has few rows) pairs, forms of layers, and experts."""
     path = _known_path(folder, device)
@@ -172,12 +173,7 @@ def check_shapes(
     known_forms = known.setdefault("attention", {})
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
     new = [form for form in forms if form_name(form, dtype) not in known_forms]
-    problems = {
-        form_name(form, dtype): (AttentionProblem if isinstance(form, AttentionForm) else DeltaProblem).of(
-            form, dtype, device
-        )
-        for form in new
-    }
+    problems = {form_name(form, dtype): _problem(form, dtype, device) for form in new}
     known_experts = known.setdefault("experts", {})
     new_experts = [problem for problem in experts if problem.name not in known_experts]
     attended = [*(problem.launched for problem in problems.values()), *(each.launched for each in new_experts)]
@@ -221,6 +217,14 @@ def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> 
         return
     with Compiling(device) as compiling:
         yield [compiling.begin(calls) for calls in groups]
+
+
+def _problem(
+    form: AttentionForm | DeltaForm, dtype: torch.dtype, device: torch.device
+) -> AttentionProblem | DeltaProblem:
+    if isinstance(form, DeltaForm):
+        return DeltaProblem.of(form, dtype, device)
+    return AttentionProblem.of(form, dtype, device)
 
 
 def _forms(decoder: Any) -> list[AttentionForm | DeltaForm]:

@@ -51,7 +51,7 @@ def slot_bytes(forms: Sequence[DeltaForm], dtype: torch.dtype) -> int:
 def _fields(form: DeltaForm, dtype: torch.dtype) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor of a slot: the convolution's inputs, then those of ``DeltaCache``."""
     heads = (form.key_heads, form.heads, form.key_width, form.width)
-    of_rule = DeltaCache.shapes(*heads, size=CHUNK, dtype=dtype)
+    of_rule = DeltaCache.fields(*heads, size=CHUNK, dtype=dtype)
     return [((form.taps - 1, form.channels), dtype), *(field for field in of_rule if field is not None)]
 
 
@@ -72,9 +72,7 @@ class StateMemory:
         >>> memory.close()
     """
 
-    def __init__(
-        self, forms: Sequence[DeltaForm], dtype: torch.dtype, max_rows: int, device: torch.device
-    ) -> None:
+    def __init__(self, forms: Sequence[DeltaForm], dtype: torch.dtype, max_rows: int, device: torch.device) -> None:
         self.forms, self.dtype, self.max_rows = forms, dtype, max_rows
         self.slots: list[DeltaSlots] = []
         self._memory = PageMemory(1, device)

@@ -230,10 +230,13 @@ class Steps:
             (self.layers, 2, *shape),
             (2 * parts.stride(0), parts.stride(0), shape[1] * shape[2], shape[2], 1),
         )
-        pages = [PagedCache(layer[0], layer[1]) for layer in self.cache]
+        pages = (PagedCache(layer[0], layer[1]) for layer in self.cache)
         if self.states is not None:
             self.states.open()
-        of_kind = iter(pages), iter([] if self.states is None else self.states.slots)
+        of_kind: tuple[Iterator[PagedCache | DeltaSlots], ...] = (
+            iter(pages),
+            iter(self.states.slots if self.states else ()),
+        )
         self.caches = [next(of_kind[has_states]) for has_states in self._has_states]
         self.slot_position.fill_(-1)
         self.step.fill_(-1)
