@@ -233,11 +233,8 @@ class Steps:
         pages = (PagedCache(layer[0], layer[1]) for layer in self.cache)
         if self.states is not None:
             self.states.open()
-        of_kind: tuple[Iterator[PagedCache | DeltaSlots], ...] = (
-            iter(pages),
-            iter(self.states.slots if self.states else ()),
-        )
-        self.caches = [next(of_kind[has_states]) for has_states in self._has_states]
+        slots = iter(() if self.states is None else self.states.slots)
+        self.caches = [next(slots) if has_states else next(pages) for has_states in self._has_states]
         self.slot_position.fill_(-1)
         self.step.fill_(-1)
 
