@@ -37,6 +37,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 """The published shapes with fewer layers: a law needs no more, and a GPU of 80 GB holds them."""
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b-8-layers": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+}
+"""Likewise: gated delta nets, and attention in each fourth layer."""
 DECODED_ROWS = (1, 16, 64, 256, 512)
 DECODED_POSITION = 256
 LAWS = (
