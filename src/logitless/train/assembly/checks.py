@@ -146,5 +146,5 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
         sequence=parallel.sequence,
         whole=parallel.deterministic,
     )
-    check(PROCESS_RULES, Processes(recipe, world, arrangement))
+    check(PROCESS_RULES, Processes(recipe, arrangement))
     return arrangement

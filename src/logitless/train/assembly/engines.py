@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.ranks import Ranks
-from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
@@ -95,7 +95,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
     Raises:
         DataError: a file of completions is missing or malformed.
-        UnavailableError: the engine is not installed or cannot run the model.
+        UnavailableError: the engine cannot run the model.
     """
     here = engine_here(recipe, model, tokenizer)
     training = OwnCopy(here.clone()) if recipe.rollout.samples_with_a_copy else here
@@ -175,13 +175,7 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
-    try:
-        from logitless.rollout.gpu.engine import GpuEngine
-    except ImportError as error:
-        raise UnavailableError(
-            needed="Triton, for rollout.engine gpu",
-            given=str(error),
-            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
-        ) from error
+    from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
+
     rollout = recipe.rollout
     return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)

@@ -239,6 +239,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.layers: {recipe.model.layers}",
         remedy="Leave model.layers out.",
     ),
+    gpu.needs(
+        "no model.lora.dropout",
+        holds=lambda recipe: recipe.model.lora is None or recipe.model.lora.dropout == 0,
+        given=lambda recipe: f"model.lora.dropout: {recipe.model.lora and recipe.model.lora.dropout}",
+        remedy="Leave one of them out.",
+    ),
     GPU_FUSED,
     server.needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",

@@ -135,6 +135,18 @@ ROW_INVARIANT = (
         given=lambda section: f"model.quantize: {section.quantize}",
         remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
     ),
+    row_invariant.needs(
+        "no model.lora.dropout",
+        holds=lambda section: section.lora is None or section.lora.dropout == 0,
+        given=lambda _: "dropout in an adapter",
+        remedy="Leave model.lora.dropout out.",
+    ),
+    row_invariant.needs(
+        "no model.lora.modules_to_save but lm_head",
+        holds=lambda section: section.lora is None or {*section.lora.modules_to_save} <= {"lm_head"},
+        given=lambda _: "modules of the decoder that are trained whole beside adapters",
+        remedy="Leave model.lora.modules_to_save out.",
+    ),
 )
 """What row-invariant layers need of this section; assembly/layers.py has what they need of model and machine."""
 
@@ -144,9 +156,6 @@ def _model(recipe: "Recipe") -> ModelSection:
 
 
 quantize = Setting["Recipe"]("model.quantize", lambda recipe: recipe.model.quantize is not None)
-dropout = Setting["Recipe"](
-    "model.lora.dropout", lambda recipe: recipe.model.lora is not None and recipe.model.lora.dropout > 0
-)
 layers = row_invariant.on(_model)
 lora = Setting["Recipe"]("model.lora", lambda recipe: recipe.model.lora is not None)
 flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
@@ -175,18 +184,6 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.dtype: {recipe.model.dtype}, model.trained_dtype: {recipe.model.trained_dtype}",
         remedy="Set both alike, or leave both at auto.",
     ),
-    dropout.needs(
-        "model.layers that leave dropout to training passes: not row_invariant",
-        holds=lambda recipe: recipe.model.layers != "row_invariant",
-        given=lambda recipe: f"model.layers: {recipe.model.layers}",
-        remedy="Leave model.layers at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
-    ),
-    dropout.needs(
-        "a rollout.engine that leaves dropout to training passes: not gpu",
-        holds=lambda recipe: not recipe.rollout.engine.bitwise,
-        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
-        remedy="Leave rollout.engine at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
-    ),
     quantize.needs(
         "model.lora, for weights in four bits are not trained",
         holds=lambda recipe: recipe.model.lora is not None,
@@ -208,10 +205,15 @@ RULES: tuple[Rule["Recipe"], ...] = (
     *(rule.on(_model) for rule in ROW_INVARIANT),
 )
 
+WHOLE_LAYERS = needs_whole_weights(
+    layers,
+    "",
+    "Set parallel.replicate to the number of processes, or leave model.layers at auto, and sample with "
+    "rollout.engine: vllm_server.",
+)
+
 PROCESS_RULES = (
-    needs_whole_weights(
-        layers, "", "Set parallel.replicate to the number of processes, or leave model.layers at auto."
-    ),
+    WHOLE_LAYERS,
     needs_whole_weights(
         quantize,
         ", for four bits are not cut",

@@ -133,12 +133,10 @@ class Processes:
 
     Args:
         recipe: checked.
-        world: number of processes.
         arrangement: how weights and sequences are divided among them.
     """
 
     recipe: "Recipe"
-    world: int
     arrangement: Arrangement
 
 
@@ -202,8 +200,8 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
     """The rule of a setting that works in a single process only."""
     return setting.on(_of_processes).needs(
         f"one process{why}",
-        holds=lambda processes: processes.world == 1,
-        given=lambda processes: str(processes.world),
+        holds=lambda processes: processes.arrangement.world == 1,
+        given=lambda processes: str(processes.arrangement.world),
         remedy=remedy,
     )
 
