@@ -24,9 +24,9 @@ def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.dev
         arrangement: of its processes; sharded weights are trained with transformers' layers.
         device: of the policy.
     """
-    recipe, engine = chosen.recipe, chosen.recipe.rollout.engine
+    recipe = chosen.recipe
     has_layers, split = recipe.model.layers == "row_invariant", against_whole(recipe, arrangement)
-    if device.type != "cuda" or ((has_layers or split) and not (engine.samples_policy and not engine.bitwise)):
+    if device.type != "cuda" or ((has_layers or split) and not recipe.rollout.engine.decodes_in_rounds):
         return []
     what, key = ("transformers samples", ENGINE) if has_layers else ("layers are not the row-invariant ones", LAYERS)
     against = split or chosen.against.get(key)

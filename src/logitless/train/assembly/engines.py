@@ -51,11 +51,6 @@ class Engines:
         """Each engine once."""
         return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
 
-    @property
-    def in_this_process(self) -> bool:
-        """Whether one of them samples in this process, with the policy's module, whose weights must then be whole."""
-        return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
-
     def load_all(self, weights: Weights, version: int) -> Numbers:
         """Give the weights to every engine; returns the transfer metrics of engines on servers."""
         numbers: Numbers = {}

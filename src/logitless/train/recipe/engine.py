@@ -33,6 +33,11 @@ class EngineSection(Section):
     is_vllm: ClassVar[bool] = False
 
     @property
+    def decodes_in_rounds(self) -> bool:
+        """Whether it decodes with transformers: a set of completions to its end, then the next."""
+        return self.samples_policy and not self.bitwise
+
+    @property
     def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
         """What ``auto`` chooses from: the bitwise engine where it can run, else the second. None for a named engine."""
         return None

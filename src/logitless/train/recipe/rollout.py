@@ -76,7 +76,7 @@ class RolloutSection(Section):
     @property
     def samples_with_a_copy(self) -> bool:
         """Whether this process samples ahead with a copy of the policy, while the policy itself is trained."""
-        return self.staleness > 0 and self.engine.samples_policy and not self.engine.bitwise
+        return self.staleness > 0 and self.engine.decodes_in_rounds
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
