@@ -101,7 +101,7 @@ def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_t
     _on_a_gpu(monkeypatch)
     chosen = resolved(recipe, model, Arrangement())
     assert chosen.recipe.rollout.engine == GpuEngineSection(memory=1000, rescore_every=3)
-    assert chosen.engine_line == "gpu, with the bits of training"
+    assert chosen.engine_line == "gpu, bitwise identical to training"
     engines = open_engines(chosen.recipe, model, character_tokenizer("abcdefgh"))
     assert isinstance(engines.training, GpuEngine)
     assert engines.evaluation is engines.training

@@ -23,6 +23,14 @@ def no_row_invariant(reason: str) -> UnavailableError:
     )
 
 
+SELF_CHECK = UnavailableError(
+    needed="a GPU on which attention is bitwise identical in any batch",
+    given="the self-check on this GPU, whose details `logitless doctor` shows",
+    remedy="rollout.engine: vllm_server samples such a model faster.",
+)
+"""Why a model that they cover has none."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A model with transformers' own layers, as the subject of rules.

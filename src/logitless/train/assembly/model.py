@@ -15,7 +15,14 @@ from logitless.models.loading import check_vocabulary, compile_layers, disable_d
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
 from logitless.models.router import freeze_routers
 from logitless.rollout.chat import check_chat_template_kwargs
-from logitless.train.assembly.layers import ROUTER_RULES, Fitted, against_row_invariant, in_words, no_row_invariant
+from logitless.train.assembly.layers import (
+    ROUTER_RULES,
+    SELF_CHECK,
+    Fitted,
+    against_row_invariant,
+    in_words,
+    no_row_invariant,
+)
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
@@ -150,7 +157,7 @@ def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
         installation = install_row_invariant(model)
         if not _passes_self_check(model):
             installation.remove()
-            reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
+            reason = SELF_CHECK.given
             logger.warning("layers: transformers' own, for %s", reason)
         elif section.gradient_checkpointing:
             set_modes(model, ["recompute"] * len(backbone(model).layers))

@@ -12,9 +12,9 @@ from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import LogitlessError, UnavailableError
+from logitless.errors import LogitlessError
 from logitless.models.lm_head import backbone, lm_head
-from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
+from logitless.train.assembly.layers import SELF_CHECK, against_row_invariant, in_words, no_row_invariant
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, GPU_ON_POLICY, gpu
@@ -22,13 +22,6 @@ from logitless.train.recipe.model import WHOLE_LAYERS, ModelSection
 from logitless.train.recipe.rule import Machine, Processes, Rule, check, unmet
 
 LAYERS, ENGINE = "model.layers", "rollout.engine"
-
-
-NO_SELF_CHECK = UnavailableError(
-    needed="a GPU on which attention is bitwise identical in any batch",
-    given="this GPU's self-check found against them",
-    remedy="rollout.engine: vllm_server samples such a model faster.",
-)
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,7 @@ class Resolved:
     def layers_line(self) -> str:
         """The model's layers in words, with the reason if ``auto`` chose them."""
         reason = in_words(self.against.get(LAYERS, ()))
-        chosen = {"row_invariant": "row-invariant: a token is bitwise identical in any packed row"}
+        chosen = {"row_invariant": "row-invariant: bitwise identical in any batch"}
         return chosen.get(self.recipe.model.layers, "transformers' own") + (f", for {reason}" if reason else "")
 
     @property
@@ -57,7 +50,7 @@ class Resolved:
         name, against = self.recipe.rollout.engine.name, self.against.get(ENGINE)
         if against is None:
             return f"{name}, set by the recipe"
-        return f"{name}, for {in_words(against)}" if against else f"{name}, with the bits of training"
+        return f"{name}, for {in_words(against)}" if against else f"{name}, bitwise identical to training"
 
 
 def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
@@ -88,7 +81,7 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
         if recipe.rollout.engine.bitwise or _is_row_invariant(recipe.model, device, model):  # the engine installs them
             against[LAYERS] = ()
         else:
-            against[LAYERS] = against_row_invariant(recipe.model, model, device) or (NO_SELF_CHECK,)
+            against[LAYERS] = against_row_invariant(recipe.model, model, device) or (SELF_CHECK,)
         found = _with_layers(recipe, "transformers" if against[LAYERS] else "row_invariant")
     elif (
         recipe.model.layers == "row_invariant"
