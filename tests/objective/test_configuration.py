@@ -54,6 +54,7 @@ def obligatory(part: type) -> dict:
         (KlCov(), KlCov(fraction=2e-4, coefficient=1.0, scope="block")),
         (Gae(), Gae(gamma=1.0, lambda_=0.95, action="token", whiten=True)),
         (ReinforcePP(), ReinforcePP(gamma=1.0)),
+        (PassAtK(4), PassAtK(k=4, passing=1.0)),
         (SecondMoment(), SecondMoment(max_mean=0.04)),
         (ValueLoss(), ValueLoss(coefficient=0.5, clip=0.2)),
         (AdaptiveEntropy(), AdaptiveEntropy(target=0.2, delta=0.005, coefficient_min=0.0, coefficient_max=1.0)),
