@@ -223,10 +223,9 @@ server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
 
-GPU_ON_POLICY = gpu.needs(
-    "rollout.staleness: 0, for it samples with the weights that are trained",
-    holds=lambda recipe: recipe.rollout.staleness == 0,
-    given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}, for which a copy of the policy samples",
+GPU_ON_POLICY = gpu.excludes(
+    "rollout.staleness",
+    ", for it samples with the weights that are trained",
     remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
 )
 GPU_FUSED = gpu.needs(
@@ -236,6 +235,8 @@ GPU_FUSED = gpu.needs(
     remedy="Leave train.scoring_backend and train.training_backend at auto.",
 )
 
+_FOLDER = "Set rollout.engine.weights: {name: folder}."
+
 RULES: tuple[Rule["Recipe"], ...] = (
     GPU_ON_POLICY,
     gpu.needs(
@@ -244,12 +245,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.layers: {recipe.model.layers}",
         remedy="Leave model.layers out.",
     ),
-    gpu.needs(
-        "no model.lora.dropout",
-        holds=lambda recipe: recipe.model.lora is None or recipe.model.lora.dropout == 0,
-        given=lambda recipe: f"model.lora.dropout: {recipe.model.lora and recipe.model.lora.dropout}",
-        remedy="Leave one of them out.",
-    ),
+    gpu.excludes("model.lora.dropout"),
     GPU_FUSED,
     server.needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
@@ -268,36 +264,16 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "model: null",
         remedy="Name the model as the servers do (--served-model-name).",
     ),
-    in_flight.needs(
-        "rollout.staleness of at least 1",
-        holds=lambda recipe: recipe.rollout.staleness > 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
-        remedy="Set it, or leave in_flight out.",
-    ),
+    in_flight.requires("rollout.staleness", remedy="Set it to 1 or more, or leave in_flight out."),
     in_flight.needs(
         "weights by folder: an adapter has a name of its own for each version",
         holds=lambda recipe: not recipe.rollout.engine.takes_adapters,
         given=lambda _: "weights: adapter",
         remedy="Leave weights or in_flight out.",
     ),
-    adapter.needs(
-        "model.lora",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "no model.lora",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no warm_start, which changes the base that the servers hold",
-        holds=lambda recipe: recipe.warm_start is None,
-        given=lambda _: "a warm_start",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no model.lora.modules_to_save, for vLLM loads low-rank factors alone",
-        holds=lambda recipe: recipe.model.lora is None or not recipe.model.lora.modules_to_save,
-        given=lambda _: "modules that are trained whole",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
+    adapter.requires("model.lora", remedy=_FOLDER),
+    adapter.excludes("warm_start", ", which changes the base that the servers hold", remedy=_FOLDER),
+    adapter.excludes("model.lora.modules_to_save", ", for vLLM loads low-rank factors alone", remedy=_FOLDER),
 )
 
 PROCESS_RULES = (

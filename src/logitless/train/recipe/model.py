@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from logitless.train.recipe.rule import Rule, Setting, needs_gpu, needs_package, needs_whole_weights
+from logitless.train.recipe.rule import Rule, Setting, given, needs_gpu, needs_package, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -109,30 +109,20 @@ class ModelSection(Section):
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
-row_invariant = Setting[ModelSection]("model.layers row_invariant", lambda section: section.layers == "row_invariant")
+row_invariant = Setting[ModelSection](
+    "model.layers row_invariant", lambda section: section.layers == "row_invariant", of="model."
+)
 ROW_INVARIANT = (
-    row_invariant.needs(
-        "model.attention: packed",
-        holds=lambda section: section.attention == "packed",
-        given=lambda section: f"model.attention: {section.attention}",
-        remedy="Leave model.attention out.",
-    ),
-    row_invariant.needs(
-        "no model.autocast, for their products have the dtype of the weights",
-        holds=lambda section: section.autocast is None,
-        given=lambda section: f"model.autocast: {section.autocast}",
+    row_invariant.keeps("model.attention", "packed"),
+    row_invariant.excludes(
+        "model.autocast",
+        ", for their products have the dtype of the weights",
         remedy="Leave model.autocast out: weights in bfloat16 give products in it.",
     ),
-    row_invariant.needs(
-        "no model.compile",
-        holds=lambda section: not section.compile,
-        given=lambda _: "model.compile: true",
-        remedy="Leave model.compile out.",
-    ),
-    row_invariant.needs(
-        "no model.quantize, whose products are not bitwise identical",
-        holds=lambda section: section.quantize is None,
-        given=lambda section: f"model.quantize: {section.quantize}",
+    row_invariant.excludes("model.compile"),
+    row_invariant.excludes(
+        "model.quantize",
+        ", whose products are not bitwise identical",
         remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
     ),
     row_invariant.needs(
@@ -155,9 +145,9 @@ def _model(recipe: "Recipe") -> ModelSection:
     return recipe.model
 
 
-quantize = Setting["Recipe"]("model.quantize", lambda recipe: recipe.model.quantize is not None)
+quantize = given("model.quantize")
 layers = row_invariant.on(_model)
-lora = Setting["Recipe"]("model.lora", lambda recipe: recipe.model.lora is not None)
+lora = given("model.lora")
 flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -167,15 +157,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",
     ),
-    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").needs(
-        "no model.autocast, for the products have the dtype of the weights",
-        holds=lambda recipe: recipe.model.autocast is None,
-        given=lambda recipe: f"model.autocast: {recipe.model.autocast}",
+    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").excludes(
+        "model.autocast",
+        ", for the products have the dtype of the weights",
         remedy="Leave model.autocast out: products of bfloat16 weights are in bfloat16 as they are.",
     ),
-    Setting["Recipe"](
-        "model.lora.modules_to_save", lambda recipe: bool(recipe.model.lora and recipe.model.lora.modules_to_save)
-    ).needs(
+    given("model.lora.modules_to_save").needs(
         "one dtype of the base model and of these modules, which stand between its layers",
         holds=lambda recipe: (
             recipe.model.trained_dtype == recipe.model.dtype
@@ -184,18 +171,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.dtype: {recipe.model.dtype}, model.trained_dtype: {recipe.model.trained_dtype}",
         remedy="Set both alike, or leave both at auto.",
     ),
-    quantize.needs(
-        "model.lora, for weights in four bits are not trained",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "full fine-tuning",
+    quantize.requires(
+        "model.lora",
+        ", for weights in four bits are not trained",
         remedy="Set model.lora: {}, or leave model.quantize out.",
     ),
-    quantize.needs(
-        "no warm_start, whose adapter would be merged into the base",
-        holds=lambda recipe: recipe.warm_start is None,
-        given=lambda _: "a warm_start",
-        remedy="Leave one of them out.",
-    ),
+    quantize.excludes("warm_start", ", whose adapter would be merged into the base", remedy="Leave one of them out."),
     quantize.needs(
         "a rollout.engine other than vLLM, or one that takes the adapter alone, for four bits cannot be merged into",
         holds=lambda recipe: not recipe.rollout.engine.is_vllm or recipe.rollout.engine.takes_adapters,
