@@ -86,6 +86,7 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((layers("row_invariant"),), "model.attention=sdpa"),
     ((layers("row_invariant"),), "model.autocast=bfloat16"),
     ((layers("row_invariant"),), "model.compile=true"),
+    ((layers("row_invariant"),), "model.lora={modules_to_save: [norm]}"),
     ((engine("gpu"),), "rollout.staleness=1"),
     ((engine("gpu"),), layers("transformers")),
     ((engine("gpu"),), "train.scoring_backend=chunked"),
@@ -169,6 +170,7 @@ OF_PROCESSES = [
     (AHEAD, 1, 2),
     (TEACHER, 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
+    (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]
 
 
@@ -191,7 +193,7 @@ def test_copies_of_whole_weights_on_several_processes_break_no_rule(loaded, over
 def _processes(recipe, world):
     parallel = recipe.parallel
     whole = {"replicate": parallel.replicate, "sequence": parallel.sequence, "whole": parallel.deterministic}
-    return Processes(recipe, world, Arrangement.of(world, **whole))
+    return Processes(recipe, Arrangement.of(world, **whole))
 
 
 OF_MACHINES = [  # overrides, device, an absent package, and what does without

@@ -77,8 +77,8 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
     ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
-        holds=lambda processes: processes.world & (processes.world - 1) == 0,
-        given=lambda processes: str(processes.world),
+        holds=lambda processes: processes.arrangement.world.bit_count() == 1,
+        given=lambda processes: str(processes.arrangement.world),
         remedy="Start another number of processes, or leave it out.",
     ),
     Setting[Processes]("parallel.sequence", lambda processes: processes.arrangement.sequence > 1).needs(
@@ -86,5 +86,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         holds=lambda processes: processes.recipe.model.attention == "packed",
         given=lambda processes: f"model.attention: {processes.recipe.model.attention}",
         remedy="Leave model.attention out.",
+    ),
+    Setting[Processes](
+        "parallel.vocabulary all_rows", lambda processes: processes.recipe.parallel.vocabulary == "all_rows"
+    ).needs(
+        "one copy of the weights",
+        holds=lambda processes: processes.arrangement.replicate == 1,
+        given=lambda processes: f"parallel.replicate={processes.arrangement.replicate}",
+        remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
     ),
 )
