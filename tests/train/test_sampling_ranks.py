@@ -20,13 +20,14 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
+from tests.rollout.gpu.wide import WIDE
 from tests.train.interrupting import before
-from tests.train.tiny import finished_run, start, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
 ON_GPU = {
     "model__device": "cuda",
-    "model__source__head_dim": 16,
+    "model__source": TINY_LLAMA | WIDE,
     "model__trained_dtype": "bfloat16",
     "model__layers": "row_invariant",
     "rollout__engine": {"name": "gpu"},
