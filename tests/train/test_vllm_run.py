@@ -16,7 +16,6 @@ from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
 from logitless.rollout.vllm import weight_folder
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.collect.ahead import LOG
 from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
@@ -177,7 +176,7 @@ def test_a_server_that_is_gone_ends_all_ranks_with_a_checkpoint(tmp_path):
 def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versions_and_replays_bitwise(
     tmp_path, monkeypatch
 ):
-    served, first_block = _served(tmp_path), tmp_path / "runs" / "tiny" / LOG / "block-000001.json"
+    served, first_block = _served(tmp_path), tmp_path / "runs" / "tiny" / "collected" / "block-000001.json"
     served.token_seconds = 0.002
     held, step = threading.Event(), Learner.step
 
@@ -211,7 +210,7 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         run = completed(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert max(line["rollout/mixed_fraction"] for line in lines) > 0
-    logged = [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    logged = [json.loads(file.read_text()) for file in sorted((run.path / "collected").iterdir())]
     completions = [c for row in logged for group in row["groups"] for c in group["completions"]]
     mixed = [c for c in completions if c["token_versions"] is not None]
     assert mixed

@@ -72,10 +72,26 @@ class Ranks:
 
     def arranged(self, arrangement: Arrangement) -> "Ranks":
         """The same ranks with a group for each dimension of the arrangement."""
-        if self.world == 1:
+        if arrangement.sequence == 1:
             return self
         data, sequence = arrangement.groups(self.timeout)
         self._derived.append(Ranks(data, sequence, self._everyone, self.timeout))
+        return self._derived[-1]
+
+    def subset(self, members: Sequence[int]) -> "Ranks | None":
+        """Some of these ranks as ranks of their own, numbered in this order; None on all others.
+
+        Args:
+            members: their numbers, ascending.
+
+        Example:
+            >>> Ranks.alone().subset([0]) == Ranks.alone()
+            True
+        """
+        group = dist.new_group(list(members), timeout=self.timeout) if len(members) > 1 else None
+        if self.rank not in members:
+            return None
+        self._derived.append(Ranks(group, timeout=self.timeout))
         return self._derived[-1]
 
     @property

@@ -199,7 +199,8 @@ def check_beginning(
                     check_fork(parent_of(fork), recipe, algorithm)
                 if not numbered and is_taken(folder):
                     raise taken(folder)
-    return ranks.broadcast_object(done)
+    told = ranks.broadcast_object(None if done is None else done.as_json())
+    return None if told is None else RunResult.of_json(told)
 
 
 def is_taken(folder: RunFolder) -> bool:

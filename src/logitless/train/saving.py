@@ -32,8 +32,9 @@ def save_run(
         of_loop: state of the loop itself, as JSON.
         best: name of a checkpoint that is kept, however many come after it.
     """
+    done, in_training = learner.progress.block, learner.in_training
     saver.save(
-        block=learner.progress.block,
+        block=done,
         step=learner.progress.step,
         tensors=learner.tensors() | random_tensors(),
         state={
@@ -44,6 +45,7 @@ def save_run(
             "random": random_state(),
         },
         best=best,
+        settle=lambda: collector.settle(done, in_training=in_training),
     )
 
 

@@ -12,7 +12,7 @@ from logitless.errors import DataError
 from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
-from logitless.train.collect.ahead import LOG, AheadCollector, CollectedBlocks
+from logitless.train.collect.ahead import AheadCollector, CollectedBlocks
 from logitless.train.collect.collector import Collector
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint
 from logitless.types import Completion, Prompt
@@ -45,7 +45,7 @@ def ahead(tmp_path):
         def made(engine, *, staleness, blocks=6):
             options = tiny_recipe(tmp_path).rollout
             arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
-            log = CollectedBlocks(tmp_path / LOG, PROMPTS)
+            log = CollectedBlocks(tmp_path / "collected", PROMPTS)
             found = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log)
             opened.callback(found.close)
             return found
@@ -86,10 +86,10 @@ def test_what_is_in_the_log_is_not_drawn_again(ahead, tmp_path):
     first = ahead(Noting(), staleness=1, blocks=3)
     blocks = [first.next(b) for b in range(3)]
     first.close()
-    (tmp_path / LOG / "block-000003.json").unlink()
+    (tmp_path / "collected" / "block-000003.json").unlink()
     engine = Noting()
     again = ahead(engine, staleness=1, blocks=3)
-    again.load_state_dict(json.loads((tmp_path / LOG / "block-000002.json").read_text())["before"])
+    again.load_state_dict(json.loads((tmp_path / "collected" / "block-000002.json").read_text())["before"])
     assert [again.next(b) for b in (1, 2)] == blocks[1:]
     assert len(engine.begun) == 1
 
@@ -112,9 +112,9 @@ def test_whoever_waits_can_be_interrupted_and_ask_again(ahead):
 def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path):
     ahead(Noting(), staleness=1, blocks=1).next(0)
     with pytest.raises(DataError, match="block 2"):
-        CollectedBlocks(tmp_path / LOG, PROMPTS).read(1)
+        CollectedBlocks(tmp_path / "collected", PROMPTS).read(1)
     with pytest.raises(DataError, match="KeyError"):
-        CollectedBlocks(tmp_path / LOG, PROMPTS[:1]).read(0)
+        CollectedBlocks(tmp_path / "collected", PROMPTS[:1]).read(0)
 
 
 # --- whole runs
@@ -130,7 +130,7 @@ def assert_same_end(one, other):
 
 def logged(run):
     """The blocks in the log of a run."""
-    return [json.loads(file.read_text()) for file in sorted((run.path / LOG).iterdir())]
+    return [json.loads(file.read_text()) for file in sorted((run.path / "collected").iterdir())]
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_run_that_was_stopped_goes_on_from_its_log_in_every_bit(asynchronous, 
 
 
 def test_on_policy_is_the_default_and_needs_no_log(tmp_path):
-    assert not (finished_run(tmp_path, train__blocks=1).path / LOG).exists()
+    assert not (finished_run(tmp_path, train__blocks=1).path / "collected").exists()
 
 
 def test_a_folder_without_a_log_is_refused(tmp_path):

@@ -1,6 +1,6 @@
 """The engines of a recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,9 +12,10 @@ from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
-from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.recorded import RecordedEngine
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
+from logitless.rollout.turn_taking import TurnTaking
 from logitless.rollout.vllm.api import VllmServer
 from logitless.rollout.vllm.probe import Probe, probe_prompt
 from logitless.rollout.vllm.server import VllmServerEngine
@@ -69,12 +70,16 @@ class Engines:
             engine.close()
 
 
-def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+def engines_on(ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None) -> Engines:
     """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
 
     Args:
+        ranks: that train.
         engines: opened by this rank.
+        sampling: ranks that sample for training; held-out prompts are sampled here, while they go on.
     """
+    if sampling is not None:
+        return replace(engines, training=sampling)
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
     shared = OneClientANode(engines.training, ranks)
@@ -93,10 +98,9 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
         UnavailableError: the engine cannot run the model.
     """
     here = engine_here(recipe, model, tokenizer)
-    training = OwnCopy(here.clone()) if recipe.rollout.samples_with_a_copy else here
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(training, here)
+            return Engines(here, here)
         case RecordedEngineSection(path=path) if Path(path).is_dir():
             return Engines(here, here)  # the collector replays the log: nothing is sampled for training
         case RecordedEngineSection(path=path):

@@ -17,7 +17,7 @@ from logitless.models.lm_head import backbone, lm_head
 from logitless.train.assembly.layers import SELF_CHECK, against_row_invariant, in_words, no_row_invariant
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
-from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, GPU_ON_POLICY, gpu
+from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, gpu
 from logitless.train.recipe.model import WHOLE_LAYERS, ModelSection
 from logitless.train.recipe.rule import Machine, Processes, Rule, check, unmet
 
@@ -61,7 +61,7 @@ def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
 
 def against_whole(recipe: Recipe, arrangement: Arrangement) -> list[LogitlessError]:
     """Why row-invariant layers cannot run in this arrangement; empty where they can."""
-    return unmet((WHOLE_LAYERS,), Processes(recipe, arrangement))
+    return unmet((WHOLE_LAYERS,), Processes(recipe, arrangement.world, arrangement))
 
 
 def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Resolved:
@@ -135,7 +135,6 @@ _placed = gpu.on(_recipe)
 _HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
 
 GPU_RULES: tuple[Rule[Placed], ...] = (
-    GPU_ON_POLICY.on(_recipe),
     _HERE,
     _placed.needs(
         "whole weights",

@@ -91,7 +91,7 @@ class OneClientANode:
         self._engine.close()
 
 
-def sampling_ranks(engine: Engine, ranks: Ranks) -> Sequence[int]:
+def ranks_that_sample(engine: Engine, ranks: Ranks) -> Sequence[int]:
     """The ranks that divide prompts among them: the engine's clients, or all."""
     return engine.clients if isinstance(engine, OneClientANode) else range(ranks.world)
 

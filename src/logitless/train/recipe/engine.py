@@ -85,7 +85,7 @@ class RecordedEngineSection(EngineSection):
 
     name: Literal["recorded"] = "recorded"
     path: str = Field(
-        description="JSONL or Parquet file of completions, or folder of a run with rollout.staleness to replay"
+        description="JSONL or Parquet file of completions, or folder of a run with a log of its blocks to replay"
     )
 
     @property
@@ -223,11 +223,6 @@ server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
 
-GPU_ON_POLICY = gpu.excludes(
-    "rollout.staleness",
-    ", for it samples with the weights that are trained",
-    remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
-)
 GPU_FUSED = gpu.needs(
     "the head's fused backend, whose log-probs it gives",
     holds=lambda recipe: {*_backends(recipe)} <= {"auto", "fused"},
@@ -238,7 +233,6 @@ GPU_FUSED = gpu.needs(
 _FOLDER = "Set rollout.engine.weights: {name: folder}."
 
 RULES: tuple[Rule["Recipe"], ...] = (
-    GPU_ON_POLICY,
     gpu.needs(
         "model.layers: row_invariant or auto, through which it decodes",
         holds=lambda recipe: recipe.model.layers != "transformers",

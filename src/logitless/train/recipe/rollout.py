@@ -50,8 +50,7 @@ class RolloutSection(Section):
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
     staleness: NonNegativeInt = Field(
         0,
-        description="blocks that may be sampled ahead of training, each by weights at most so many blocks old; 0: on "
-        "policy",
+        description="blocks that are sampled ahead of training, each by weights so many blocks old; 0: on policy",
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
@@ -73,11 +72,6 @@ class RolloutSection(Section):
         most = self.sampling.max_new_tokens
         return most if self.environment is None else self.limits.max_tokens or most
 
-    @property
-    def samples_with_a_copy(self) -> bool:
-        """Whether this process samples ahead with a copy of the policy, while the policy itself is trained."""
-        return self.staleness > 0 and self.engine.decodes_in_rounds
-
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
@@ -89,6 +83,10 @@ def _longest_turn(recipe: "Recipe") -> int:
 parity = Setting["Recipe"]("rollout.parity", lambda recipe: recipe.rollout.parity.has_threshold)
 staleness = Setting["Recipe"](
     "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
+)
+
+staleness_on_servers = Setting["Recipe"](
+    "rollout.staleness with vllm_server", lambda recipe: staleness.when(recipe) and recipe.rollout.engine.is_vllm
 )
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -126,4 +124,10 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
 )
 
-PROCESS_RULES = (needs_one_process(staleness, "", "Leave rollout.staleness out, or start one process."),)
+PROCESS_RULES = (
+    needs_one_process(
+        staleness_on_servers,
+        ", whose thread sends the requests",
+        "Leave rollout.staleness out, start one process, or sample on some of them (parallel.sampling).",
+    ),
+)

@@ -174,10 +174,12 @@ class Processes:
 
     Args:
         recipe: checked.
+        world: number of processes that train.
         arrangement: how weights and sequences are divided among them.
     """
 
     recipe: "Recipe"
+    world: int
     arrangement: Arrangement
 
 

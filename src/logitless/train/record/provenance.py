@@ -148,7 +148,7 @@ def digest_of_log(folder: Path) -> str:
         raise DataError(
             needed=f"a log of collected blocks at {folder}",
             given="none",
-            remedy="Name the folder of a run with rollout.staleness above 0, or a file of completions.",
+            remedy="Name the folder of a run with rollout.staleness or parallel.sampling, or a file of completions.",
         )
     return hashlib.sha256("".join(map(digest_of_file, files)).encode()).hexdigest()
 
