@@ -20,13 +20,14 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
+from tests.rollout.gpu.wide import WIDE
 from tests.train.interrupting import before
-from tests.train.tiny import finished_run, start, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
 ON_GPU = {
     "model__device": "cuda",
-    "model__source__head_dim": 16,
+    "model__source": TINY_LLAMA | WIDE,
     "model__trained_dtype": "bfloat16",
     "model__layers": "row_invariant",
     "rollout__engine": {"name": "gpu"},
@@ -153,9 +154,15 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank"), [("push", 1), ("sampling", 1), ("training", 0)])
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path, where, rank):
-    changes = {"rollout__staleness": 1}
+@pytest.mark.parametrize(
+    ("where", "rank", "changes"),
+    [
+        ("push", 1, {"rollout__staleness": 1}),
+        ("sampling", 1, {"checkpoint__every_blocks": 100}),
+        ("training", 0, {"rollout__staleness": 1}),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path, where, rank, changes):
     recipe = tiny_recipe(tmp_path, parallel__sampling=1, **BLOCKS, **changes).model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "program.py").write_text(PROGRAM)
@@ -164,7 +171,8 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_ha
     assert f"rank {rank}, which says nothing: killed, or hung" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     found = RunFolder(tmp_path / "runs" / "tiny")
-    assert len(json.loads(found.provenance.read_text())["starts"]) == 2
+    starts = json.loads(found.provenance.read_text())["starts"]
+    assert [start["step"] > 0 for start in starts] == [False, True]  # from a checkpoint
     assert_same(in_turns(tmp_path / "alone", **changes), found)
 
 

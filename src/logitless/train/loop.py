@@ -104,6 +104,10 @@ class Loop:
             except EngineError:
                 self._save_what_was_done()
                 raise
+            except LostRankError:
+                if self.ranks.world == 1:  # one that samples: this one has all that a checkpoint needs
+                    self._save_what_was_done()
+                raise
             # A signal may have reached some ranks only; all must return the same result.
             signals = self.ranks.all_gather_object(self.interrupt.signal)
             stopped_by = self.ranks.broadcast_object(self.callbacks.stopped_by)

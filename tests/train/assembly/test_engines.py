@@ -119,7 +119,6 @@ def test_each_rule_of_sampling_with_the_bits_of_training_keeps_auto_from_it(tmp_
     with_adapter = SimpleNamespace(lora_a=torch.zeros(1))
     found = []
     for changed, of, name, patch in (
-        (tiny_recipe(tmp_path, rollout__staleness=1), model, "_device_type", lambda _: "cuda"),
         (recipe, model, "device_of", lambda _: torch.device("cpu")),
         (recipe, model, "is_sharded", lambda _: True),
         (recipe, plain, "_device_type", lambda _: "cuda"),

@@ -150,7 +150,6 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, a_gpu):
         ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),
         ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: vllm"),
         ({"rollout__engine": {"name": "transformers"}}, "rollout.engine: transformers", "Leave rollout.engine out."),
-        ({"rollout__staleness": 1}, "rollout.staleness: 1", "Leave rollout.staleness out"),
     ],
     ids=str,
 )

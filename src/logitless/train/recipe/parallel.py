@@ -15,7 +15,7 @@ class ParallelSection(Section):
     """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
 
     sampling: NonNegativeInt = Field(
-        0, description="processes that sample and do nothing else, beside those that train; 0: all do both in turns"
+        0, description="processes that sample beside those that train; 0: all do both in turns"
     )
     shard: PositiveInt | Literal["auto"] = Field(
         "auto",
@@ -50,7 +50,7 @@ sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel
 
 RULES: tuple[Rule["Recipe"], ...] = (
     sampling.needs(
-        "an engine of this run's own processes: gpu, transformers or auto",
+        "rollout.engine gpu, transformers or auto",
         holds=lambda recipe: recipe.rollout.engine.samples_policy,
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave rollout.engine or parallel.sampling out.",

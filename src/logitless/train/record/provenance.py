@@ -143,7 +143,7 @@ def digest_of_log(folder: Path) -> str:
     Raises:
         DataError: there is no log.
     """
-    files = sorted(folder.glob("block-*.json"))
+    files = sorted(folder.glob("block-*"))
     if not files:
         raise DataError(
             needed=f"a log of collected blocks at {folder}",
