@@ -3,14 +3,12 @@
 import json
 import os
 import signal
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import yaml
 
-from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError, EngineError
 from logitless.rollout.transformers import TransformersEngine
@@ -20,11 +18,11 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
-from tests.rollout.gpu.wide import WIDE
-from tests.train.interrupting import before
 from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"vocab_size": 4000, "head_dim": 64, "num_hidden_layers": 2}
 ON_GPU = {
     "model__device": "cuda",
     "model__source": TINY_LLAMA | WIDE,
@@ -181,57 +179,6 @@ def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_
         beside(tmp_path, False, None, 4)
     found = in_turns(tmp_path, resume=True)
     assert_same(in_turns(tmp_path / "whole"), found)
-
-
-# --- replay
-
-
-@pytest.fixture
-def repeated(tmp_path):
-    """A run with a log, and a function that repeats it."""
-    run = in_turns(tmp_path, rollout__staleness=1)
-    return run, partial(main, ["train", "--replay", str(run.path)])
-
-
-def test_a_run_is_repeated_with_its_own_recipe_beside_it(repeated):
-    run, repeat = repeated
-    assert repeat() == 0
-    assert_same(run, RunFolder(run.path.with_name("tiny-replay")))
-
-
-def test_the_first_token_that_differs_is_named(repeated, capsys, monkeypatch):
-    _, repeat = repeated
-    calls = []
-
-    def spoil(self, prompts, *_, **__):
-        calls.append(1)
-        if len(calls) == 4:  # after the evaluation and two blocks
-            self._version -= 1
-
-    before(monkeypatch, TransformersEngine, "sample", spoil)
-    assert repeat() == 1
-    said = capsys.readouterr().err
-    assert "block 3, prompt" in said
-    assert "completion 1, token 1: id" in said
-    assert "by version" in said
-
-
-def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):
-    run, _ = repeated
-    assert main(["train", "--replay", str(run.path), "--set", "evaluation.success_at=7"]) == 1
-    assert "evaluation/accuracy of block 1, step 0: 1.0; given 0.0" in capsys.readouterr().err
-
-
-def test_a_run_without_a_log_of_all_its_blocks_is_not_repeated(tmp_path, capsys):
-    run = finished_run(tmp_path, train__blocks=1)
-    assert main(["train", "--replay", str(run.path)]) == 2
-    assert "Only rollout.staleness and parallel.sampling write one" in capsys.readouterr().err
-
-
-def test_a_recipe_beside_a_run_to_repeat_is_one_too_many(capsys):
-    assert main(["train", "recipe.yaml", "--replay", "runs/x"]) == 2
-    assert main(["train"]) == 2
-    assert capsys.readouterr().err.count("a recipe, or a run to --replay") == 2
 
 
 def test_all_processes_sampling_are_refused(tmp_path):
