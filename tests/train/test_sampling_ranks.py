@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -18,6 +20,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
+from tests.train.test_rank_faults import ENVIRONMENT, TORCHRUN
 from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
@@ -121,6 +124,7 @@ def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(t
 
 PROGRAM = """
 import os, signal, sys
+import torch
 from logitless.cli.main import main
 from logitless.distributed import exit_reasons
 from logitless.distributed.ranks import Ranks
@@ -138,12 +142,16 @@ def killed(kind, name, of, number):
         return plain(self, *arguments, **named)
     setattr(kind, name, call)
 
+engine = TransformersEngine
+if torch.cuda.is_available():
+    from logitless.rollout.gpu.engine import GpuEngine as engine
+
 exit_reasons.GRACE_SECONDS = 1.0
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
     killed(*{
         "push": (Ranks, "broadcast", "1", 3),
-        "sampling": (TransformersEngine, "sample", "1", 4),
+        "sampling": (engine, "sample", "1", 4),
         "training": (Learner, "step", "0", 7),
     }[where])
 if __name__ == "__main__":
@@ -152,6 +160,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("where", "rank", "changes"),
     [
@@ -160,18 +169,24 @@ if __name__ == "__main__":
         ("training", 0, {"rollout__staleness": 1}),
     ],
 )
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path, where, rank, changes):
-    recipe = tiny_recipe(tmp_path, parallel__sampling=1, **BLOCKS, **changes).model_dump(mode="json")
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
+    tmp_path, where, rank, changes, device
+):
+    recipe = tiny_recipe(tmp_path, parallel__sampling=1, **ON[device], **changes).model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "program.py").write_text(PROGRAM)
     program = [str(tmp_path / "program.py"), where, "train", str(tmp_path / "recipe.yaml")]
-    done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    if device == "cpu":
+        done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    else:
+        launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", *program]
+        done = subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert f"rank {rank}, which says nothing: killed, or hung" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     found = RunFolder(tmp_path / "runs" / "tiny")
     starts = json.loads(found.provenance.read_text())["starts"]
     assert [start["step"] > 0 for start in starts] == [False, True]  # from a checkpoint
-    assert_same(in_turns(tmp_path / "alone", **changes), found)
+    assert_same(in_turns(tmp_path / "alone", device=device, **changes), found)
 
 
 def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_a_checkpoint(tmp_path):
