@@ -3,9 +3,10 @@
 import json
 import sys
 
-import apart
 import pytest
 import torch
+
+import apart
 from script import main
 
 
