@@ -13,7 +13,7 @@ import time
 import torch
 
 import bits_report
-from bits_cases import MODELS, Results
+from bits_cases import HYBRIDS, MIXTURES, MODELS, Results
 from logitless.bench.machine import environment, release
 from script import add_table_arguments, among, main, needs_gpu, short_name_of, update
 
@@ -23,8 +23,8 @@ PARTS = ("laws", "second_gpu", "train_forward", "train_step", "decode")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``benchmarks/bits.py``."""
-    names = ",".join(MODELS)
-    parser.add_argument("--models", default=names, help=f"by commas, of {names}")
+    names = ",".join(MODELS | MIXTURES | HYBRIDS)
+    parser.add_argument("--models", default=",".join(MODELS), help=f"by commas, of {names}")
     parser.add_argument("--parts", default=",".join(PARTS), help="by commas: what to measure")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     add_table_arguments(parser)
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.table is not None:
         return update(args.table, "bits", bits_report.tables(args.output), check=args.check)
     needs_gpu("Run it on a GPU; on a CPU the laws are tests of small models.")
-    models = among("a model", args.models, tuple(MODELS))
+    models = among("a model", args.models, tuple(MODELS | MIXTURES | HYBRIDS))
     from bits_measured import Measured  # needs Triton
 
     here = environment("cuda", PACKAGES)

@@ -14,8 +14,11 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3-4b": _TRAINED["qwen3-1.7b"] | _LARGER,
     "llama-3.1-8b": _TRAINED["llama-3.1-8b"],
 }
+_FEWER = [
+    mixture.with_layers(mixture.SHAPES[name], layers) for name, layers in (("qwen3-30b-a3b", 8), ("gpt-oss-20b", 4))
+]
 MIXTURES: dict[str, dict[str, Any]] = {
-    "qwen3-30b-a3b-8-layers": dict(mixture.SHAPES["qwen3-30b-a3b"].config) | {"num_hidden_layers": 8},
+    **{shape.name: dict(shape.config) for shape in _FEWER},
     "glm-4.5-air-3-layers": {
         "model_type": "glm4_moe",
         "vocab_size": 151552,
@@ -34,6 +37,24 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 """The published shapes with fewer layers: a law needs no more, and a GPU of 80 GB holds them."""
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3.5-9b-8-layers": {
+        "model_type": "qwen3_5_text",
+        "vocab_size": 248320,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+}
+"""Likewise: gated delta nets, and attention in each fourth layer."""
 DECODED_ROWS = (1, 16, 64, 256, 512)
 DECODED_POSITION = 256
 LAWS = (

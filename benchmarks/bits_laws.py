@@ -21,6 +21,7 @@ from logitless.models.kernels.rows import FEW_ROWS
 from logitless.models.lm_head import backbone, backbone_hidden, causal_lm, lm_head
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.decoding import PagedRows, prefill
+from logitless.models.row_invariant.delta_net import CHUNK, DecodedStates, DeltaForm, DeltaSlots
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
@@ -33,20 +34,26 @@ from logitless.models.row_invariant.paged_attention import (
 from logitless.models.row_invariant.self_check import self_check
 from logitless.types import PackedInputs, PromptGroup
 
+Caches = list[PagedCache | DeltaSlots]
 
-def empty_caches(model: nn.Module, num_pages: int) -> list[PagedCache]:
-    """A cache of so many pages for each layer, uninitialised."""
+
+def empty_caches(model: nn.Module, num_pages: int, num_sequences: int) -> Caches:
+    """For each layer uninitialised pages, or a slot for each sequence."""
     decoder: Any = backbone(model)
     weight = decoder.norm.weight
-    caches = []
+    caches = Caches()
     for layer in decoder.layers:
-        heads = layer.row_invariant_form.heads
-        caches.append(PagedCache.empty(num_pages, heads.key, heads.width, weight.dtype, weight.device))
+        form = layer.row_invariant_form
+        if isinstance(form, DeltaForm):
+            caches.append(DeltaSlots.empty(num_sequences, form, weight.dtype, weight.device))
+        else:
+            heads = form.heads
+            caches.append(PagedCache.empty(num_pages, heads.key, heads.width, weight.dtype, weight.device))
     return caches
 
 
 @torch.no_grad()
-def decode_step(model: nn.Module, tokens: Tensor, layout: DecodeLayout, caches: Sequence[PagedCache]) -> Tensor:
+def decode_step(model: nn.Module, tokens: Tensor, layout: DecodeLayout, caches: Caches, sequence: Tensor) -> Tensor:
     """Last hidden states of one token a row, whose key and value join the row's pages.
 
     Args:
@@ -54,6 +61,7 @@ def decode_step(model: nn.Module, tokens: Tensor, layout: DecodeLayout, caches: 
         tokens: [R] each row's newest token.
         layout: where it stands; a row without a query (position -1) writes nothing and gives anything.
         caches: one a layer, from ``empty_caches``; written.
+        sequence: [R] number of each row's.
 
     Returns:
         [R, D] as the LM head reads them.
@@ -61,7 +69,10 @@ def decode_step(model: nn.Module, tokens: Tensor, layout: DecodeLayout, caches: 
     decoder: Any = backbone(model)
     tables = decoder.row_invariant.reach(layout.page_table.shape[1] * PAGE)
     slots = torch.where(layout.position >= 0, layout.slots, -1)
-    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables)
+    states = None
+    if any(isinstance(cache, DeltaSlots) for cache in caches):
+        states = DecodedStates.of(sequence, layout.position)
+    rows = PagedRows(caches, layout, slots, layout.position.clamp(min=0), tables, states)
     return decoder(input_ids=tokens, rows=rows).last_hidden_state
 
 
@@ -298,15 +309,19 @@ class Laws:
         found: dict[int, list[Tensor]] = {i: [] for i in chosen}
         where = dict(zip(chosen, pages, strict=True))
         total = dict(zip(chosen, lengths, strict=True))
+        number = {i: k for k, i in enumerate(chosen)}
+        with_states = any(isinstance(cache, DeltaSlots) for cache in caches)
         waiting = list(chosen)
         while waiting:
             part, chunks, tokens = [], [], 0
             for i in waiting:
                 size = min(int(torch.randint(1, 2 * sizes.longest, (1,), generator=generator)), total[i] - done[i])
+                if with_states and size < total[i] - done[i]:  # their chunks start at positions of the sequence
+                    size = min(-(-size // CHUNK) * CHUNK, total[i] - done[i])
                 if tokens + size > sizes.packed:
                     break
                 part.append(i)
-                chunks.append(Chunk(done[i], size, tuple(where[i])))
+                chunks.append(Chunk(done[i], size, tuple(where[i]), number[i]))
                 tokens += size
             ids = torch.cat(
                 [self.sequences[i][c.start : c.start + c.length] for i, c in zip(part, chunks, strict=True)]
@@ -323,7 +338,7 @@ class Laws:
         """Whole sequences, chunk by chunk."""
         chosen = list(self.all)[::2] if len(self.all) > 64 else list(self.all)
         pages, num_pages = self._pages(chosen)
-        caches = empty_caches(self.model, num_pages)
+        caches = empty_caches(self.model, num_pages, len(chosen))
         hidden = self._prefill(chosen, [len(self.sequences[i]) for i in chosen], pages, caches)
         scored = Scored({}, {}, {})
         self._keep(chosen, torch.cat([hidden[i] for i in chosen]), scored)
@@ -332,7 +347,7 @@ class Laws:
     def decoded(self, chosen: Sequence[int]) -> Scored:
         """Prompts prefilled, then token by token: rows join and leave, and change places and number."""
         pages, num_pages = self._pages(chosen)
-        caches = empty_caches(self.model, num_pages)
+        caches = empty_caches(self.model, num_pages, len(chosen))
         prompts = [len(self.sequences[i]) - len(self.completions[i]) for i in chosen]
         first = self._prefill(chosen, prompts, pages, caches)
         steps = Steps(self, chosen, pages, caches)
@@ -356,7 +371,7 @@ class Laws:
         for i in chosen:
             whole = prompts[i] // PAGE
             pages[i][:whole] = pages[i - i % count][:whole]
-        caches = empty_caches(self.model, num_pages)
+        caches = empty_caches(self.model, num_pages, len(chosen))
         first = self._prefill(chosen, prompts, pages, caches)
         shared = SharedPages(
             torch.tensor(chosen, dtype=torch.int32, device=self.device).view(-1, count),
@@ -493,13 +508,14 @@ class Steps:
 
     def run(self, members: Sequence[int], rows: int, steps: int) -> None:
         """So many steps of these rows, in their order, the others of ``rows`` empty."""
-        tokens, layout, out, replay = self._step(rows)
+        tokens, sequence, layout, out, replay = self._step(rows)
         number = torch.tensor(members, device=self.device)
         k = len(members)
         layout.page_table.zero_()
         layout.page_table[:k] = self.table[number]
         layout.position.fill_(-1)
         tokens.zero_()
+        sequence[:k] = number
         for _ in range(steps):
             at = self.position[number]
             alive = at < self.length[number]
@@ -512,13 +528,13 @@ class Steps:
 
     def _step(self, rows: int) -> Any:
         if rows not in self.graphs:
-            tokens = torch.zeros(rows, dtype=torch.long, device=self.device)
+            tokens, sequence = (torch.zeros(rows, dtype=torch.long, device=self.device) for _ in range(2))
             table = torch.zeros(rows, self.table.shape[1], dtype=torch.int32, device=self.device)
             layout = DecodeLayout(table, torch.full((rows,), -1, dtype=torch.int32, device=self.device), self.shared)
             out: list[Tensor] = []
 
             def step() -> None:
-                out[:] = [decode_step(self.model, tokens, layout, self.caches)]
+                out[:] = [decode_step(self.model, tokens, layout, self.caches, sequence)]
 
             replay: Any = step
             if self.device == "cuda":
@@ -531,7 +547,7 @@ class Steps:
                 with torch.cuda.graph(graph, stream=stream):
                     step()
                 replay = graph.replay
-            self.graphs[rows] = tokens, layout, out, replay
+            self.graphs[rows] = tokens, sequence, layout, out, replay
         return self.graphs[rows]
 
 

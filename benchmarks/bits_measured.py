@@ -11,16 +11,17 @@ from unittest import mock
 import torch
 from torch import nn
 
-from bits_cases import DECODED_POSITION, DECODED_ROWS, MIXTURES, MODELS, Results
+from bits_cases import DECODED_POSITION, DECODED_ROWS, HYBRIDS, LAWS, MIXTURES, MODELS, Results
 from bits_laws import Laws, decode_step, empty_caches
 from logitless.bench.machine import release
 from logitless.head.api import token_scores
 from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.packed import PACKED
 from logitless.models.row_invariant import linear
+from logitless.models.row_invariant.coverage import ONE_PLUS
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.linear import Plan, product
-from logitless.models.row_invariant.paged_attention import PAGE, DecodeLayout
+from logitless.models.row_invariant.paged_attention import PAGE, DecodeLayout, PagedCache
 from logitless.models.row_invariant.self_check import self_check
 from logitless.models.seeded import seeded
 from logitless.types import PackedInputs
@@ -31,16 +32,18 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
     """A model with random weights whose logits have a standard deviation of about 3; norms and biases that show."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    fields = (MODELS | MIXTURES)[name] | {"tie_word_embeddings": False}
+    fields = (MODELS | MIXTURES | HYBRIDS)[name] | {"tie_word_embeddings": False}
     with seeded(0, "cuda"), torch.device("cuda"):
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model_type = fields.pop("model_type")
+        config = AutoConfig.for_model(model_type, **fields)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=PACKED)
         with torch.no_grad():
             model.get_output_embeddings().weight.normal_(0, 3 / config.hidden_size**0.5)
             model.get_input_embeddings().weight.normal_(0, 1)
             for parameter_name, parameter in model.named_parameters():
                 if "norm" in parameter_name:
-                    parameter.normal_(1, 0.1)
+                    around = 0 if model_type in ONE_PLUS and not parameter_name.endswith("attn.norm.weight") else 1
+                    parameter.normal_(around, 0.1)
                 elif parameter_name.endswith("bias"):
                     parameter.normal_(0, 0.5)
     return model.eval().requires_grad_(False)
@@ -69,7 +72,7 @@ class Measured:
         """Rows of one part."""
         if part == "laws":
             laws = Laws(self.model, "cuda")
-            for row in laws.rows():
+            for row in laws.rows(LAWS) if self.name in HYBRIDS else laws.rows():  # transformers' chunks take minutes
                 yield {"model": self.name, **row}
             if laws.differences:
                 self.results.more["differences"][self.name] = laws.differences
@@ -127,17 +130,19 @@ class Measured:
                 table = torch.arange(count * pages, dtype=torch.int32, device="cuda").view(count, pages)
                 position = torch.full((count,), DECODED_POSITION, dtype=torch.int32, device="cuda")
                 layout = DecodeLayout(table, position)
-                caches = empty_caches(self.model, count * pages)
+                caches = empty_caches(self.model, count * pages, count)
                 for cache in caches:
-                    cache.key.normal_()
-                    cache.value.normal_()
+                    if isinstance(cache, PagedCache):
+                        cache.key.normal_()
+                        cache.value.normal_()
                 tokens = torch.arange(count, device="cuda")
                 head = causal_lm(self.model).get_output_embeddings().weight
 
                 def step(
                     tokens: torch.Tensor = tokens, layout: DecodeLayout = layout, caches: Any = caches, head: Any = head
                 ) -> None:
-                    product(decode_step(self.model, tokens, layout, caches), head, out_dtype=torch.float32)
+                    hidden = decode_step(self.model, tokens, layout, caches, tokens)
+                    product(hidden, head, out_dtype=torch.float32)
 
                 ours = _graph(step, stream)
                 with plain_cublas():

@@ -48,8 +48,6 @@ def laws_table(documents: Sequence[Mapping[str, Any]]) -> str:
         <BLANKLINE>
         | split | 7 of 600 |
         | row-invariant layers, 2 ways | 0 of 1,200 |
-        <BLANKLINE>
-        The ways: alone; again.
     """
     rows = [[row for row in document["rows"] if "comparison" in row] for document in documents]
     differing = {row["comparison"] for of in rows for row in of if "mean_nats" in row or row["differ"]}
@@ -61,7 +59,7 @@ def laws_table(documents: Sequence[Mapping[str, Any]]) -> str:
     for name, told in shown.items():
         cells = [_law([row for row in of if row["comparison"] in told]) for of in rows]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"The ways: {'; '.join(equal)}."])
+    return "\n".join(lines)
 
 
 def _law(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -80,7 +78,9 @@ def price_table(documents: Sequence[Mapping[str, Any]]) -> str:
         (row, document["environment"]["gpu"]) for document in documents for row in document["rows"] if "kind" in row
     ]
     columns = list(dict.fromkeys((row["model"], gpu) for row, gpu in rows))
-    cells = {(row["kind"], _size(row), row["model"], gpu): _marked(row) for row, gpu in rows}
+    cells: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row, gpu in rows:
+        cells.setdefault((row["kind"], row["model"], gpu), []).append(row)
     names = [model if len(documents) == 1 else f"{model}, {gpu.split()[1]}" for model, gpu in columns]
     lines = [
         _title(documents),
@@ -88,20 +88,20 @@ def price_table(documents: Sequence[Mapping[str, Any]]) -> str:
         f"| Time over the reference's | {' | '.join(names)} |",
         "|---|" + "--:|" * len(names),
     ]
-    for kind, size in dict.fromkeys((row["kind"], _size(row)) for row, _ in rows):
-        title = f"{_KINDS[kind]}{f', {size} sequences' if size else ''}"
-        cell = " | ".join(cells.get((kind, size, *column), "") for column in columns)
+    for kind in dict.fromkeys(row["kind"] for row, _ in rows):
+        sizes = [row["num_rows"] for row, _ in rows if row["kind"] == kind == "decode"]
+        title = f"{_KINDS[kind]}{f', {min(sizes)} to {max(sizes)} sequences' if sizes else ''}"
+        cell = " | ".join(_marked(cells.get((kind, *column), [])) for column in columns)
         lines.append(f"| {title} | {cell} |")
     return "\n".join(lines)
 
 
-def _size(row: Mapping[str, Any]) -> int:
-    return row["num_rows"] if row["kind"] == "decode" else 0
-
-
-def _marked(row: Mapping[str, Any]) -> str:
-    ratio = f"{row['ratio']:.2f}"
-    return ratio if round(row["ratio"], 2) <= _GOALS[row["kind"]] else f"**{ratio}**"
+def _marked(rows: Sequence[Mapping[str, Any]]) -> str:
+    if not rows:
+        return ""
+    ratios = [row["ratio"] for row in rows]
+    found = " to ".join(dict.fromkeys(f"{ratio:.2f}" for ratio in (min(ratios), max(ratios))))
+    return found if round(max(ratios), 2) <= _GOALS[rows[0]["kind"]] else f"**{found}**"
 
 
 def attention_table(document: Mapping[str, Any]) -> str:

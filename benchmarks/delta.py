@@ -19,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -30,10 +30,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from delta_net import rule as delta
-from delta_net.rule import Chunks, DeltaCache, DeltaTile, DeltaTiles
 from logitless.bench.machine import environment, write_result
+from logitless.models.kernels import delta_launch as delta
 from logitless.models.kernels.compiling import compiled_together
+from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles
+from logitless.models.row_invariant.delta_net import DeltaRule
 from logitless.quick_launch import QuickKernel
 from script import command_line, milliseconds
 
@@ -196,10 +197,8 @@ def decoded(
         prompted = [n for n in group if begins[n]]
         if prompted:
             rows = torch.cat([torch.arange(starts[n], starts[n] + begins[n]) for n in prompted]).to(device)
-            chunks = Chunks.of([begins[n] for n in prompted], case.size, device)
-            ends = delta.forward(*at(inputs, rows), chunks, tiles, with_ends=True)[2]
-            assert ends is not None
-            cache.put(torch.tensor(prompted, device=device) - first, ends)
+            chunks = Chunks.of([begins[n] for n in prompted], case.size, device, [n - first for n in prompted])
+            delta.forward(*at(inputs, rows), chunks, tiles, cache=cache)
         for step in range(max(lengths[n] - begins[n] for n in group)):
             slot = torch.tensor([n - first for n in group if begins[n] + step < lengths[n]], device=device)
             position = begin[first + slot] + step
@@ -211,9 +210,11 @@ def decoded(
             wrong += (now != out[rows]).flatten(1).any(1).sum()
             count += len(slot)
         rows = torch.cat([torch.arange(starts[n], starts[n] + lengths[n]) for n in group]).to(device)
-        chunks = Chunks.of([lengths[n] for n in group], case.size, device)
-        ends = delta.forward(*at(inputs, rows), chunks, tiles, with_ends=True)[2]
-        assert ends is not None
+        chunks = Chunks.of([lengths[n] for n in group], case.size, device, range(len(group)))
+        ends = DeltaCache.empty(
+            len(group), case.key_heads, case.heads, case.width, case.width, size=case.size, device=device
+        )
+        delta.forward(*at(inputs, rows), chunks, tiles, cache=ends)
         rest = torch.tensor([lengths[n] % case.size for n in group], device=device)
         live = torch.arange(case.size, device=device) < rest[:, None]  # rows of the unfinished chunk
         for name, mine, theirs in zip(DeltaCache._fields, cache, ends, strict=True):
@@ -246,8 +247,8 @@ def recurrence(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
     return torch.stack(outs, 1) * key.shape[3] ** -0.5
 
 
-def errors(case: Case, record: Record, device: str, fla: Any) -> None:
-    """Relative errors, of outputs and of gradients: ours, or those of ``fla`` if it is given."""
+def errors_of(case: Case, device: str, run: Callable[..., Tensor]) -> dict[str, float]:
+    """Relative errors of outputs and gradients."""
     names, length = ("out", "query", "key", "value", "log_decay", "beta"), case.error_tokens
     inputs = draw(case, 2 * length, device, seed=2)
     grad = draw(case, 2 * length, device, seed=3)[2]
@@ -255,20 +256,12 @@ def errors(case: Case, record: Record, device: str, fla: Any) -> None:
     wanted = recurrence(*exact)
     wanted.backward(grad.double().view_as(wanted))
     truth = [wanted.detach(), *(x.grad for x in exact)]
-
-    def error(run: Callable[..., Tensor]) -> dict[str, float]:
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out = run(*leaves)
-        out.backward(grad.view_as(out))
-        got = [out.detach(), *(x.grad for x in leaves)]
-        pairs = zip(names, got, truth, strict=True)
-        return {n: float((g.double().reshape(t.shape) - t).norm() / t.norm()) for n, g, t in pairs}
-
-    chunks = Chunks.of([length] * 2, case.size, device)
-    if fla is None:
-        record.add(error="ours", **error(lambda *x: delta.delta_rule(*x, chunks)))
-    else:
-        record.add(error="fla", **error(lambda *x: of_fla(fla, x, [length] * 2, device)))
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = run(*leaves)
+    out.backward(grad.view_as(out))
+    got = [out.detach(), *(x.grad for x in leaves)]
+    pairs = zip(names, got, truth, strict=True)
+    return {n: float((g.double().reshape(t.shape) - t).norm() / t.norm()) for n, g, t in pairs}
 
 
 @cache
@@ -366,7 +359,7 @@ class Work(NamedTuple):
 
     def forward(self, tiles: DeltaTiles) -> tuple[Tensor, delta.Inner]:
         """Outputs, and what the backward reads."""
-        return delta.forward(*self.inputs, self.chunks, tiles)[:2]
+        return delta.forward(*self.inputs, self.chunks, tiles)
 
     def backward(self, made: delta.Inner, tiles: DeltaTiles) -> tuple[Tensor, ...]:
         """Gradients of all inputs."""
@@ -374,34 +367,39 @@ class Work(NamedTuple):
         return delta.backward(query, key, value, beta, made, self.grad, self.chunks, tiles)
 
 
-def train(case: Case, record: Record, device: str, fla: Any, tiles: DeltaTiles) -> None:
-    """A packed row, forward and forward + backward."""
+def train(case: Case, record: Record, device: str, tiles: DeltaTiles) -> None:
+    """Packed rows, forward and forward + backward, and each kernel's time."""
     for name, lengths in case.workloads.items():
         work = Work.of(case, lengths, device)
         with waited(device), torch.no_grad():
             work.backward(work.forward(tiles)[1], tiles)
-        runs: dict[str, Callable[..., Tensor]] = {"ours": lambda *x, c=work.chunks: delta.delta_rule(*x, c, tiles)}
-        if fla is not None:
-            runs["fla"] = lambda *x, n=lengths: of_fla(fla, x, n, device)
-        for who, run in runs.items():
-            leaves = [x.clone().requires_grad_() for x in work.inputs]
-
-            def both(run: Callable[..., Tensor] = run, leaves: list[Tensor] = leaves, grad: Tensor = work.grad) -> None:
-                for leaf in leaves:
-                    leaf.grad = None
-                run(*leaves).backward(grad)
-
-            with reported(record, f"{who}: {name}"):
-                with torch.no_grad():
-                    forward = timed(lambda run=run, x=work.inputs: run(*x), device)  # type: ignore[misc]
-                row = {"train": name, "who": who, "tiles": repr(tiles) if who == "ours" else None}
-                record.add(**row, forward_ms=forward, both_ms=None)
-                record.add(**row, forward_ms=forward, both_ms=timed(both, device))
+        run = partial(_ours, chunks=work.chunks, tiles=tiles)
+        with reported(record, f"ours: {name}"):
+            record.add(train=name, who="ours", tiles=repr(tiles), **trained(work, run, device))
         with reported(record, f"kernels: {name}"):
             made = work.forward(tiles)[1]
             ms = kernel_ms(lambda w=work: w.forward(tiles), device)  # type: ignore[misc]
             ms |= kernel_ms(lambda w=work, m=made: w.backward(m, tiles), device)  # type: ignore[misc]
             record.add(kernels=name, ms=ms)
+
+
+def _ours(*inputs: Tensor, chunks: Chunks, tiles: DeltaTiles) -> Tensor:
+    out: Tensor = DeltaRule.apply(*inputs, chunks, None, tiles)
+    return out
+
+
+def trained(work: Work, run: Callable[..., Tensor], device: str) -> dict[str, float]:
+    """Milliseconds of a forward pass, and of a forward and a backward pass."""
+    leaves = [x.clone().requires_grad_() for x in work.inputs]
+
+    def both() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        run(*leaves).backward(work.grad)
+
+    with torch.no_grad():
+        forward = timed(lambda: run(*work.inputs), device)
+    return {"forward_ms": forward, "both_ms": timed(both, device)}
 
 
 def with_step(tile: tuple[int, int, int, bool]) -> Callable[[DeltaTiles], DeltaTiles]:
@@ -451,8 +449,8 @@ def step_ms(case: Case, rows: int, device: str, tiles: DeltaTiles) -> float:
     return graphed([lambda n=n: step(n) for n in range(case.size)], device)  # type: ignore[misc]
 
 
-def decode(case: Case, record: Record, device: str, fla: Any) -> None:
-    """A step of some rows, beside memory's time and fla's."""
+def decode(case: Case, record: Record, device: str) -> None:
+    """A step of some rows, beside memory's time."""
     rate = bandwidth(device)
     record.add(bandwidth_gb=rate / 1e6)
     for rows in case.decoded:
@@ -464,37 +462,78 @@ def decode(case: Case, record: Record, device: str, fla: Any) -> None:
         recurrent = rows * (2 * state + io) / rate
         least = rows * (state / 2 + io + chunk + 2 * state / case.size) / rate
         record.add(decode=rows, who="ours", ms=ms, recurrent_memory_ms=recurrent, own_memory_ms=least)
-        if fla is not None:
-            query, key, value, decay, beta = (x[:, None] for x in draw(case, rows, device, seed=4))
-            states = torch.zeros(rows, case.heads, width, width, dtype=torch.float32, device=device)
 
-            def recurrent_step() -> object:
-                return fla.fused_recurrent_gated_delta_rule(
-                    query, key, value, decay, beta, initial_state=states, output_final_state=True,  # noqa: B023
-                    use_qk_l2norm_in_kernel=True,
-                )  # fmt: skip
 
-            with reported(record, f"fla: a step of {rows}"):
-                record.add(decode=rows, who="fla", ms=graphed([recurrent_step] * 8, device))
+# --- flash-linear-attention, in processes of its own, which a kernel that fails ends
+
+FLA = ("fla", "fla, guard off")
+"""As released; and with its refusal of Triton 3.4 to 3.7.0 on Hopper removed. Gradients of keys are wrong there, for
+Triton miscompiles a product of a transposed sum; the work, and so the time, is that of a Triton without the fault."""
+
+
+def imported_fla(who: str) -> Any:
+    """``fla.ops.gated_delta_rule``."""
+    import fla.ops.common.chunk_o as chunks
+    import fla.ops.gated_delta_rule as rule
+
+    if who != FLA[0]:
+        chunks.TRITON_ABOVE_3_7_1 = True
+    return rule
+
+
+def measure_fla(case: Case, who: str, device: str, add: Callable[..., None]) -> None:
+    """Times of training, errors, and times of steps."""
+    fla = imported_fla(who)
+    for name, lengths in case.workloads.items():
+        work = Work.of(case, lengths, device)
+        run = partial(_of_fla, fla=fla, lengths=lengths, device=device)
+        with torch.no_grad():
+            add(train=name, who=who, forward_ms=timed(lambda w=work, r=run: r(*w.inputs), device))  # type: ignore[misc]
+        add(train=name, who=who, **trained(work, run, device))
+    add(error=who, **errors_of(case, device, partial(_of_fla, fla=fla, lengths=[case.error_tokens] * 2, device=device)))
+    for rows in case.decoded:
+        query, key, value, decay, beta = (x[:, None] for x in draw(case, rows, device, seed=4))
+        states = torch.zeros(rows, case.heads, case.width, case.width, dtype=torch.float32, device=device)
+
+        def step() -> object:
+            return fla.fused_recurrent_gated_delta_rule(
+                query, key, value, decay, beta, initial_state=states, output_final_state=True,  # noqa: B023
+                use_qk_l2norm_in_kernel=True,
+            )  # fmt: skip
+
+        add(decode=rows, who=who, ms=graphed([step] * 8, device))
+
+
+def _of_fla(*inputs: Tensor, fla: Any, lengths: Sequence[int], device: str) -> Tensor:
+    return of_fla(fla, inputs, lengths, device)
+
+
+def beside_fla(case: Case, record: Record) -> None:
+    """The rows of a process for each way to run ``fla``, and why one ended."""
+    for who in FLA:
+        command = [sys.executable, __file__, "--out", str(record.path), "--size", str(case.size), "--fla", who]
+        environ = os.environ | {"FLA_CACHE_RESULTS": "0"}
+        child = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, check=False, timeout=240
+        )
+        said = list[str]()
+        for line in child.stdout.splitlines():
+            if line.startswith("{"):
+                record.add(**json.loads(line))
+            else:
+                said.append(line)
+        if child.returncode:
+            record.add(failed=who, code=child.returncode, error_message=reason("\n".join(said)))
 
 
 # --- the whole
-
-
-def imported_fla() -> Any:
-    """``fla.ops.gated_delta_rule``, or None."""
-    try:
-        import fla.ops.gated_delta_rule as rule
-    except ImportError:
-        return None
-    return rule
 
 
 def warm_fla(case: Case, part: int) -> None:
     """Compiles kernels of ``fla`` into Triton's cache on disk: of each one's configurations one in ``WARMERS``."""
     from triton.runtime.autotuner import Autotuner
 
-    rule, run, seen = imported_fla(), Autotuner.run, set()
+    rule, run, seen = imported_fla(FLA[1]), Autotuner.run, set()
 
     def run_some(tuner: Any, *args: Any, **named: Any) -> Any:
         if id(tuner) not in seen:
@@ -512,7 +551,7 @@ def warm_fla(case: Case, part: int) -> None:
         rule.fused_recurrent_gated_delta_rule(
             query, key, value, decay, beta, initial_state=states, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
-    out.backward(torch.ones_like(out))  # last: on some versions of Triton it refuses
+    out.backward(torch.ones_like(out))
     torch.cuda.synchronize()
 
 
@@ -525,13 +564,14 @@ def compile_all(case: Case, device: str, tried: Sequence[DeltaTiles]) -> None:
     if device != "cuda":
         return
     small = Work.of(case, [case.size + 5] * 2, device)
+    continued = Chunks.of([case.size + 5] * 2, case.size, device, [0, 1])
     cache = DeltaCache.empty(2, case.key_heads, case.heads, case.width, case.width, size=case.size, device=device)
     slot = torch.zeros(2, dtype=torch.int32, device=device)
     some = at(small.inputs, torch.arange(2, device=device))
 
     def launch(tiles: DeltaTiles) -> None:
         small.backward(small.forward(tiles)[1], tiles)
-        delta.forward(*small.inputs, small.chunks, tiles, with_ends=True)
+        delta.forward(*small.inputs, continued, tiles, cache=cache)
         delta.delta_step(*some, cache, slot, slot, slot, tiles)
 
     with compiled_together(torch.device("cuda", torch.cuda.current_device())):
@@ -707,20 +747,21 @@ def summary(record: Record) -> str:
     for row in record.rows:
         if "law" in row or "error" in row or "failed" in row:
             lines.append(json.dumps(row))
-    trained = {(row["train"], row["who"]): row for row in record.rows if "train" in row}
+    measured = {(row["train"], row["who"]): row for row in record.rows if "train" in row}
     steps = {(row["decode"], row["who"]): row for row in record.rows if "decode" in row}
-    for name in dict.fromkeys(name for name, _ in trained):
+    for name in dict.fromkeys(name for name, _ in measured):
         for what in ("forward_ms", "both_ms"):
-            ours, theirs = (trained.get((name, who), {}).get(what) for who in ("ours", "fla"))
-            ratio = f", ratio {ours / theirs:.2f}" if ours and theirs else ""
-            lines.append(f"{name}, {what}: {ours}; fla {theirs}{ratio}")
+            ours, *theirs = (measured.get((name, who), {}).get(what) for who in ("ours", *FLA))
+            beside = [f"{who} {ms:.3f}, ratio {ours / ms:.2f}" for who, ms in zip(FLA, theirs, strict=True) if ms]
+            lines.append(f"{name}, {what}: {'; '.join([f'{ours:.3f}', *beside])}")
     for (rows, who), row in steps.items():
         if who == "ours":
             line = f"step of {rows}: {row['ms']:.4f} ms, {row['ms'] / row['recurrent_memory_ms']:.2f} of the recurrent"
             line += f" form's memory time, {row['ms'] / row['own_memory_ms']:.2f} of its own"
-            if (rows, "fla") in steps:
-                theirs = steps[rows, "fla"]["ms"]
-                line += f"; fla {theirs:.4f}, ratio {row['ms'] / theirs:.2f}"
+            for other in FLA:
+                if (rows, other) in steps:
+                    theirs = steps[rows, other]["ms"]
+                    line += f"; {other} {theirs:.4f}, ratio {row['ms'] / theirs:.2f}"
             lines.append(line)
     lines += [f"best tiles: {row['best']}" for row in record.rows if "best" in row]
     return "\n".join([*lines, f"{time.perf_counter() - BEGAN:.0f} s"])
@@ -733,6 +774,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--size", type=int, help="of chunks")
     parser.add_argument("--warm-fla", type=int, help=warm_fla.__doc__)
+    parser.add_argument("--fla", choices=FLA, help="only measure it, as lines of JSON")
     parser.add_argument("--trials", type=int, nargs=2, help="only trials from the first to the last, as lines of JSON")
     parser.add_argument("--until", type=float, default=95.0, help="seconds since the start; then no more tiles")
     options = parser.parse_args()
@@ -745,6 +787,9 @@ def main() -> None:
     if options.trials is not None:
         with torch.no_grad():
             try_tiles(case, device, *options.trials, lambda **row: print(json.dumps(row), flush=True))
+        return
+    if options.fla is not None:
+        measure_fla(case, options.fla, device, lambda **row: print(json.dumps(row), flush=True))
         return
     record = Record(options.out, device)
     children = []
@@ -766,20 +811,20 @@ def main() -> None:
     for n, child in enumerate(children):
         said, _ = child.communicate()
         record.add(warmer=n, code=child.returncode, said="" if child.returncode == 0 else reason(said))
-    fla = imported_fla() if children else None
     with reported(record, "errors"), waited(device):
-        errors(case, record, device, None)
+        chunks = Chunks.of([case.error_tokens] * 2, case.size, device)
+        record.add(error="ours", **errors_of(case, device, partial(_ours, chunks=chunks, tiles=tiles)))
     with reported(record, "decode"):
-        decode(case, record, device, fla)
+        decode(case, record, device)
     with reported(record, "train"):
-        train(case, record, device, fla, tiles)
-    if fla is not None:
-        with reported(record, "errors of fla"):
-            errors(case, record, device, fla)
+        train(case, record, device, tiles)
+    if children:
+        with reported(record, "fla"):
+            beside_fla(case, record)
     with reported(record, "tiles"):
         best = search(case, record, device, options.until)
         if best != tiles:
-            train(case, record, device, None, best)
+            train(case, record, device, best)
     print(summary(record))
 
 

@@ -10,7 +10,8 @@ of 4096 rows whose bfloat16 output the next chunk overwrites, stand beside them:
     logits  the two products for the logits alone; a contender that keeps no logits computes them again in the backward
 
 A row's ``ratio_to_bare`` is against the first, ``ratio_to_bare_recomputed`` against the sum of both. Times are the
-device's, medians. Errors are against float64 on 128 rows, also those of float32 logits (``float32-logits``).
+device's, medians; ``kernels_ms`` says where those of ``logitless-fused`` and ``bare`` go. Errors are against float64 on
+128 rows, also those of float32 logits (``float32-logits``).
 """
 
 import argparse
@@ -157,6 +158,32 @@ def bare(given: Streams, *, gradients: bool) -> Run:
     return products
 
 
+def kernels_ms(run: Run, given: Streams) -> dict[str, float]:
+    """Milliseconds of one run on the device, by what its kernels do."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run(given)
+        torch.cuda.synchronize()
+    return grouped({event.key: event.self_device_time_total / 1000 for event in found.key_averages()})
+
+
+def grouped(of_kernels: dict[str, float]) -> dict[str, float]:
+    """Sums over the library's products, over each kernel of the two streams by its name, and over the rest.
+
+    Example:
+        >>> grouped({"nvjet_hsh_128x256": 2.0, "sm90_xmma_gemm": 1.0, "pair_sums": 3.0, "copy": 0.5, "cudaMalloc": 0.0})
+        {'products': 3.0, 'pair_sums': 3.0, 'other': 0.5}
+    """
+    found: dict[str, float] = {}
+    for name, ms in of_kernels.items():
+        is_product = any(word in name for word in ("nvjet", "gemm", "cutlass", "xmma"))
+        kind = "products" if is_product else name if name.startswith("pair_") else "other"
+        if ms:
+            found[kind] = found.get(kind, 0.0) + ms
+    return found
+
+
 @dataclass
 class Found:
     """What was found of one contender so far."""
@@ -226,6 +253,11 @@ def measure(widths: tuple[int, int], options: argparse.Namespace, results: Rows)
     for number in range(options.rounds + 1):
         for name, run in runs.items():
             found[name].attempt(run, given, timed=number > 0)
+    where = {}
+    if options.device == "cuda":
+        for name in runs:
+            if name[0] in ("bare", "logitless-fused") and found[name].failure is None:
+                where[name] = kernels_ms(runs[name], given)
     del runs, run
     whole, logits = (statistics.median(found[name, ""].times) for name in ("bare", "logits"))
     few, errors_of = given.first(ERROR_ROWS), {}
@@ -241,6 +273,8 @@ def measure(widths: tuple[int, int], options: argparse.Namespace, results: Rows)
         row = {"contender": name, "kind": kind, **shape, "ms": ms, "bare_ms": whole, "logits_ms": logits}
         row |= dict(zip(("ratio_to_bare", "ratio_to_bare_recomputed"), ratios, strict=True))
         row |= {"peak_bytes": each.peak_bytes, "failure": each.failure}
+        if (name, kind) in where:
+            row["kernels_ms"] = where[name, kind]
         results.add(row | errors_of.get((name, kind), {}))
     for kind in kinds:
         results.add({"contender": "float32-logits", "kind": kind, **shape, **errors_of["float32-logits", kind]})

@@ -5,8 +5,10 @@
     python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
     python benchmarks/gpu_tests.py --marker gpu --workers 28 --spread    # each worker has one of the machine's GPUs
 
-The caches of compiled kernels are empty at the start, as on a machine that has never run logitless. The file is
-rewritten after every test and failures are printed at once, so that an interrupted run still shows which tests failed.
+The caches of compiled kernels are empty at the start, as on a machine that has never run logitless. What fails beside
+other tests, which share the GPU's memory, runs once more alone; what passes then is named under ``passed_alone``. The
+file is rewritten after every test and failures are printed at once, so that an interrupted run still shows which tests
+failed.
 """
 
 import argparse
@@ -36,6 +38,7 @@ class Counted:
 
     Attributes:
         complete: whether all tests ran, whatever came of them.
+        passed_alone: failed beside others, and passed alone.
     """
 
     def __init__(self, path: Path, environment: dict[str, Any]) -> None:
@@ -43,6 +46,7 @@ class Counted:
         self.passed = 0
         self.skipped: dict[str, int] = {}
         self.failures: list[str] = []
+        self.passed_alone: list[str] = []
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A test's set-up, call or end; with several workers, of any of them."""
@@ -54,6 +58,9 @@ class Counted:
             self.skipped[reason] = self.skipped.get(reason, 0) + 1
         elif report.when == "call" and report.passed:
             self.passed += 1
+            if report.nodeid in self.failures:
+                self.failures.remove(report.nodeid)
+                self.passed_alone.append(report.nodeid)
         if report.when == "teardown" or report.failed:
             self.write()
 
@@ -64,7 +71,7 @@ class Counted:
     def write(self) -> None:
         """What came of the tests so far."""
         counts = {"passed": self.passed, "failed": len(self.failures), "skipped": self.skipped}
-        found = {"complete": self.complete, **counts, "failures": self.failures}
+        found = {"complete": self.complete, **counts, "failures": self.failures, "passed_alone": self.passed_alone}
         write_result(self.path, {"environment": self.environment, **found})
 
 
@@ -82,12 +89,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty"})
     command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short"]
     command += ["-m", MARKERS[options.marker]]
-    command += ["-n", str(options.workers)] if options.workers > 1 else []
+    at_once = ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
         os.environ["GPUS_OF_WORKERS"] = ",".join(map(str, range(torch.cuda.device_count())))
     with tempfile.TemporaryDirectory() as caches:
         os.environ.update(caches_in(Path(caches)))
-        status = pytest.main([*command, *options.tests], plugins=[counted])
+        status = pytest.main([*command, *at_once, *options.tests], plugins=[counted])
+        if at_once and counted.failures:
+            status = pytest.main([*command, *counted.failures], plugins=[counted])
     counted.write()
     return int(status)
 

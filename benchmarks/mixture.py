@@ -1,6 +1,7 @@
 """A block of a mixture of experts in one process on one GPU: LoRA of attention and experts, and the GPU sampler.
 
-    python benchmarks/mixture.py                                    # results/mixture-GPU.json: Qwen3-30B-A3B
+    python benchmarks/mixture.py                                    # results/mixture-MODEL-GPU.json: Qwen3-30B-A3B
+    python benchmarks/mixture.py --models gpt-oss-20b               # 50 GiB; also of an H100
     python benchmarks/mixture.py --layers 8                         # the same model with fewer layers
     python benchmarks/mixture.py --models tiny --device cpu         # tries the script itself
     python benchmarks/mixture.py --table [--check]                  # the table of pages that have one
@@ -9,7 +10,7 @@ Random weights in the published shape, lengths of completions forced; the second
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 
 from logitless.bench.machine import environment, write_result
 from rollout_workloads import Workload
-from script import command_line, parsed, short_name
+from script import command_line, parsed, short_name, short_name_of
 from shapes import Shape
 
 SHAPES = {
@@ -45,6 +46,36 @@ SHAPES = {
         },
         lora_rank=16,
     ),
+    "gpt-oss-20b": Shape(
+        "gpt-oss-20b",
+        "gpt-oss-20b, LoRA of rank 16",
+        {
+            "model_type": "gpt_oss",
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "sliding_window": 128,
+            "max_position_embeddings": 131072,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": False,
+        },
+        lora_rank=16,
+    ),
     "tiny": Shape(
         "tiny",
         "a model to try the tool itself",
@@ -65,7 +96,14 @@ SHAPES = {
         lora_rank=2,
     ),
 }
-WORK = {"qwen3-30b-a3b": "64x8-256-512", "tiny": "2x2-4-6"}
+WORK = {"tiny": "2x2-4-6"}
+"""Other models have 64x8-256-512."""
+
+
+def with_layers(shape: Shape, layers: int) -> Shape:
+    """The same with another number of decoder layers, and a name that says so."""
+    config = {**shape.config, "num_hidden_layers": layers}
+    return replace(shape, name=f"{shape.name}-{layers}-layers", title=f"{shape.title}, {layers} layers", config=config)
 
 
 def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str, Any]:
@@ -78,15 +116,15 @@ def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str,
     from scale_block import block_over_ranks
 
     shape = SHAPES[name]
-    layers = layers or shape.config["num_hidden_layers"]
-    shape = replace(shape, config={**shape.config, "num_hidden_layers": layers})
+    if layers is not None:
+        shape = with_layers(shape, layers)
     found = block_over_ranks(Ranks.alone(), shape, "replicate", work, device)
     model = shape.build("meta")
     lower_to(torch.bfloat16, (p for p in model.parameters() if p.requires_grad))
     seconds, read = found["seconds"], found["drawn_tokens"] + work.prompts * work.prompt_tokens
     return {
         "model": name,
-        "layers": layers,
+        "layers": shape.config["num_hidden_layers"],
         "engine": found["engine"],
         "new_tokens": found["tokens"],
         "read_tokens": read,
@@ -98,27 +136,28 @@ def row(name: str, layers: int | None, work: Workload, device: str) -> dict[str,
     }
 
 
-def table(found: Mapping[str, Any]) -> str:
+def table(documents: Sequence[Mapping[str, Any]]) -> str:
     """What was measured, as Markdown."""
     lines = [
-        "| model | layers | block | sampled tokens/s | trained tokens/s | GiB | forecast |",
-        "|---|--:|---|--:|--:|--:|--:|",
+        "| model | layers | GPU | block | sampled tokens/s | trained tokens/s | GiB | forecast |",
+        "|---|--:|---|---|--:|--:|--:|--:|",
     ]
-    for each in found["rows"]:
-        lines.append(
-            f"| {SHAPES[each['model']].title} | {each['layers']} | "
-            f"{each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
-            f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | "
-            f"{each['peak_bytes'] / 2**30:.0f} | {each['forecast_bytes'] / 2**30:.0f} |"
-        )
-    machine = found["machine"]
-    return "\n".join([*lines, "", f"On one {machine['gpu']}."])
+    for found in documents:
+        gpu = short_name_of(found["machine"]["gpu"])
+        for each in found["rows"]:
+            lines.append(
+                f"| {SHAPES[each['model']].title} | {each['layers']} | {gpu} | "
+                f"{each['read_tokens']:,} tokens, {each['new_tokens']:,} new | "
+                f"{each['sampled_tokens_per_second']:,.0f} | {each['trained_tokens_per_second']:,.0f} | "
+                f"{each['peak_bytes'] / 2**30:.0f} | {each['forecast_bytes'] / 2**30:.0f} |"
+            )
+    return "\n".join(lines)
 
 
 def tables(results: Path) -> dict[str, str]:
-    """The table of each GPU that was measured."""
+    """The table of each model and GPU that was measured."""
     files = sorted(results.glob("mixture-*.json"))
-    return {"": "\n\n".join(table(json.loads(path.read_text())) for path in files)} if files else {}
+    return {"": table([json.loads(path.read_text()) for path in files])} if files else {}
 
 
 def main() -> None:
@@ -129,13 +168,15 @@ def main() -> None:
     parser.add_argument("--work", help="prompts x samples - prompt tokens - new tokens")
     parser.add_argument("--device", default="cuda")
     options = parsed(parser, tables)
-    rows = [
-        row(name, options.layers, Workload.parse(options.work or WORK[name]), options.device) for name in options.models
-    ]
-    machine = environment(options.device, ("triton", "transformers", "peft"))
     options.output.mkdir(parents=True, exist_ok=True)
-    write_result(options.output / f"mixture-{short_name(options.device)}.json", {"machine": machine, "rows": rows})
-    print(table({"machine": machine, "rows": rows}))
+    for name in options.models:
+        work = Workload.parse(options.work or WORK.get(name, "64x8-256-512"))
+        found = {
+            "machine": environment(options.device, ("triton", "transformers", "peft")),
+            "rows": [row(name, options.layers, work, options.device)],
+        }
+        write_result(options.output / f"mixture-{name}-{short_name(options.device)}.json", found)
+        print(table([found]) if options.device == "cuda" else json.dumps(found["rows"][0]), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+import mixture
 import scale_report
 from logitless.bench.machine import environment, release, write_result
 from logitless.data.packing import pack
@@ -48,8 +49,12 @@ LAYOUTS = ("shard", "all_rows", "replicate", "sequence", "in_order")
 """Which dimension of ``parallel`` has all the GPUs; all_rows: shards, and an LM head that scores all GPUs' tokens
 together (``parallel.vocabulary``); in_order: copies whose gradients are summed in one fixed order."""
 
-MODELS = (*SHAPES, replace(next(s for s in SHAPES if s.lora_rank), name="llama-3.1-8b", title="8B", lora_rank=None))
-"""The last: every weight of Llama-3.1-8B."""
+_WHOLE = replace(next(shape for shape in SHAPES if shape.lora_rank), name="llama-3.1-8b", title="8B", lora_rank=None)
+_WHOLE_MIXTURES = tuple(mixture.SHAPES[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b"))
+MIXTURES = (*_WHOLE_MIXTURES, *(mixture.with_layers(shape, 12) for shape in _WHOLE_MIXTURES))
+"""In their own number of layers and in 12, as ``gpt-oss-20b-12-layers``; trained in row-invariant layers."""
+MODELS = (*SHAPES, _WHOLE, *MIXTURES)
+"""Also every weight of Llama-3.1-8B."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +82,9 @@ class Work:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``benchmarks/scale.py``."""
-    names = ",".join(shape.name for shape in MODELS if shape is not TINY)
-    parser.add_argument("--models", default=names, help=f"by commas, of {names},{TINY.name}")
+    names = ",".join(shape.name for shape in MODELS if shape is not TINY and shape not in MIXTURES)
+    others = ",".join(shape.name for shape in (TINY, *MIXTURES))
+    parser.add_argument("--models", default=names, help=f"by commas, of {names},{others}")
     parser.add_argument("--gpus", default="1,2,4", help="numbers of GPUs, by commas; begin with 1")
     parser.add_argument("--layouts", default="shard,replicate", help=f"by commas, of {','.join(LAYOUTS)}")
     parser.add_argument("--tokens", type=int, default=16384, help="of a micro-batch of each GPU (of all, if sequence)")
@@ -201,6 +207,10 @@ def measured(ranks: Ranks, shape: Shape, layout: str, work: Work) -> dict[str, A
     model = shape.build(device)
     if shape.lora_rank is None:
         lower_to(torch.bfloat16, model.parameters())
+    if shape in MIXTURES and device == "cuda":
+        from logitless.models.row_invariant.layers import install_row_invariant  # needs Triton
+
+        install_row_invariant(model)
     forecast = training_memory(
         model,
         arrangement,

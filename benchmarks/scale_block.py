@@ -7,12 +7,14 @@ layers.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
+from unittest import mock
 
 import torch
+from torch import nn
 
 import rollout_contenders as contenders
 from logitless.distributed.arrangement import Arrangement
@@ -56,7 +58,16 @@ class _EveryOther:
         return [Verdict.graded(float(i % 2)) for i in range(len(completions))]
 
 
-def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, device: str) -> dict[str, Any]:
+def block_over_ranks(
+    ranks: Ranks,
+    shape: Shape,
+    layout: str,
+    work: Workload,
+    device: str,
+    *,
+    changes: Mapping[str, Any] = {},
+    teacher: nn.Module | None = None,
+) -> dict[str, Any]:
     """The row of a block, the second of two, the first of which compiles and captures.
 
     Args:
@@ -65,6 +76,8 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         layout: ``replicate`` or ``shard``.
         work: of each rank.
         device: ``cuda`` or ``cpu``.
+        changes: sections of the recipe.
+        teacher: the model of a recipe that has one.
 
     Raises:
         ConfigurationError: another layout.
@@ -86,9 +99,10 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
     )
     engine.work = whole
     lora = shape.lora_rank is not None
-    recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world))
+    recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world) | dict(changes))
     rewards = (WeightedReward(_EveryOther(), 1.0),)
-    learner, _ = learner_of(recipe, algorithm_of(recipe), model, arrangement, ranks, rewards=rewards)
+    with mock.patch("logitless.train.assembly.teacher.teacher_model", return_value=teacher):
+        learner, _ = learner_of(recipe, algorithm_of(recipe), model, arrangement, ranks, rewards=rewards)
     prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
     options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))
     for _ in range(2):
@@ -131,6 +145,7 @@ def block_over_ranks(ranks: Ranks, shape: Shape, layout: str, work: Workload, de
         "length": work.most,
         "micro_batches": 1,
         "head_budget": None,
+        "optimizer_steps": learner.version // 2,
         "tokens_per_second": packed.packed.num_tokens / sum(seconds.values()),
         "seconds": seconds,
         "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),

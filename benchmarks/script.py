@@ -82,7 +82,10 @@ def needs_gpu(remedy: str = "Run it on a machine with a GPU.") -> None:
 def caches_in(folder: Path) -> dict[str, str]:
     """Environment variables with which a process keeps its compiled kernels and self-checks in this folder."""
     names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
-    return {name: str(folder / name.lower()) for name in names}
+    places = {name: folder / name.lower() for name in names}
+    for place in places.values():  # torch warns where the folder that its own is to be in is not there
+        place.mkdir(exist_ok=True)
+    return {name: str(place) for name, place in places.items()}
 
 
 def trained(recipe: str, name: str, output: Path, *settings: str) -> Path:

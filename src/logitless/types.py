@@ -206,6 +206,11 @@ class Completion(_WithArrays):
         """The fields by name; ``array`` converts arrays, by default to lists."""
         return {name: array(value) if isinstance(value, np.ndarray) else value for name, value in vars(self).items()}
 
+    @classmethod
+    def of_json(cls, fields: Mapping[str, Any], array: Callable[[Any], Any] = np.asarray) -> "Completion":
+        """The completion of ``as_json``; ``array`` converts back, called in the same order."""
+        return cls(**{k: array(v) if k in PER_TOKEN and v is not None else v for k, v in fields.items()})
+
     @property
     def length(self) -> int:
         """Number of tokens, with the stop token."""

@@ -73,6 +73,38 @@ def test_every_law_of_bits_holds_for_every_model():
     assert {row["differ"] for row in laws} == {0}
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("sampled-bits-*.json")), ids=lambda path: path.name)
+def test_no_token_of_a_million_of_each_model_is_sampled_with_other_bits_than_training_has(path):
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["tokens"] >= 10**6
+        assert row["mismatched_tokens"] == 0
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("mixture-*.json")), ids=lambda path: path.name)
+def test_a_mixtures_peak_is_forecast_within_a_tenth(path):
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["engine"] == "gpu"
+        assert row["forecast_bytes"] == pytest.approx(row["peak_bytes"], rel=0.1)
+
+
+def test_what_two_streams_add_to_their_products_is_no_less_than_the_page_says_that_two_passes_take():
+    rows = committed("divergence-H100")["rows"]
+    page = " ".join((ROOT / "docs" / "distillation.md").read_text(encoding="utf-8").split())
+    timed = [row for row in rows if row.get("ms") is not None]
+    of = {name: [row for row in timed if row["contender"] == name] for name in ("logitless-fused", "trl")}
+    least, most = ([f(row["ratio_to_bare"] for row in found) for found in of.values()] for f in (min, max))
+    assert f"`fused` takes {least[0]:.1f} to {most[0]:.1f} times these bare products" in page
+    assert f"TRL's loss {least[1]:.1f} to {most[1]:.1f}" in page
+    added = [row["ms"] - row["bare_ms"] for row in of["logitless-fused"] if row["kind"].endswith("_kl")]
+    assert f"adds {min(added):.0f} to {max(added):.0f} ms" in page
+    entries = {row["N"] * row["V"] for row in rows}
+    assert entries == {16_384 * 151_936}
+    read_twice_and_written_rounded = 2 * (4 + 4) + 2
+    passes = read_twice_and_written_rounded * entries.pop() / 3.35e9
+    assert f"{read_twice_and_written_rounded} bytes an entry, which take {passes:.0f} ms at 3.35 TB/s" in page
+    assert min(added) > passes
+
+
 def test_a_first_call_starts_with_graphs_in_under_ten_seconds():
     of_empty = [row for row in committed("first-call-H200")["rows"] if row["caches"] == "empty"]
     assert of_empty
@@ -193,13 +225,24 @@ def test_every_failure_of_a_test_on_several_gpus_has_a_line(name, gpus):
     assert found["passed"] > 60
 
 
-def test_what_needs_one_gpu_has_passed_on_one_and_a_run_that_was_cut_off_failed_in_nothing():
-    found, again, page = committed("gpu"), committed("multi-gpu-again"), (ROOT / "docs/scale.md").read_text()
+def test_what_needs_one_gpu_has_passed_on_one():
+    found, page = committed("gpu"), (ROOT / "docs/scale.md").read_text()
     assert (found["complete"], found["failed"]) == (True, 0)
     assert found["skipped"].keys() <= {"Skipped: factors are float32 already"}  # the case beside it is the same
     assert f"{found['passed']} tests on one H200" in page
-    assert (again["complete"], again["failures"]) == (False, [])
-    assert f"after {again['passed']} of" in page
+
+
+def test_what_failed_beside_other_tests_on_two_h100_has_passed_since_and_the_page_counts_it():
+    one, page = committed("gpu-H100"), (ROOT / "docs/scale.md").read_text()
+    assert one["complete"]
+    assert not set(one["failures"]) & set(committed("gpu-again-H100")["failures"])
+    assert f"{one['passed']} of {one['passed'] + one['failed']}" in page
+    several, mended = committed("multi-gpu-2-H100"), committed("multi-gpu-2-quickstart")
+    assert [name.rpartition("::")[2] for name in several["failures"]] == [
+        "test_the_quickstart_on_two_gpus_is_the_quickstart_of_one"
+    ]
+    assert (mended["complete"], mended["passed"], mended["failed"]) == (True, 1, 0)
+    assert f"[{several['passed']} passed]" in page
 
 
 # --- what runs learn --------------------------------------------------------------------------------------------------
@@ -294,6 +337,17 @@ def test_at_three_seeds_a_teachers_distribution_teaches_more_than_grpo_from_as_m
     assert begin("distillation", "") in (ROOT / "docs" / "distillation.md").read_text()
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("distillation-smollm2-*.json")), ids=lambda path: path.name)
+def test_a_tuned_copy_teaches_pretrained_weights_more_than_grpo_from_as_many_blocks(path):
+    found = json.loads(path.read_text())
+    grpo, divergence, _ = (
+        [run["points"][-1]["accuracy"] for run in found["runs"] if run["way"] == way] for way in distillation.WAYS
+    )
+    assert len(grpo) == len(divergence) == 3
+    assert min(divergence) > max(grpo)
+    assert found["teacher"]["accuracy"] > 0.5
+
+
 def test_a_correction_takes_the_bias_of_bfloat16_rollouts_away_and_the_plot_is_of_these_numbers(tmp_path):
     result = json.loads(sampler_bias.RESULT.read_text())
     for row in result["bias"]:
@@ -368,6 +422,8 @@ def test_the_page_has_the_first_calls_that_were_measured_alone():
     done = sum(row["ok"] is True for row in rows)
     page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
     assert f"first call takes {min(alone):.1f} to {max(alone):.1f} s with empty caches ([{done} first runs]" in page
+    done = sum(row["ok"] is True for row in committed("first-contact-H100")["rows"])
+    assert f"[{done} on an H100]" in page
 
 
 def test_the_first_step_of_a_135m_run_comes_within_12_seconds_or_30_with_empty_caches_and_the_page_says_when():

@@ -22,8 +22,8 @@ def test_that(outcome, request):
     if outcome == "skips":
         pytest.skip("needs 4 CUDA devices")
     assert outcome == "passes"
-    assert not os.path.exists(os.environ["TRITON_CACHE_DIR"])
-    assert not os.path.exists(os.environ["XDG_CACHE_HOME"])
+    assert not os.listdir(os.environ["TRITON_CACHE_DIR"])
+    assert not os.listdir(os.environ["XDG_CACHE_HOME"])
 
 @pytest.fixture
 def broken():
@@ -34,11 +34,11 @@ def test_without_the_marker():
 """
 
 
-def _run(folder, tests):
+def _run(folder, tests, *arguments):
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
-    command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", folder / "found.json", folder]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", "found.json", *arguments, "."]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "found.json").read_text())
 
 
@@ -51,3 +51,14 @@ def test_with_empty_caches_what_passed_failed_and_was_skipped_is_counted_with_re
     assert [name.rpartition("[")[2] for name in found["failures"]] == ["fails]", "breaks]"]
     assert found["environment"]["torch"]
     assert found["environment"]["caches"] == "empty"
+
+
+@pytest.mark.slow
+def test_what_fails_beside_others_runs_again_alone_and_is_named(tmp_path):
+    beside = 'import os, pytest\n\n@pytest.mark.multi_gpu\n@pytest.mark.parametrize("way", ["beside", "always"])\n'
+    beside += 'def test_that(way):\n    assert way == "beside" and "PYTEST_XDIST_WORKER" not in os.environ\n'
+    done, found = _run(tmp_path, beside, "--workers", "2")
+    assert done.returncode == 1
+    assert (found["passed"], found["failed"]) == (1, 1)
+    assert found["passed_alone"] == ["test_them.py::test_that[beside]"]
+    assert found["failures"] == ["test_them.py::test_that[always]"]

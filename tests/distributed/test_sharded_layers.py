@@ -15,9 +15,9 @@ from tests.models.tiny import packed
 from tests.ranks import run_on_ranks
 
 
-def _gradients(rank, mode):
+def _gradients(rank, name, mode):
     complete_interpreter()
-    model = small("qwen3").train()
+    model = small(name).train()
     install_row_invariant(model)
     ShardedModel(model, units_of(model), init_device_mesh("cpu", (2,)), dtype=None, on_host=False)
     set_modes(model, [mode] * len(backbone(model).layers))
@@ -29,8 +29,9 @@ def _gradients(rank, mode):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
-def test_shards_of_layers_that_run_again_have_the_gradients_of_those_that_keep_all():
-    kept, again = (run_on_ranks(2, _gradients, mode)[0] for mode in ("keep", "recompute"))
+@pytest.mark.parametrize("name", ["qwen3", "gpt_oss"])
+def test_shards_of_layers_that_run_again_have_the_gradients_of_those_that_keep_all(name):
+    kept, again = (run_on_ranks(2, _gradients, name, mode)[0] for mode in ("keep", "recompute"))
     assert kept.keys() == again.keys()
     assert len(kept) > 5
     assert all(torch.equal(kept[name], again[name]) for name in kept)

@@ -103,7 +103,8 @@ FAMILIES = (
         "no_rope_layers": [1, 0], "floor_scale": 3, "interleave_moe_layer_step": 2},
         "experts, chunks, layers without positions"),
     Family("qwen3_next", "Qwen3-Next", {**DELTA_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts"),
-    Family("qwen3_5_text", "Qwen3.5, 3.6 dense", DELTA_NET, "gated delta nets"),
+    Family("qwen3_5_text", "Qwen3.5, 3.6 dense", {
+        **DELTA_NET, "linear_key_head_dim": 16, "linear_value_head_dim": 32}, "gated delta nets", exact=True),
     Family("qwen3_5_moe_text", "Qwen3.5, 3.6 MoE", {**DELTA_NET, **EXPERTS, **SHARED_EXPERT},
            "gated delta nets, experts"),
     Family("olmo_hybrid", "Olmo Hybrid", {**DELTA_NET, "linear_num_key_heads": 4}, "gated delta nets"),

@@ -29,6 +29,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral-window": {"model_type": "mistral", **LLAMA, "sliding_window": 3},
     "gemma2": {"model_type": "gemma2", **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
     "gemma3": {"model_type": "gemma3_text", **GEMMA, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", **LLAMA, "head_dim": 16, "linear_num_key_heads": 1, "linear_num_value_heads": 2,
+        "linear_key_head_dim": 16, "linear_value_head_dim": 32, "linear_conv_kernel_dim": 3,
+        "layer_types": ["linear_attention", "full_attention"], "pad_token_id": None, "bos_token_id": None,
+        "eos_token_id": None,
+    },
     "cohere": {"model_type": "cohere", **LLAMA, "logit_scale": 0.25},
     "granite": {"model_type": "granite", **LLAMA, "logits_scaling": 3.0, "attention_multiplier": 0.5},
     "phi3-longrope": {

@@ -32,7 +32,7 @@ STATUS = """exit status:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe and what to do with it."""
     parser.epilog, parser.formatter_class = STATUS, argparse.RawDescriptionHelpFormatter
-    parser.add_argument("recipe", type=Path, help="YAML file, see recipes/ and docs/configuration.md")
+    parser.add_argument("recipe", type=Path, nargs="?", help="YAML file, see recipes/ and docs/configuration.md")
     add_overrides(parser)
     parser.add_argument("--dry-run", action="store_true", help="check everything, print the plan, train nothing")
     mode = parser.add_mutually_exclusive_group()
@@ -47,10 +47,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from the weights, optimizer state and position of another run's checkpoint (a block's number or a "
         "name; default: its latest at the end of a block), with this recipe's keys",
     )
+    parser.add_argument(
+        "--replay",
+        metavar="RUN",
+        type=Path,
+        help="repeat a run that logged its blocks, with its own recipe, and compare every token, metric and weight",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
+    _choose_recipe(options)
     with ExitStack() as stack:
         with loading("train"), cuda_context(_device_for(options)):
             import_transformers()
@@ -70,10 +77,30 @@ def run(options: argparse.Namespace) -> int:
             recipe,
             resume=resume,
             fork=options.fork,
+            replay=options.replay,
             numbered=options.numbered,
             callbacks=[_Ending(options.recipe, options.overrides)],
             clock=clock,
         ).exit_status
+
+
+def _choose_recipe(options: argparse.Namespace) -> None:
+    """Under ``--replay`` take the recipe of the run, and a name beside it.
+
+    Raises:
+        ConfigurationError: there is no recipe, or there are two.
+    """
+    run = options.replay
+    if (options.recipe is None) != (run is not None):
+        raise ConfigurationError(
+            needed="a recipe, or a run to --replay, which has its own",
+            given="neither" if run is None else "both",
+            remedy="Change keys of the run's recipe with --set.",
+        )
+    if run is not None:
+        run = run.resolve()
+        options.recipe, options.numbered = run / "config.yaml", True
+        options.overrides = [f"output={run.parent}", f"name={run.name}-replay", *options.overrides]
 
 
 def _device_for(options: argparse.Namespace) -> str:

@@ -74,6 +74,11 @@ class Arrangement:
         return self.shard * self.sequence
 
     @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.weights
+
+    @property
     def is_sharded(self) -> bool:
         """Whether a rank holds less than all weights."""
         return self.weights > 1
@@ -103,17 +108,13 @@ class Arrangement:
         groups = [_own_group(ranks.T.tolist(), timeout), _own_group(ranks.tolist(), timeout)]
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
-    def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-        """This rank's ``data`` and ``sequence`` group, as of ``Ranks``. A collective.
+    def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """This rank's ``data`` and ``sequence`` group, as of ``Ranks``. A collective of all ranks.
 
         Args:
             timeout: of one collective; None for torch's own.
         """
         world = self.replicate * self.shard * self.sequence
-        if self.sequence == 1:
-            group = dist.group.WORLD
-            assert group is not None
-            return group, None
         parts = torch.arange(world).view(-1, self.sequence)
         return _own_group(parts.T.tolist(), timeout), _own_group(parts.tolist(), timeout)
 

@@ -63,7 +63,7 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
             raise
         failure = error
     try:
-        failures = ranks.all_gather_object(None if failure is None else _described(failure))
+        failures = ranks.all_gather_object(None if failure is None else described(failure))
     except LostRankError:
         if failure is not None:
             raise failure from None
@@ -73,19 +73,25 @@ def failing_together(ranks: Ranks, work: str) -> Iterator[SharedWork]:
         return
     if failure is not None and (first == ranks.rank or not isinstance(failure, Exception)):
         raise failure
-    raise _error_of(failures[first], work, first) from failure
+    raise error_of(failures[first], work, first) from failure
 
 
-def _described(error: BaseException) -> list[str]:
-    """[class, needed, given, remedy] of one of our errors; [text] of any other."""
+def described(error: BaseException) -> list[str]:
+    """[class, needed, given, remedy] of one of our errors; [text] of any other: for ``error_of`` on another rank."""
     if isinstance(error, LogitlessError):
         kind = next(each for each in type(error).__mro__ if each.__module__ == errors.__name__)
         return [kind.__name__, error.needed, error.given, error.remedy]
     return [in_one_line(error)]
 
 
-def _error_of(described: list[str], work: str, rank: int) -> LogitlessError:
-    """The error that the other ranks raise."""
+def error_of(described: list[str], work: str, rank: int) -> LogitlessError:
+    """The error that the other ranks raise.
+
+    Args:
+        described: of the error of the rank that failed.
+        work: that it could not do, as a noun phrase.
+        rank: its number.
+    """
     match described:
         case [kind, needed, given, remedy]:
             error: LogitlessError = getattr(errors, kind)(

@@ -72,10 +72,26 @@ class Ranks:
 
     def arranged(self, arrangement: Arrangement) -> "Ranks":
         """The same ranks with a group for each dimension of the arrangement."""
-        if self.world == 1:
+        if arrangement.sequence == 1:
             return self
         data, sequence = arrangement.groups(self.timeout)
         self._derived.append(Ranks(data, sequence, self._everyone, self.timeout))
+        return self._derived[-1]
+
+    def subset(self, members: Sequence[int]) -> "Ranks | None":
+        """Some of these ranks as ranks of their own, numbered in this order; None on all others.
+
+        Args:
+            members: their numbers, ascending.
+
+        Example:
+            >>> Ranks.alone().subset([0]) == Ranks.alone()
+            True
+        """
+        group = dist.new_group(list(members), timeout=self.timeout) if len(members) > 1 else None
+        if self.rank not in members:
+            return None
+        self._derived.append(Ranks(group, timeout=self.timeout))
         return self._derived[-1]
 
     @property
@@ -165,19 +181,18 @@ class Ranks:
         local_ranks = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
         return tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0)
 
-    def shared(self, count: int, among: Sequence[int] | None = None) -> range:
+    def shared(self, count: int, among: Sequence[int]) -> range:
         """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective.
 
         Args:
             count: number of items.
-            among: the ranks that take a share; None: all.
+            among: the ranks that take a share.
 
         Example:
-            >>> Ranks.alone().shared(3)
+            >>> Ranks.alone().shared(3, among=[0])
             range(0, 3)
         """
-        taking = range(self.world) if among is None else among
-        return every_nth(count, taking.index(self.rank), len(taking)) if self.rank in taking else range(0)
+        return every_nth(count, among.index(self.rank), len(among)) if self.rank in among else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's rows of a list that interleaves the rows of all ranks. Not a collective.

@@ -71,25 +71,26 @@ class RepeatedRows:
         taken: Tensor = _Take.apply(x, self)  # type: ignore[no-untyped-call]
         return taken
 
+    def summed(self, grad: Float[Tensor, "U *rest"], num_rows: int) -> Float[Tensor, "T *rest"]:
+        """The gradient of ``take``, for an x of so many rows."""
+        out = grad.new_zeros(num_rows, *grad.shape[1:])
+        if self.again is None:
+            return out.index_copy_(0, self.index, grad)
+        out.index_copy_(0, self.index[self.first], grad.index_select(0, self.first))
+        wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
+        row, first, *further = self.again
+        total = grad.index_select(0, first).to(wide)
+        for place in further:
+            total[: len(place)] += grad.index_select(0, place).to(wide)
+        return out.index_copy_(0, row, total.to(grad.dtype))
+
 
 class _Take(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: RepeatedRows) -> Tensor:
-        ctx.rows, ctx.shape = rows, x.shape
+        ctx.rows, ctx.num_rows = rows, len(x)
         return x.index_select(0, rows.index)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        rows: RepeatedRows = ctx.rows
-        out = grad.new_zeros(ctx.shape)
-        if rows.again is None:
-            out.index_copy_(0, rows.index, grad)
-        else:
-            out.index_copy_(0, rows.index[rows.first], grad.index_select(0, rows.first))
-            wide = torch.float64 if grad.dtype == torch.float64 else torch.float32
-            row, first, *further = rows.again
-            total = grad.index_select(0, first).to(wide)
-            for place in further:
-                total[: len(place)] += grad.index_select(0, place).to(wide)
-            out.index_copy_(0, row, total.to(grad.dtype))
-        return out, None
+        return ctx.rows.summed(grad, ctx.num_rows), None

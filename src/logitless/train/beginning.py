@@ -115,11 +115,8 @@ class Beginning:
             lines = [*lines, *of_fork]
         loop.journal.message(*lines)
         if saved is not None:
-            loop.restore(saved)
-            if loop.ranks.broadcast_object(
-                any(change.key == "train.tokens_per_micro_batch" for change in self.changed)
-            ):
-                loop.learner.progress.halvings.clear()  # of the earlier size
+            resized = any(change.key == "train.tokens_per_micro_batch" for change in self.changed)
+            loop.restore(saved, resized=loop.ranks.broadcast_object(resized))
         elif self.folder is not None:
             loop.journal.message("no checkpoint yet: from the beginning")
 
@@ -202,7 +199,8 @@ def check_beginning(
                     check_fork(parent_of(fork), recipe, algorithm)
                 if not numbered and is_taken(folder):
                     raise taken(folder)
-    return ranks.broadcast_object(done)
+    told = ranks.broadcast_object(None if done is None else done.as_json())
+    return None if told is None else RunResult.of_json(told)
 
 
 def is_taken(folder: RunFolder) -> bool:

@@ -21,6 +21,7 @@ def train(
     *,
     resume: bool | Literal["auto"] = False,
     fork: str | Path | None = None,
+    replay: str | Path | None = None,
     numbered: bool = False,
     callbacks: Sequence[Callback] = (),
     clock: WallClock | None = None,
@@ -31,6 +32,8 @@ def train(
         recipe: the path of a YAML file, a mapping with the same keys, or a checked recipe.
         resume: continue the run of this name from its last checkpoint; ``"auto"``: if there is one, else start it.
         fork: ``RUN`` or ``RUN:CHECKPOINT``, whose weights, optimizer state and position a new run starts from.
+        replay: folder of a run that this one repeats on any number of processes; the first token, metric or weight
+            that differs in any bit ends it.
         numbered: if the name is taken, use ``name-2``, ``name-3``, ...
         callbacks: called as the run goes on (``Callback``), on the first rank; they may stop it.
         clock: started when the process began; None for a new one.
@@ -60,6 +63,7 @@ def train(
             recipe,
             resume=resume,
             fork=None if fork is None else str(fork),
+            replay=None if replay is None else Path(replay),
             numbered=numbered,
             callbacks=callbacks,
             ranks=ranks,

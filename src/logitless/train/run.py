@@ -1,5 +1,6 @@
 """Run a recipe: start it, or continue it from a checkpoint."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -9,12 +10,14 @@ from typing import Any, TypeAlias
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
 from logitless.rollout.environment import Driver, Environment
+from logitless.rollout.sampling_ranks import SamplingRanks, sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import check_before_start
@@ -25,9 +28,12 @@ from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
+from logitless.train.collect.replay import check_replayed, check_same_end
+from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.loop import Loop
+from logitless.train.optim.master_weights import drop_master_weights
 from logitless.train.plan.run_plan import check_disk, disk
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
@@ -41,6 +47,8 @@ from logitless.train.report.page import write_report
 from logitless.train.store.atomic import write_folder_atomically
 from logitless.train.store.checkpoint import read_checkpoint, restore_parameters
 
+logger = logging.getLogger("logitless")
+
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
 
@@ -50,6 +58,7 @@ def run_recipe(
     numbered: bool = False,
     resume: Resume = False,
     fork: str | None = None,
+    replay: Path | None = None,
     open_engines: OpenEngines = open_engines,
     environment: Environment | Driver | None = None,
     callbacks: Sequence[Callback] = (),
@@ -59,7 +68,7 @@ def run_recipe(
     """Run a recipe, or continue it.
 
     Args:
-        numbered, resume, fork, callbacks, clock: of ``logitless.train``.
+        numbered, resume, fork, replay, callbacks, clock: of ``logitless.train``.
         open_engines: makes the engines from resolved recipe, model and tokenizer; for engines that no recipe names.
         environment: answers the policy; None for the recipe's.
         ranks: that train together. All call this with the same recipe; only the first writes.
@@ -74,10 +83,18 @@ def run_recipe(
     if ended is not None:
         Callbacks(callbacks, is_first=ranks.is_first).end(ended)
         return ended
+    if replay is not None:
+        check_replayed(RunFolder(replay), recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     clock.outside("data")
     inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
-    ranks = ranks.arranged(inputs.arrangement)
+    everyone = ranks
+    training, exchange = parted(everyone, recipe.parallel.sampling)
+    if training is None:
+        assert exchange is not None
+        sample_only(inputs, exchange, open_engines, clock)
+        return RunResult.of_json(everyone.broadcast_object(None))
+    ranks = training.arranged(inputs.arrangement)
     check_writers(recipe.writers)
     clock.outside("start")
     with ExitStack() as stack:
@@ -89,12 +106,13 @@ def run_recipe(
         folder, recipe = stack.enter_context(run_folder(begun, recipe, ranks, numbered=numbered))
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
-            engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer))
+            sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.sampling else None
+            engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), sampling)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)
         loaded = _warm_started(inputs, loaded, journal, ranks)
-        parts = assemble(inputs, loaded, engines, ranks, folder=folder.path)
+        parts = assemble(inputs, loaded, engines, ranks, folder=folder.path, replayed=replay)
         del loaded  # of a sharded model, whole weights must not stay in memory
         services.callback(parts.collector.close)
         journal.message(*described(parts, ranks))
@@ -112,8 +130,47 @@ def run_recipe(
                     folder.write_summary({**summary, "seconds": clock.seconds()})
             raise
         _end(loop, result, inputs.tokenizer, services)
+        if replay is not None and result.complete:
+            with failing_together(ranks, "the run that is repeated"):
+                if ranks.is_first:
+                    check_same_end(folder, RunFolder(replay))
+            journal.message(f"every token, metric and weight is that of {replay}, bit for bit")
+        if recipe.parallel.sampling:
+            everyone.broadcast_object(result.as_json())
     loop.callbacks.end(result)
     return result
+
+
+def parted(ranks: Ranks, sampling: int) -> tuple[Ranks | None, Ranks | None]:
+    """The ranks that train, and the first of them with those that sample; each None on a rank that is not among them.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        sampling: how many sample and do nothing else: the last ones.
+    """
+    if not sampling:
+        return ranks, None
+    training = ranks.world - sampling
+    return ranks.subset(range(training)), ranks.subset([0, *range(training, ranks.world)])
+
+
+def sample_only(inputs: Inputs, exchange: Ranks, open_engines: OpenEngines, clock: WallClock) -> None:
+    """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
+
+    Args:
+        inputs: of the run.
+        exchange: of ``parted``.
+        open_engines, clock: of ``run_recipe``.
+    """
+    with _on_its_device(inputs.recipe.model, clock), ExitStack() as stack:
+        loaded = load(replace(inputs, arrangement=Arrangement()))
+        drop_master_weights(loaded.model.parameters())
+        engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
+        stack.callback(engines.close)
+        with Interrupt(logger.debug).heard():
+            sample_for(exchange, engines.training, loaded.model)
 
 
 @contextmanager

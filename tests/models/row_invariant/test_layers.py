@@ -27,7 +27,7 @@ PHI3["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "partial_r
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
-TWO_LAYERS = ("gemma3", "gpt_oss", "glm4_moe")
+TWO_LAYERS = ("gemma3", "gpt_oss", "glm4_moe", "qwen3_5")
 """With layers of two kinds."""
 ROUTED = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_key_value_heads": 2}
 OWN = {
@@ -41,7 +41,7 @@ OWN = {
 MIXTURES = {name: mixtures.MIXTURES[name] | ROUTED | own for name, own in OWN.items()}
 COVERED = {
     **MIXTURES,
-    **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3")},
+    **{name: CONFIGS[name] for name in ("qwen2", "qwen3", "mistral-window", "gemma2", "gemma3", "qwen3_5")},
     "llama-rope-scaled": {**CONFIGS["llama"], "rope_parameters": LLAMA3_ROPE},
     "phi3": PHI3,
 }
@@ -59,7 +59,7 @@ def small(name, **options):
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter_name, parameter in model.named_parameters():
-            if parameter_name.endswith(("bias", "sinks")) or "norm" in parameter_name:
+            if parameter_name.endswith(("bias", "sinks", "A_log")) or "norm" in parameter_name:
                 parameter.add_(torch.randn(parameter.shape, generator=generator).to(parameter) * 0.3)
     return model.eval()
 
@@ -272,7 +272,11 @@ FEW = Sizes(2, 2, 1, 2, (), packed=400, small=8, odd=6)
 
 @pytest.mark.parametrize(
     "name",
-    ["gpt_oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", *MIXTURES) if name != "gpt_oss")],
+    [
+        "gpt_oss",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", *MIXTURES) if name != "gpt_oss"),
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+    ],
 )
 def test_every_law_holds(name):
     laws = Laws(small(name, dtype=torch.bfloat16).requires_grad_(False), "cpu", sizes=FEW)

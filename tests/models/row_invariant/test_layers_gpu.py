@@ -196,14 +196,28 @@ def test_gate_and_up_in_one_kernel_have_the_bits_of_two_products_and_a_gate(gelu
             assert torch.equal(gated_product(rows[:count], weight, tile, gelu=gelu), expected[:count])
 
 
-def test_cublaslt_is_chosen_without_a_word_on_stderr():
+@pytest.mark.parametrize("first", ["while plans are tried", "of a known plan, in an autograd function"])
+def test_cublaslt_is_chosen_without_a_word_on_stderr(first):
     code = """
+import sys
 import torch
-from logitless.models.row_invariant.linear import library_product
+from logitless.models.row_invariant.linear import Plan, Shape, default_tiles, library_product, set_plan
 rows, weight = (torch.ones(64, 64, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-library_product("cublaslt", rows, weight, None, torch.empty_like(rows))
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(context, rows):
+        library_product("cublaslt", rows, weight, None, out := torch.empty_like(rows))
+        return out
+
+if "known" in sys.argv[1]:
+    shape = Shape.of(weight, None)
+    set_plan(shape, Plan(default_tiles(shape), {64: "cublaslt"}))
+    Product.apply(rows)
+else:
+    Product.forward(None, rows)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", code, first], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert "preferred_blas_library" not in done.stderr  # torch's own warning; imports of a machine may have theirs
 

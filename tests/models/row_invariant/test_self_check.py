@@ -7,6 +7,8 @@ from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import self_check as check
+from logitless.models.row_invariant.delta_check import DeltaProblem
+from logitless.models.row_invariant.delta_net import DecodedStates, DeltaForm
 from logitless.models.row_invariant.experts_check import ExpertsProblem
 from logitless.models.row_invariant.layers import AttentionForm, install_row_invariant
 from logitless.models.row_invariant.linear import Plan, Shape
@@ -55,6 +57,15 @@ def test_attention_here_has_the_bits_of_the_packed_row():
     }
     assert check.Report({}, attention={"form": found}).exact
     assert not check.Report({}, attention={"form": found | {"decoded, log-sum-exp": 1}}).exact
+
+
+def test_a_gated_delta_net_here_has_the_bits_of_the_packed_row():
+    problem = DeltaProblem.of(DeltaForm(1, 2, 16, 16, 3, 1e-6), torch.bfloat16, torch.device("cpu"))
+    found = problem.differences()
+    assert found == dict.fromkeys(("prefilled in chunks", "decoded behind a prompt", "decoded"), 0)
+    problem.slots.cache.solve[2, :, 1:].zero_()
+    wrong = problem._decoded(DecodedStates.of(torch.tensor([2]), torch.tensor([2])), 2)
+    assert not torch.equal(wrong, problem._packed()[2:3])
 
 
 def test_experts_here_have_the_same_bits_in_every_tile():

@@ -16,7 +16,8 @@ from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import steps
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.page_memory import PageMemory
-from logitless.rollout.gpu.steps import Steps
+from logitless.rollout.gpu.state_memory import slot_bytes
+from logitless.rollout.gpu.steps import Steps, forms_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
@@ -45,8 +46,9 @@ def interpreted_head(monkeypatch):
 
 
 def model_of(name="qwen3", end_bias=None, **options):
+    layers = {"num_hidden_layers": 2} if name == "qwen3_5" else {}  # one of each kind
     model = load_model(
-        {**(CONFIGS | MIXTURES)[name], **ONE_LAYER}, random_weights=True, seed=1, device=DEVICE, **options
+        {**(CONFIGS | MIXTURES)[name], **ONE_LAYER, **layers}, random_weights=True, seed=1, device=DEVICE, **options
     ).eval()
     if end_bias is not None:
         model.lm_head.bias = torch.nn.Parameter(torch.tensor([-1e4, -1e4, end_bias] + [0.0] * 8, device=DEVICE))
@@ -74,8 +76,9 @@ def without_version(groups):
         ({"targets": ("lm_head", "q_proj")}, "qwen3"),
         pytest.param({}, "qwen3_moe", marks=pytest.mark.slow),
         ({"targets": ("q_proj",)}, "mixtral"),
+        ({}, "qwen3_5"),
     ],
-    ids=["lora", "rslora", "trained-head", "head", "experts", "experts without adapters"],
+    ids=["lora", "rslora", "trained-head", "head", "experts", "experts without adapters", "gated delta nets"],
 )
 def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options, name):
     model = add_lora(model_of(name, end_bias=-1.0), LoraOptions(rank=2, **options))
@@ -104,6 +107,27 @@ def test_a_completion_has_the_same_tokens_whatever_else_is_sampled():
     assert few_rows == together[::2]
     assert len({completion.token_ids.tobytes() for completion in flat(together)}) > 4
     assert flat(engine.sample(PROMPTS[:1], 2, options, seed=2)) != together[0]
+
+
+@pytest.mark.slow
+def test_states_begin_anew_in_every_slot_and_tokens_are_those_of_any_rows_and_memory():
+    options, prompts = SamplingOptions(max_new_tokens=3), [*PROMPTS, Prompt("d", "", (4,) * 131)]
+    model = model_of("qwen3_5", end_bias=-1.0)
+    together = engine_of(model).sample(prompts, 2, options, seed=1)
+    few = engine_of(model, max_rows=1, prefill_tokens=11)  # one prompt has a state at a time
+    assert few.sample(prompts, 2, options, seed=1) == together
+    assert few.sample(prompts[:1], 2, options, seed=1) == together[:1]
+
+
+def test_recurrent_states_take_half_of_the_memory_and_too_little_is_an_error_that_names_what_fits():
+    model = model_of("qwen3_5", end_bias=-1.0)
+    each = slot_bytes(forms_of(engine_of(model)._model)[1], torch.float32)
+    options = SamplingOptions(max_new_tokens=2)
+    with pytest.raises(ConfigurationError, match=f"rollout.engine.memory to {6 * each}"):
+        engine_of(model, memory=6 * each - 2).sample(PROMPTS[:1], 2, options, seed=1)
+    engine = engine_of(model, memory=8 * each)
+    assert engine.sample(PROMPTS[:1], 2, options, seed=1) == engine_of(model).sample(PROMPTS[:1], 2, options, seed=1)
+    assert (engine._steps.max_rows, engine._steps.state_bytes) == (2, 4 * each)
 
 
 def test_stop_ids_and_limits_end_completions():

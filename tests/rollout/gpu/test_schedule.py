@@ -25,6 +25,7 @@ def calls(sample):
         "pool": Pool(least + sample(st.integers(0, 30))),
         "max_rows": sample(st.integers(1, 12)),
         "read_at_once": sample(st.integers(1, 200)),
+        **sample(st.sampled_from([{}, {"unit": PAGE, "num_states": 1}, {"unit": PAGE, "num_states": 3}])),
     }, sample(st.randoms(use_true_random=False))
 
 
@@ -36,18 +37,28 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
     read = [0] * len(lengths)
     left, ended, rounds = {}, set(), 0
     waited = 0
+    states, waiting = {}, [len(samples) for samples in options["samples"]]
     while schedule.unfinished:
         rounds += 1
         before = len(ended)
         readings = schedule.read()
-        assert sum(r.length for r in readings) <= options["read_at_once"]
+        assert sum(r.length for r in readings) <= max(options["read_at_once"], unit := options.get("unit", 1))
         for reading in readings:
             assert reading.start == read[reading.prompt]
+            assert reading.start % unit == 0
+            if "num_states" in options:  # nobody else's until its samples have begun
+                assert 0 <= reading.state < options["num_states"]
+                assert states.setdefault(reading.state, reading.prompt) == reading.prompt
             assert reading.start + reading.length <= len(reading.pages) * PAGE
             read[reading.prompt] += reading.length
         for row in schedule.begin():
             assert read[row.prompt] == lengths[row.prompt] - 1, "began before its prompt was read"
             assert (row.prompt, row.sample) not in left
+            if "num_states" in options and lengths[row.prompt] > 1:
+                assert states[row.state] == row.prompt
+                waiting[row.prompt] -= 1
+                if not waiting[row.prompt]:
+                    del states[row.state]
             assert len(row.pages) * PAGE >= lengths[row.prompt] + options["max_new_tokens"] - 1
             left[row.prompt, row.sample] = random.randint(1, options["max_new_tokens"])
         rows = schedule.rows

@@ -1,6 +1,6 @@
-"""The gate of a gated MLP: ``act(gate) * up`` in one kernel, and its backward.
+"""The gate of a gated MLP or attention: ``act(gate) * up`` in one kernel, and its backward.
 
-    act = SiLU: g / (1 + exp(-g));    GELU: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)))
+    act = SiLU: g / (1 + exp(-g));    GELU: g / 2 * (1 + tanh(sqrt(2 / pi) * (g + 0.044715 g^3)));    or the sigmoid
 
 in float32, rounded after ``act`` and after the product, as in transformers. It is elementwise, hence row-invariant; but
 its exponential may differ from torch's in a bit, so sampling and training both use it, or neither.
@@ -42,6 +42,7 @@ def gate_kernel(
     stride,
     width,  # I
     GELU: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -53,6 +54,8 @@ def gate_kernel(
     g = tl.load(gate + row * stride + column, mask=inside, other=0.0)
     u = tl.load(up + row * stride + column, mask=inside, other=0.0)
     act, _ = activation(g.to(tl.float32), GELU)
+    if SIGMOID:
+        act = sigmoid(g.to(tl.float32))
     product = act.to(g.dtype).to(tl.float32) * u.to(tl.float32)
     tl.store(out + row * width + column, product.to(g.dtype), mask=inside)
 
@@ -69,6 +72,7 @@ def gate_backward_kernel(
     grad_stride,
     width,  # I
     GELU: tl.constexpr,
+    SIGMOID: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """A block of a row's columns."""
@@ -79,6 +83,9 @@ def gate_backward_kernel(
     u = tl.load(up + row * stride + column, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(grad_out + row * width + column, mask=inside, other=0.0).to(tl.float32)
     act, slope = activation(g, GELU)
+    if SIGMOID:
+        act = sigmoid(g)
+        slope = act * (1.0 - act)
     at = row * grad_stride + column
     tl.store(grad_gate + at, (d * u * slope).to(grad_gate.dtype.element_ty), mask=inside)
     tl.store(grad_up + at, (d * act).to(grad_up.dtype.element_ty), mask=inside)
@@ -90,17 +97,20 @@ def _grid(gate: Tensor, most: int) -> tuple[tuple[int, int], int]:
     return (rows, divided_up(width, block)), block
 
 
-def gated(gate: Tensor, up: Tensor, *, gelu: bool, out: Tensor | None = None) -> Tensor:
+def gated(gate: Tensor, up: Tensor, *, gelu: bool, sigmoid: bool = False, out: Tensor | None = None) -> Tensor:
     """``act(gate) * up`` [T, I]; both may be columns of one wider tensor, with the same row stride."""
     out = empty_rows(*gate.shape, like=gate) if out is None else out
     grid, block = _grid(gate, 2048)
     gate_kernel[grid](
-        gate, up, out, gate.stride(0), gate.shape[1], GELU=gelu, BLOCK=block, num_warps=4, **overlapping(gate.device)
-    )
+        gate, up, out, gate.stride(0), gate.shape[1], GELU=gelu, SIGMOID=sigmoid, BLOCK=block, num_warps=4,
+        **overlapping(gate.device),
+    )  # fmt: skip
     return out
 
 
-def gated_backward(gate: Tensor, up: Tensor, grad_out: Tensor, *, gelu: bool) -> tuple[Tensor, Tensor]:
+def gated_backward(
+    gate: Tensor, up: Tensor, grad_out: Tensor, *, gelu: bool, sigmoid: bool = False
+) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, side by side in one [T, 2 I] tensor."""
     rows, width = gate.shape
     both = torch.empty(rows, 2 * width, dtype=gate.dtype, device=gate.device)
@@ -108,6 +118,6 @@ def gated_backward(gate: Tensor, up: Tensor, grad_out: Tensor, *, gelu: bool) ->
     grid, block = _grid(gate, 1024)
     gate_backward_kernel[grid](
         gate, up, grad_out, grad_gate, grad_up, gate.stride(0), both.stride(0), width,
-        GELU=gelu, BLOCK=block, num_warps=4,
+        GELU=gelu, SIGMOID=sigmoid, BLOCK=block, num_warps=4,
     )  # fmt: skip
     return grad_gate, grad_up

@@ -6,22 +6,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from logitless.models.kernels.rows import power_of_two
 from logitless.models.lm_head import backbone
 from logitless.models.rotary import LongRotary
 from logitless.models.row_invariant.experts import experts_of, router_of, uncovered_mixture
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
-    "qwen3_moe",
+    "qwen3_moe", "qwen3_5_text",
 )  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
+"""Families with norms before and after attention and MLP."""
+ONE_PLUS = (*GEMMA, "qwen3_5_text")
+"""Families whose norms multiply by ``1 + weight``."""
+GATED_ATTENTION = ("qwen3_5_text",)
+"""Families whose attention is multiplied by a gate; each head's query is followed by its gate."""
 ROUNDED_ONCE = ("gpt_oss",)
 """Families whose norms round after their weight only."""
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
-_LAYER_TYPES = ("full_attention", "sliding_attention")
+DELTA = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),)
+_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 
 def uncovered(model: nn.Module) -> tuple[str, ...]:
@@ -68,7 +75,9 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
     found = []
     dtypes = set()
     for layer in decoder.layers:
-        modules = [*modules_of(layer.self_attn, QKV), layer.self_attn.o_proj]
+        modules = [*inputs_of(layer), output_of(layer)]
+        if (mixer := delta_net_of(layer)) is not None:
+            found.extend(_uncovered_delta_net(mixer))
         if router_of(layer.mlp) is not None:
             found.extend(uncovered_mixture(layer.mlp, config))
             dtypes |= {weight.dtype for weight in experts_of(layer.mlp)[0].parameters()}
@@ -92,6 +101,35 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
     if len(dtypes) > 1:
         found.append("weights of several dtypes: " + ", ".join(sorted(str(d).removeprefix("torch.") for d in dtypes)))
     return found
+
+
+def _uncovered_delta_net(mixer: Any) -> list[str]:
+    found = []
+    for width in (mixer.head_k_dim, mixer.head_v_dim):
+        if width < 16 or width != power_of_two(width):
+            found.append(f"gated delta nets with heads of {width}, not a power of two from 16 on")
+    if mixer.activation not in ("silu", "swish"):
+        found.append(f"a convolution with the activation {mixer.activation}")
+    if mixer.conv1d.bias is not None:
+        found.append("a convolution with a bias")
+    return found
+
+
+def delta_net_of(layer: Any) -> Any:
+    """A layer's gated delta net; None in layers with attention."""
+    return layer._modules.get("linear_attn")
+
+
+def inputs_of(layer: Any) -> list[Any]:
+    """The linear maps that read the input of a layer's attention or delta net."""
+    mixer = delta_net_of(layer)
+    return modules_of(layer.self_attn, QKV) if mixer is None else modules_of(mixer, DELTA)
+
+
+def output_of(layer: Any) -> Any:
+    """The last linear map of a layer's attention or delta net."""
+    mixer = delta_net_of(layer)
+    return layer.self_attn.o_proj if mixer is None else mixer.out_proj
 
 
 def dense_mlp(mlp: Any) -> Any:

@@ -17,6 +17,14 @@ from logitless.errors import UnavailableError
 from logitless.models.kernels.rotary import HeadNorms, rotate
 from logitless.models.kernels.sinks import with_sinks
 from logitless.models.lm_head import backbone
+from logitless.models.row_invariant.delta_net import (
+    DecodedStates,
+    DeltaForm,
+    DeltaSlots,
+    DeltaWeights,
+    prefilled,
+    stepped,
+)
 from logitless.models.row_invariant.layers import AttentionForm, Installation, RopeTables
 from logitless.models.row_invariant.paged_attention import (
     DecodeLayout,
@@ -32,18 +40,20 @@ class PagedRows:
     """Rows whose keys and values are in pages: a token of each sequence, or chunks of sequences.
 
     Args:
-        caches: one a layer.
+        caches: one a layer: pages, or slots of states.
         layout: of the step or of the chunks.
         slots: [T] the cache's row of each token; -1 for a row without a query.
         position: [T] in its sequence, at least 0.
         tables: cosines and sines by name, for all positions that the pages hold.
+        states: of a step, for gated delta nets.
     """
 
-    caches: Sequence[PagedCache]
+    caches: Sequence[PagedCache | DeltaSlots]
     layout: DecodeLayout | PrefillLayout
     slots: Int[Tensor, "T"]
     position: Int[Tensor, "T"]
     tables: RopeTables
+    states: DecodedStates | None = None
 
     def attend(
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
@@ -51,6 +61,7 @@ class PagedRows:
     ) -> Tensor:  # fmt: skip
         """Write keys and values to the layer's pages, then attend to the pages."""
         cache, (cos, sin) = self.caches[index], self.tables.of(form.rope)
+        assert isinstance(cache, PagedCache)
         turned, _, _ = rotate(
             query, key, value, form.heads, self.position, cos, sin, norms,
             key_out=cache.key, value_out=cache.value, slot=self.slots,
@@ -62,10 +73,21 @@ class PagedRows:
             out, log_sum_exp = prefill_attention(turned, cache, self.layout, **options)
         return out.flatten(1) if sinks is None else with_sinks(out, log_sum_exp, sinks)
 
+    def continue_states(
+        self, index: int, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor, a: Tensor
+    ) -> Tensor:
+        """Convolution and rule, from the layer's slots, which move on."""
+        slots = self.caches[index]
+        assert isinstance(slots, DeltaSlots)
+        if isinstance(self.layout, PrefillLayout):
+            return prefilled(slots, self.layout.states(form.taps), form, weights, mixed, b, a)
+        assert self.states is not None
+        return stepped(slots, self.states, form, weights, mixed, b, a)
+
 
 @torch.no_grad()
 def prefill(
-    model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache], *,
+    model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache | DeltaSlots], *,
     num_layers: int | None = None,
 ) -> Float[Tensor, "T D"]:  # fmt: skip
     """Last hidden states of chunks of sequences; their keys and values are written to the sequences' pages.

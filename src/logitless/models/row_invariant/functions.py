@@ -99,7 +99,7 @@ class _NormAfter(torch.autograd.Function):
         return grad, grad_delta, grad_weight, None
 
 
-class _Once:
+class Once:
     """The results of one call, which is made for the first result requested; each is handed out once."""
 
     def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
@@ -128,7 +128,7 @@ class Rotary(torch.autograd.Function):
         turned = rotate(query, key, value, heads, position, cos, sin, norms)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
             raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
-            again = _Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
+            again = Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
             for number, out in enumerate(turned):
                 can_be_recomputed(out, partial(again.part, number))
         return turned
@@ -183,21 +183,35 @@ class HeadsAsRows(torch.autograd.Function):
         return grad.view(ctx.shape)
 
 
-class Gate(torch.autograd.Function):
-    """``act(gate) * up``."""
+class QueryAndGate(torch.autograd.Function):
+    """Queries and gates [T, H * E] of rows [T, H * 2 E], in which each head's query is followed by its gate."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    def forward(ctx: Any, both: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        ctx.heads = heads
+        query, gate = both.view(len(both), heads, 2, -1).unbind(2)
+        return query.flatten(1), gate.flatten(1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        refuse_twice()
+        return torch.stack([grad.view(len(grad), ctx.heads, -1) for grad in grads], 2).flatten(1), None
+
+
+class Gate(torch.autograd.Function):
+    """``act(gate) * up``; SiLU, GELU or the sigmoid."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, gelu: bool, sigmoid: bool = False) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.gelu = gelu
-        out = gated(gate, up, gelu=gelu)
+        ctx.act = {"gelu": gelu, "sigmoid": sigmoid}
+        out = gated(gate, up, **ctx.act)
         if recipes_are_kept():
-            kept_gate, kept_up = gate.detach(), up.detach()
-            can_be_recomputed(out, lambda: gated(kept_gate, kept_up, gelu=gelu))
+            can_be_recomputed(out, partial(gated, gate.detach(), up.detach(), **ctx.act))
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_twice()
         gate, up = ctx.saved_tensors
-        return *gated_backward(gate, up, grad.contiguous(), gelu=ctx.gelu), None
+        return *gated_backward(gate, up, grad.contiguous(), **ctx.act), *(None,) * (len(ctx.needs_input_grad) - 2)

@@ -30,19 +30,32 @@ from logitless.models.packed_layout import PackedLayout
 from logitless.models.row_invariant.coverage import (
     ACTIVATIONS,
     GATE_UP,
-    GEMMA,
-    QKV,
+    GATED_ATTENTION,
+    ONE_PLUS,
     ROUNDED_ONCE,
     activation_of,
+    delta_net_of,
     dense_mlp,
+    inputs_of,
     linear_of,
     modules_of,
+    output_of,
     uncovered,
+)
+from logitless.models.row_invariant.delta_net import (
+    Convolved,
+    DecayAndBeta,
+    DeltaForm,
+    DeltaRows,
+    DeltaRule,
+    DeltaWeights,
+    GatedNorm,
 )
 from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form, router_of
 from logitless.models.row_invariant.functions import (
     Gate,
     HeadsAsRows,
+    QueryAndGate,
     Rotary,
     Sinks,
     add_and_norm,
@@ -52,8 +65,9 @@ from logitless.models.row_invariant.functions import (
 from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
 
-_NORMS = ("input_layernorm", "post_attention_layernorm")
-_GEMMA_NORMS = (*_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
+_NORMS = (
+    "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -66,6 +80,7 @@ class AttentionForm:
         window: tokens a token attends to, itself included; None for all.
         softcap: of the scaled products.
         rope: name of the layer's table of positions.
+        gated: whether the output is multiplied by a gate.
     """
 
     heads: Heads
@@ -73,6 +88,7 @@ class AttentionForm:
     window: int | None
     softcap: float | None
     rope: str
+    gated: bool = False
 
 
 @runtime_checkable
@@ -84,6 +100,12 @@ class Rows(Protocol):
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """[T, H * E] of the layer ``index``."""
+        ...
+
+    def continue_states(
+        self, index: int, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor, a: Tensor
+    ) -> Tensor:
+        """[T, HV, V]: the convolution and the gated delta rule of the layer ``index``."""
         ...
 
 
@@ -119,12 +141,29 @@ class PackedRows:
         out, log_sum_exp = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
         return apply(HeadsAsRows, out) if sinks is None else apply(Sinks, out, log_sum_exp, sinks)
 
+    def continue_states(
+        self,
+        index: int,  # noqa: ARG002
+        form: DeltaForm,
+        weights: DeltaWeights,
+        mixed: Tensor,
+        b: Tensor,
+        a: Tensor,
+    ) -> Tensor:
+        """Convolution and rule, from zeros at the start of each sequence."""
+        assert isinstance(self.layout, AttentionLayout), "layers with states have no graphs"
+        rows = DeltaRows.of(self.layout, form.taps)
+        heads = apply(Convolved, mixed, weights.convolution, rows, form)
+        log_decay, beta = apply(DecayAndBeta, b, a, weights.a_log, weights.dt_bias, rows)
+        return cast(Tensor, apply(DeltaRule, *heads, log_decay, beta, rows.chunks, rows.own))
+
 
 class RopeTables:
     """Cosines and sines by position, computed by the model's rotary embedding and cached."""
 
     def __init__(self, decoder: Any, forms: Sequence[AttentionForm]) -> None:
         self._decoder, self._widths = decoder, {form.rope: form.heads.rotary for form in forms}
+        self._position = torch.Size([3, 1, -1]) if hasattr(decoder.rotary_emb, "mrope_section") else torch.Size([1, -1])
         self._tables: dict[str, tuple[Tensor, Tensor]] = {}
         self._key: tuple[Any, ...] = ()
 
@@ -136,7 +175,7 @@ class RopeTables:
             refuse_unwritten("the table of rotary positions", weight.device)
             reach = max(256, 1 << (length - 1).bit_length())
             self._key = (weight.dtype, weight.device)
-            position = torch.arange(reach, device=weight.device)[None]
+            position = torch.arange(reach, device=weight.device).expand(self._position)
             like = torch.empty(1, 1, 1, dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
                 for name, width in self._widths.items():
@@ -226,23 +265,23 @@ class RowInvariantLayer(GradientCheckpointingLayer):
 
     Args:
         original: transformers' layer.
-        form: of its attention.
+        form: of its attention or gated delta net.
         mixture: the form of its experts; None for a dense layer.
-        gemma: whether its norms are Gemma's.
+        gemma: whether its norms multiply by ``1 + weight``, as Gemma's.
         once: whether its norms round after their weight only.
         gelu: whether its activation is GELU, else SiLU.
     """
 
     def __init__(
-        self, original: nn.Module, form: AttentionForm, mixture: MixtureForm | None, *, gemma: bool, once: bool,
-        gelu: bool,
+        self, original: nn.Module, form: AttentionForm | DeltaForm, mixture: MixtureForm | None, *, gemma: bool,
+        once: bool, gelu: bool,
     ) -> None:  # fmt: skip
         _hold(self, original)
         self.row_invariant_form, self.row_invariant_mixture = form, mixture
         self.row_invariant_gemma, self.row_invariant_once, self.row_invariant_gelu = gemma, once, gelu
 
     @property
-    def row_invariant_kind(self) -> tuple[AttentionForm, MixtureForm | None]:
+    def row_invariant_kind(self) -> tuple[AttentionForm | DeltaForm, MixtureForm | None]:
         """Equal for layers that launch the same kernels."""
         return self.row_invariant_form, self.row_invariant_mixture
 
@@ -253,7 +292,7 @@ class RowInvariantLayer(GradientCheckpointingLayer):
             if delta is not None:
                 args = (delta, *args)
             return super().forward(hidden_states, *args, **kwargs)
-        weights = _LayerWeights.of(self, gemma=self.row_invariant_gemma)
+        weights = _LayerWeights.of(self)
         given = [hidden_states, *([] if delta is None else [delta])]
         made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
         return made if len(made) == 2 else (*made, None)
@@ -264,8 +303,9 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         """(residual, delta) of the next layer; without a delta, the residual alone."""
         norms, eps, gemma, once = weights.norms, weights.eps, self.row_invariant_gemma, self.row_invariant_once
         residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma, once)
-        delta = self._attention(x, rows, weights)
-        if gemma:
+        mix = self._delta_net if isinstance(self.row_invariant_form, DeltaForm) else self._attention
+        delta = mix(x, rows, weights)
+        if len(norms) == 4:
             residual = norm_and_add(residual, delta, norms[1], eps[1])
             residual, x = add_and_norm(residual, None, norms[2], eps[2], gemma)
             return (norm_and_add(residual, self._mlp(x, weights), norms[3], eps[3]),)
@@ -273,11 +313,22 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         return residual, self._mlp(x, weights)
 
     def _attention(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
-        form = self.row_invariant_form
-        heads = form.heads
-        query, key, value = _project(x, weights.qkv, (heads.query * heads.width, *[heads.key * heads.width] * 2))
+        form = cast(AttentionForm, self.row_invariant_form)
+        heads, gate = form.heads, None
+        query, key, value = _project(x, weights.inputs, (heads.query * heads.width, *[heads.key * heads.width] * 2))
+        if form.gated:
+            query, gate = apply(QueryAndGate, query, heads.query)
         attended = rows.attend(weights.index, form, query, key, value, weights.head_norms, weights.sinks)
+        if gate is not None:
+            attended = apply(Gate, gate, attended, False, True)
         return project(attended, [weights.out])[0]
+
+    def _delta_net(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
+        form, delta = cast(DeltaForm, self.row_invariant_form), weights.delta
+        assert delta is not None
+        mixed, gate, b, a = project(x, weights.inputs)
+        out = rows.continue_states(weights.index, form, delta, mixed, b, a)
+        return project(apply(GatedNorm, out, gate, delta.norm, form.eps), [weights.out])[0]
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         dense = None if weights.down is None else self._dense(x, weights.gate_up, weights.down)
@@ -304,8 +355,9 @@ class _LayerWeights:
         norms, eps: in order of use: two, or Gemma's four.
         head_norms: of queries and keys.
         sinks: [H] of attention.
-        qkv, gate_up: one or several projections; no ``gate_up`` where all experts are chosen by the router.
-        out, down: last projections of attention and MLP.
+        delta: of a gated delta net.
+        inputs, gate_up: one or several projections; no ``gate_up`` where all experts are chosen by the router.
+        out, down: last projections of attention or delta net, and MLP.
         mixture: the experts of a mixture, beside which ``gate_up`` and ``down`` are its shared experts.
     """
 
@@ -314,29 +366,31 @@ class _LayerWeights:
     eps: list[float]
     head_norms: HeadNorms | None
     sinks: Tensor | None
-    qkv: list[Projection]
+    delta: DeltaWeights | None
+    inputs: list[Projection]
     out: Projection
     gate_up: list[Projection]
     down: Projection | None
     mixture: MixtureWeights | None
 
     @classmethod
-    def of(cls, layer: Any, *, gemma: bool) -> "_LayerWeights":
-        attention, dense, form = layer.self_attn, dense_mlp(layer.mlp), layer.row_invariant_mixture
-        names = _GEMMA_NORMS if gemma else _NORMS
-        norms = [layer._modules[name] for name in names]
+    def of(cls, layer: Any) -> "_LayerWeights":
+        mixer, dense, form = delta_net_of(layer), dense_mlp(layer.mlp), layer.row_invariant_mixture
+        attention = layer.self_attn if mixer is None else mixer
+        norms = [layer._modules[name] for name in _NORMS if name in layer._modules]
         head_norms = None
         if "q_norm" in attention._modules:
             query, key = attention.q_norm, attention.k_norm
-            head_norms = HeadNorms(query.weight, key.weight, _epsilon(query), gemma)
+            head_norms = HeadNorms(query.weight, key.weight, _epsilon(query), layer.row_invariant_gemma)
         return cls(
             attention.layer_idx,
             [norm.weight for norm in norms],
             [_epsilon(norm) for norm in norms],
             head_norms,
             attention._parameters.get("sinks"),
-            [_projection(module) for module in modules_of(attention, QKV)],
-            _projection(attention.o_proj),
+            None if mixer is None else DeltaWeights.of(mixer),
+            [_projection(module) for module in inputs_of(layer)],
+            _projection(output_of(layer)),
             [] if dense is None else [_projection(module) for module in modules_of(dense, GATE_UP)],
             None if dense is None else _projection(dense.down_proj),
             None if form is None else MixtureWeights.of(layer.mlp, form),
@@ -346,7 +400,8 @@ class _LayerWeights:
     def tensors(self) -> list[Tensor]:
         of_heads = [] if self.head_norms is None else [self.head_norms.query, self.head_norms.key]
         of_heads += [] if self.sinks is None else [self.sinks]
-        projections = [*self.qkv, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
+        of_heads += self.delta or []
+        projections = [*self.inputs, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
         of_experts = [] if self.mixture is None else self.mixture.tensors
         return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None), *of_experts]
 
@@ -401,6 +456,8 @@ class Installation:
         layers = decoder.layers[: decoder.config.num_hidden_layers]
         if any(layer.row_invariant_mixture is not None for layer in layers):
             return  # padding rows would be counted among those that the routers send to experts
+        if any(isinstance(layer.row_invariant_form, DeltaForm) for layer in layers):
+            return  # a graph's launches are fixed, and those of gated delta nets depend on the tree of prompts
         forms = dict.fromkeys(
             Form(form.heads.query, form.heads.key, form.heads.width, form.window)
             for form in (layer.row_invariant_form for layer in layers)
@@ -411,7 +468,7 @@ class Installation:
             return cast(Tensor, decoder.run_layers(hidden, PackedRows(layout, layout.position, self.tables)))
 
         def tensors() -> list[Tensor]:
-            weights = [_LayerWeights.of(layer, gemma=self.gemma).tensors for layer in layers]
+            weights = [_LayerWeights.of(layer).tensors for layer in layers]
             return [decoder.norm.weight, *(tensor for each in weights for tensor in each)]
 
         self.graphs = LayerGraphs(run, tensors, list(forms), _kept_bytes(decoder))
@@ -458,18 +515,19 @@ def install_row_invariant(model: nn.Module) -> Installation:
         return Installation(model, missing)
     decoder: Any = backbone(model)
     config = decoder.config.get_text_config()
-    gemma, once = config.model_type in GEMMA, config.model_type in ROUNDED_ONCE
+    gemma, once = config.model_type in ONE_PLUS, config.model_type in ROUNDED_ONCE
     forms = [_form(decoder, layer, config) for layer in decoder.layers]
-    tables, originals = RopeTables(decoder, forms), [*decoder.layers, decoder]
+    tables = RopeTables(decoder, [form for form in forms if isinstance(form, AttentionForm)])
+    originals = [*decoder.layers, decoder]
     installation = Installation(model, (), gemma, once, tables, originals)
     for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
         dense = dense_mlp(layer.mlp)
-        for owner, names in ((layer.self_attn, QKV), *([] if dense is None else [(dense, GATE_UP)])):
-            linears = [linear_of(module) for module in modules_of(owner, names)]
+        for modules in (inputs_of(layer), *([] if dense is None else [modules_of(dense, GATE_UP)])):
+            linears = [linear_of(module) for module in modules]
             lay_end_to_end([linear.weight for linear in linears])
             if all(linear.bias is not None for linear in linears):
                 lay_end_to_end([linear.bias for linear in linears])
-            _lay_adapters_end_to_end(modules_of(owner, names))
+            _lay_adapters_end_to_end(modules)
         kind = _of_family(RowInvariantLayer, layer.__class__)
         experts = None if router_of(layer.mlp) is None else mixture_form(layer.mlp, config)
         gelu = ACTIVATIONS[activation_of(config)]
@@ -479,7 +537,9 @@ def install_row_invariant(model: nn.Module) -> Installation:
     return installation
 
 
-def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
+def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm | DeltaForm:
+    if (mixer := delta_net_of(layer)) is not None:
+        return DeltaForm.of(mixer)
     attention = layer.self_attn
     kind = (getattr(config, "layer_types", None) or ["full_attention"] * (attention.layer_idx + 1))[attention.layer_idx]
     by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
@@ -496,6 +556,7 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm:
         window=getattr(config if whole else attention, "sliding_window", None),
         softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
         rope=kind if by_kind else "",
+        gated=config.model_type in GATED_ATTENTION,
     )
 
 

@@ -155,13 +155,16 @@ def plan_for(shape: Shape) -> Plan:
 
 
 def set_plan(shape: Shape, plan: Plan) -> None:
+    """Use this plan for products of this shape from now on."""
+    if "cublaslt" in plan.ways.values():
+        _meet_the_libraries()  # in an autograd function torch's message would be a warning of Python's
     _plans[shape] = plan
 
 
 @contextmanager
 def _without_split_k() -> Iterator[None]:
     """Make torch use cuBLASLt without split-K inside."""
-    _meet_the_libraries()
+    _meet_the_libraries()  # for plans that are being tried
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k
     half = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction_split_k

@@ -17,6 +17,7 @@ from torch import Tensor
 from logitless.errors import InputError
 from logitless.models.attention import check_heads, cut, forward_tiles, in_order, launches, table
 from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
+from logitless.models.row_invariant.delta_net import PrefilledStates
 
 PAGE = BLOCK
 
@@ -50,11 +51,12 @@ class PagedCache(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a sequence whose first has position ``start``, and the sequence's pages from position 0 on."""
+    """Tokens of a sequence whose first has position ``start``, its pages from position 0 on, and its slot of states."""
 
     start: int
     length: int
     pages: tuple[int, ...]
+    slot: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,8 +115,16 @@ class PrefillLayout:
         return self.page_table[chunk, self.positions // PAGE].long() * PAGE + self.positions % PAGE
 
     @cached_property
-    def _tables(self) -> dict[tuple[int, int, int | None], Tensor]:
+    def _tables(self) -> dict[Any, Any]:
         return {}
+
+    def states(self, taps: int) -> PrefilledStates:
+        """The slots that the chunks continue, of gated delta nets with a convolution of so many taps."""
+        if ("states", taps) not in self._tables:
+            chunks = [(chunk.start, chunk.length, chunk.slot) for chunk in self.chunks]
+            self._tables["states", taps] = PrefilledStates.of(chunks, taps, self.device)
+        found: PrefilledStates = self._tables["states", taps]
+        return found
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
         """As of ``AttentionLayout``: line of the page table, positions before the chunk, row, length, token."""
@@ -130,7 +140,8 @@ class PrefillLayout:
             order = in_order(chunk, end - lowest, num_key_heads)
             columns = (chunk, start[chunk], (length.cumsum(0) - length)[chunk], length[chunk], first)
             self._tables[key] = table(columns, order, self.device)
-        return self._tables[key]
+        found: Tensor = self._tables[key]
+        return found
 
 
 def prefill_attention(

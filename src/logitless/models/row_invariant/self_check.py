@@ -3,20 +3,19 @@
 That tensor cores sum in the same order for every tile, and that a library does not split K at some number of rows, are
 observations, which a new GPU, driver or library may break. So they are checked: for the shapes of a model's products,
 cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; the tiles of a mixture's
-experts against each other; and decoded and prefilled attention against the packed row's, also its float32 log-sum-exp,
-where a difference shows a thousand times as often. What differs is not used. Findings are cached on disk by device,
-driver and versions.
+experts against each other; and decoded and prefilled attention and gated delta nets against the packed row's, of
+attention also the float32 log-sum-exp, where a difference shows a thousand times as often. What differs is not used.
+Findings are cached on disk by device, driver and versions.
 """
 
 import hashlib
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
 from logitless.graph_capture import captured, side_stream
+from logitless.installed import gpu_driver
 from logitless.models import attention
 from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.gate import gated
@@ -35,9 +35,18 @@ from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_o
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
-from logitless.models.row_invariant import attention_check, experts_check, linear, paged_attention
+from logitless.models.row_invariant import (
+    attention_check,
+    delta_check,
+    delta_net,
+    experts_check,
+    linear,
+    paged_attention,
+)
 from logitless.models.row_invariant.attention_check import AttentionProblem
-from logitless.models.row_invariant.coverage import GATE_UP, QKV, dense_mlp, linear_of, modules_of
+from logitless.models.row_invariant.coverage import GATE_UP, dense_mlp, inputs_of, linear_of, modules_of, output_of
+from logitless.models.row_invariant.delta_check import DeltaProblem, delta_name
+from logitless.models.row_invariant.delta_net import DeltaForm
 from logitless.models.row_invariant.experts import experts_of, router_of
 from logitless.models.row_invariant.experts_check import ExpertsProblem
 from logitless.models.row_invariant.layers import AttentionForm
@@ -94,8 +103,8 @@ class Report:
     Args:
         machine: device, driver and versions.
         linear: by shape, in words.
-        attention: count of numbers that differ from the packed row's, by form and kernel, in words; unless all are 0,
-            attention is not row-invariant here.
+        attention: count of numbers that differ from the packed row's, by form and kernel, in words, of attention and
+            gated delta nets; unless all are 0, they are not row-invariant here.
         experts: count of numbers that differ between tiles, likewise.
         seconds: duration; about 0 if everything was cached.
     """
@@ -151,10 +160,11 @@ def rows_in_words(counts: Sequence[int]) -> str:
 
 
 def check_shapes(
-    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm], dtype: torch.dtype, device: torch.device, *,
-    experts: Sequence[ExpertsProblem] = (), folder: Path | None = None, beside: Callable[[], object] | None = None,
+    shapes: Sequence[tuple[Shape, bool]], forms: Sequence[AttentionForm | DeltaForm], dtype: torch.dtype,
+    device: torch.device, *, experts: Sequence[ExpertsProblem] = (), folder: Path | None = None,
+    beside: Callable[[], object] | None = None,
 ) -> Report:  # fmt: skip
-    """``self_check`` of (product shape, whether it only has few rows) pairs, forms of attention, and experts."""
+    """``self_check`` of (product shape, whether it only has few rows) pairs, forms of layers, and experts."""
     path = _known_path(folder, device)
     known = _read(path)
     report = Report(machine(device))
@@ -163,10 +173,10 @@ def check_shapes(
     known_forms = known.setdefault("attention", {})
     unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
     new = [form for form in forms if form_name(form, dtype) not in known_forms]
-    problems = [AttentionProblem.of(form, dtype, device) for form in new]
+    problems = {form_name(form, dtype): _problem(form, dtype, device) for form in new}
     known_experts = known.setdefault("experts", {})
     new_experts = [problem for problem in experts if problem.name not in known_experts]
-    attended = [*(problem.launched for problem in problems), *(each.launched for each in new_experts)]
+    attended = [*(problem.launched for problem in problems.values()), *(each.launched for each in new_experts)]
     others = [] if beside is None else [beside]
     with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
         attention_compiled, products_compiled, _ = (
@@ -182,8 +192,8 @@ def check_shapes(
             set_plan(shape, known_shape.plan)
             report.linear[name] = known_shape.finding
         attention_compiled()
-        for problem in problems:
-            known_forms[form_name(problem.form, dtype)] = problem.differences()
+        for name, problem in problems.items():
+            known_forms[name] = problem.differences()
         for each in new_experts:
             known_experts[each.name] = each.differences()
         report.experts = {each.name: known_experts[each.name] for each in experts}
@@ -209,7 +219,15 @@ def _compiled(device: torch.device, *groups: Sequence[Callable[[], object]]) -> 
         yield [compiling.begin(calls) for calls in groups]
 
 
-def _forms(decoder: Any) -> list[AttentionForm]:
+def _problem(
+    form: AttentionForm | DeltaForm, dtype: torch.dtype, device: torch.device
+) -> AttentionProblem | DeltaProblem:
+    if isinstance(form, DeltaForm):
+        return DeltaProblem.of(form, dtype, device)
+    return AttentionProblem.of(form, dtype, device)
+
+
+def _forms(decoder: Any) -> list[AttentionForm | DeltaForm]:
     return list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
 
 
@@ -228,13 +246,13 @@ def machine(device: torch.device) -> dict[str, str]:
     """What cached findings depend on."""
     sources = b"".join(
         Path(m.__file__ or "").read_bytes()
-        for m in (linear, attention, paged_attention, attention_check, experts_check)
+        for m in (linear, attention, paged_attention, attention_check, experts_check, delta_net, delta_check)
     )
     kernels = Path(__file__).parents[1] / "kernels"
     sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "driver": _driver(),
+        "driver": str(gpu_driver()),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
@@ -243,21 +261,12 @@ def machine(device: torch.device) -> dict[str, str]:
     }
 
 
-@cache
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    except OSError:
-        return "unknown"
-
-
 def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     """Distinct shapes of a model's products, and whether each only has few rows (logits while decoding)."""
     decoder: Any = backbone(model)
     found: dict[Shape, bool] = {}
     for layer in decoder.layers:
-        for modules in (modules_of(layer.self_attn, QKV), [layer.self_attn.o_proj]):
+        for modules in (inputs_of(layer), [output_of(layer)]):
             _add_shapes(found, modules)
         if (router := router_of(layer.mlp)) is not None:
             out_dtype = torch.float32 if layer.row_invariant_mixture.float32_router else None
@@ -550,7 +559,9 @@ def shape_name(shape: Shape) -> str:
     return name + (", bias" if shape.bias else "")
 
 
-def form_name(form: AttentionForm, dtype: torch.dtype) -> str:
+def form_name(form: AttentionForm | DeltaForm, dtype: torch.dtype) -> str:
+    if isinstance(form, DeltaForm):
+        return delta_name(form, dtype)
     heads = form.heads
     name = f"{heads.query} heads, {heads.key} of keys, {heads.width} wide, {str(dtype).removeprefix('torch.')}"
     if form.window is not None:

@@ -26,13 +26,14 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.errors import ConfigurationError, InputError, TrainingError, UnavailableError
 from logitless.head.api import why_not
 from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.models.modes import evaluating
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.row_invariant.decoding import prefill
+from logitless.models.row_invariant.delta_net import CHUNK
 from logitless.models.row_invariant.layers import Installation, install_row_invariant
 from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
 from logitless.rollout.completions import (
@@ -45,7 +46,19 @@ from logitless.rollout.completions import (
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu.page_pool import Pool, PromptPages, pages_for, pages_within
 from logitless.rollout.gpu.schedule import Reading, Row, Schedule
-from logitless.rollout.gpu.steps import MOST_ROWS, Begin, Log, Place, Steps, TokenSampling, bucket, facts_of
+from logitless.rollout.gpu.state_memory import prompt_slots, slot_bytes, slots_for
+from logitless.rollout.gpu.steps import (
+    BUCKETS,
+    MOST_ROWS,
+    Begin,
+    Log,
+    Place,
+    Steps,
+    TokenSampling,
+    bucket,
+    facts_of,
+    forms_of,
+)
 from logitless.rollout.gpu.token_sampling import key_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
@@ -62,7 +75,7 @@ class GpuEngine:
         tokenizer: decodes completions; its EOS token ends them.
         max_rows: completions decoded at once, at most 2048.
         prefill_tokens: prompt tokens to prefill in a round.
-        memory: bytes for keys and values while sampling; None takes half of the free memory.
+        memory: bytes for keys, values and recurrent states while sampling; None takes half of the free memory.
 
     Raises:
         UnavailableError: Triton is absent, or the model has layers that are not covered (named).
@@ -152,6 +165,7 @@ class GpuEngine:
         wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
+            rows = self._rows_within_memory(rows)
             self._check_model(wanted, rows)
             while wanted.unfinished:
                 try:
@@ -180,6 +194,31 @@ class GpuEngine:
             self._steps = kept = None  # frees the old state before the new one is allocated
             self._steps = kept = Steps(self._model, **wanted)
         return kept
+
+    @property
+    def _budget(self) -> int:
+        """Bytes for keys, values and states."""
+        return _budget(self._weight.device) if self.memory is None else self.memory
+
+    def _rows_within_memory(self, rows: int) -> int:
+        """At most so many rows, whose recurrent states take at most half of the memory.
+
+        Raises:
+            ConfigurationError: there is not enough for one.
+        """
+        _, forms = forms_of(self._model)
+        each, half = slot_bytes(forms, self._weight.dtype), self._budget // 2
+        fit = [count for count in BUCKETS if each * slots_for(count) <= half]
+        if not fit:
+            least = 2 * each * slots_for(1)
+            raise ConfigurationError(
+                needed=f"{least:,} bytes to sample, half of them for the recurrent states of one completion",
+                given=f"a budget of {2 * half:,}",
+                remedy=f"Raise rollout.engine.memory to {least}.",
+            )
+        if fit[-1] < rows:
+            logger.warning("recurrent states fit for %d of %d rows at once (rollout.engine.memory)", fit[-1], rows)
+        return min(rows, fit[-1])
 
     def _limit(self, prompt: Prompt, sample: int, options: SamplingOptions) -> int:  # noqa: ARG002
         """The most new tokens of a completion; benchmarks override it to set each one's length."""
@@ -285,7 +324,7 @@ class _Session:
         steps = engine._steps_for(max_rows, wanted.max_pages, wanted.num_samples)
         self.steps, self.device = steps, steps.device
         num_pages = pages_within(
-            _budget(self.device) if engine.memory is None else engine.memory,
+            engine._budget - steps.state_bytes,
             steps.page_bytes,
             needs,
             lengths,
@@ -296,7 +335,8 @@ class _Session:
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
-            read_at_once=read_at_once,
+            read_at_once=read_at_once, unit=1 if steps.states is None else CHUNK,
+            num_states=None if steps.states is None else prompt_slots(steps.max_rows),
         )  # fmt: skip
         self.placed: Place | None = None
         self.count = 0
@@ -343,7 +383,8 @@ class _Session:
             return
         ids = [self.wanted.prompts[r.prompt].token_ids[r.start : r.start + r.length] for r in readings]
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
-        layout = PrefillLayout([Chunk(r.start, r.length, r.pages) for r in readings], self.device)
+        first = self.steps.max_rows + 1  # slots of prompts are behind those of rows and the empty one
+        layout = PrefillLayout([Chunk(r.start, r.length, r.pages, first + r.state) for r in readings], self.device)
         prefill(self.model, tokens, layout, self.steps.caches)
 
     def _begin(self, rows: Sequence[Row]) -> None:
@@ -362,6 +403,7 @@ class _Session:
                     row.pages,
                     row.copy,
                     prompts[row.prompt].token_ids,
+                    row.state,
                 )
                 for row in rows
             ],

@@ -18,12 +18,13 @@ from logitless.rollout.gpu.page_pool import Pool, PromptPages
 
 
 class Reading(NamedTuple):
-    """A chunk of a prompt, to prefill into its pages."""
+    """A chunk of a prompt, to prefill into its pages and its state."""
 
     prompt: int
     start: int
     length: int
     pages: tuple[int, ...]
+    state: int = -1
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,7 @@ class Row:
         pages: from position 0 on; the first ``shared`` are the prompt's.
         shared: number of pages shared with the prompt's other samples.
         copy: (page in which the prompt ends, this row's copy of it); None if the prompt ends with a page.
+        state: of the prompt; -1: none.
     """
 
     prompt: int
@@ -44,6 +46,7 @@ class Row:
     pages: tuple[int, ...]
     shared: int
     copy: tuple[int, int] | None
+    state: int = -1
 
 
 @dataclass
@@ -56,6 +59,7 @@ class _Begun:
         pages: the prompt's, with the one that it ends in last.
         first: pages reserved for the first sample, until it starts.
         waiting: samples that have not started.
+        state: its number among prompts with waiting samples; -1: none.
         read: prefilled tokens.
         running: samples being decoded.
     """
@@ -65,6 +69,7 @@ class _Begun:
     pages: tuple[int, ...]
     first: tuple[int, ...]
     waiting: deque[int]
+    state: int = -1
     read: int = 0
     running: set[int] = field(default_factory=set)
 
@@ -79,11 +84,14 @@ class Schedule:
         pool: with room for any one sample and its prompt.
         max_rows: samples decoded at once.
         read_at_once: prompt tokens to prefill in a round.
+        unit: prompts are prefilled in multiples of so many tokens, but to their end; more than ``read_at_once`` if that
+            is less.
+        num_states: prompts that may have a state at once; None: prompts have none.
 
     Example:
         >>> schedule = Schedule([3], [[0, 1]], max_new_tokens=4, pool=Pool(8), max_rows=1, read_at_once=16)
         >>> schedule.read()
-        [Reading(prompt=0, start=0, length=2, pages=(0,))]
+        [Reading(prompt=0, start=0, length=2, pages=(0,), state=-1)]
         >>> [row.sample for row in schedule.begin()], schedule.begin()
         ([0], [])
         >>> schedule.end(schedule.rows[0])
@@ -93,10 +101,11 @@ class Schedule:
 
     def __init__(
         self, lengths: Sequence[int], samples: Sequence[Sequence[int]], *, max_new_tokens: int, pool: Pool,
-        max_rows: int, read_at_once: int,
+        max_rows: int, read_at_once: int, unit: int = 1, num_states: int | None = None,
     ) -> None:  # fmt: skip
         self._lengths, self._samples, self._new, self._pool = lengths, samples, max_new_tokens, pool
-        self._read_at_once = read_at_once
+        self._read_at_once, self._unit = max(unit, read_at_once), unit
+        self._states = None if num_states is None else list(range(num_states))[::-1]
         order = sorted((p for p in range(len(lengths)) if samples[p]), key=lambda p: (-lengths[p], p))
         self._waiting = deque(order)
         self._begun: list[_Begun] = []
@@ -114,7 +123,7 @@ class Schedule:
         found: list[Reading] = []
         for begun in self._begun:
             room -= self._read(begun, room, found)
-        while room and self._waiting and self._wanted():
+        while room >= self._unit and self._waiting and self._wanted() and self._states != []:
             prompt = self._waiting[0]
             need = PromptPages.of(self._lengths[prompt], self._new)
             kept = sum(begun.need.own for begun in self._begun if begun.waiting and not begun.first)
@@ -124,15 +133,18 @@ class Schedule:
             assert pages is not None, "counted above"
             self._waiting.popleft()
             stored = need.shared + need.ends_within
-            begun = _Begun(prompt, need, pages[:stored], pages[stored:], deque(self._samples[prompt]))
+            state = -1 if not self._states or self._lengths[prompt] == 1 else self._states.pop()
+            begun = _Begun(prompt, need, pages[:stored], pages[stored:], deque(self._samples[prompt]), state)
             self._begun.append(begun)
             room -= self._read(begun, room, found)
         return found
 
     def _read(self, begun: _Begun, room: int, found: list[Reading]) -> int:
-        length = min(room, self._lengths[begun.prompt] - 1 - begun.read)
+        length = min(room, rest := self._lengths[begun.prompt] - 1 - begun.read)
+        if length < rest:
+            length -= length % self._unit
         if length > 0:
-            found.append(Reading(begun.prompt, begun.read, length, begun.pages))
+            found.append(Reading(begun.prompt, begun.read, length, begun.pages, begun.state))
             begun.read += length
         return max(0, length)
 
@@ -152,6 +164,10 @@ class Schedule:
                     return found
                 begun.first = ()
                 found.append(self._row(begun, own))
+            if not begun.waiting and begun.state >= 0:  # every sample has its copy
+                assert self._states is not None
+                self._states.append(begun.state)
+                begun.state = -1
         return found
 
     def _row(self, begun: _Begun, own: tuple[int, ...]) -> Row:
@@ -163,6 +179,7 @@ class Schedule:
             begun.pages[:shared] + own,
             shared,
             (begun.pages[shared], own[0]) if begun.need.ends_within else None,
+            begun.state,
         )
         begun.running.add(row.sample)
         self.rows.append(row)

@@ -24,6 +24,8 @@ from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.kernels.linear import fixed_order_product
 from logitless.models.lm_head import backbone, lm_head
 from logitless.models.row_invariant.decoding import PagedRows, prefill
+from logitless.models.row_invariant.delta_net import DecodedStates, DeltaForm, DeltaSlots
+from logitless.models.row_invariant.layers import AttentionForm
 from logitless.models.row_invariant.linear import _tile_of_any_length, product
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
@@ -35,6 +37,7 @@ from logitless.models.row_invariant.paged_attention import (
 )
 from logitless.rollout.gpu.page_memory import PageMemory
 from logitless.rollout.gpu.page_pool import pages_for
+from logitless.rollout.gpu.state_memory import StateMemory, slot_bytes, slots_for
 from logitless.rollout.gpu.token_sampling import sample_tokens
 from logitless.rollout.sampling import History, SamplingOptions
 from logitless.transfer import sent
@@ -71,6 +74,7 @@ class Begin(NamedTuple):
         pages: from position 0 on.
         copy: (page in which its prompt ends, its own copy of it); None if the prompt ends with a page.
         prompt: [L] its prompt's tokens.
+        state: of its prompt, among prompts that have one; -1: none.
     """
 
     slot: int
@@ -81,6 +85,7 @@ class Begin(NamedTuple):
     pages: tuple[int, ...]
     copy: tuple[int, int] | None
     prompt: np.ndarray
+    state: int = -1
 
 
 class Place(NamedTuple):
@@ -143,8 +148,8 @@ class Steps:
     def __init__(self, model: nn.Module, *, max_rows: int, max_pages: int, group_size: int) -> None:
         decoder: Any = backbone(model)
         self.model, self.head, weight = model, lm_head(model), decoder.norm.weight
-        heads = [layer.row_invariant_form.heads for layer in decoder.layers]
-        if len({(h.key, h.width) for h in heads}) > 1:
+        self.forms, deltas = forms_of(model)
+        if len({(form.heads.key, form.heads.width) for form in self.forms}) > 1 or len(set(deltas)) > 1:
             raise UnavailableError(
                 needed="layers with heads of one shape",
                 given="several",
@@ -153,12 +158,13 @@ class Steps:
         self.facts = facts_of(model)
         self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
         self.device, self.graphed = weight.device, weight.is_cuda
-        self.heads, self.layers, self.dtype = heads[0], len(heads), weight.dtype
-        self.forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+        self.heads, self.layers, self.dtype = self.forms[0].heads, len(self.forms), weight.dtype
         kinds = [layer.row_invariant_kind for layer in decoder.layers]
         self._num_unlike = 1 + max(map(kinds.index, set(kinds)))  # the first so many layers include every kind
-        self.memory = PageMemory(2 * len(heads), self.device)
-        self.cache, self.caches = torch.empty(0), list[PagedCache]()
+        self.memory = PageMemory(2 * self.layers, self.device)
+        self.states = StateMemory(deltas, self.dtype, self.max_rows, self.device) if deltas else None
+        self._has_states = [isinstance(layer.row_invariant_form, DeltaForm) for layer in decoder.layers]
+        self.cache, self.caches = torch.empty(0), list[PagedCache | DeltaSlots]()
         self._graphs: dict[Any, Callable[[], None]] = {}
         self._graph_memory: Any = None  # shared by all graphs: they never run at the same time
         self._held: list[Any] = []  # tensors that graphs refer to
@@ -204,6 +210,11 @@ class Steps:
         """Bytes of a page, all layers together."""
         return 2 * self.layers * PAGE * self.heads.key * self.heads.width * self.dtype.itemsize
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all slots of recurrent states."""
+        return 0 if self.states is None else slots_for(self.max_rows) * slot_bytes(self.states.forms, self.dtype)
+
     def serves(self, *, max_rows: int, max_pages: int, group_size: int) -> bool:
         """Whether this state is large enough, and the model was not moved since."""
         room = max_rows <= self.max_rows and max_pages <= self.max_pages and group_size <= self.group_size
@@ -212,7 +223,7 @@ class Steps:
     # --- pages
 
     def open(self, num_pages: int) -> None:
-        """Allocate so many pages, and empty every slot."""
+        """Allocate so many pages and the slots of states, and empty every slot."""
         shape = (num_pages * PAGE, self.heads.key, self.heads.width)
         part = shape[0] * shape[1] * shape[2] * self.dtype.itemsize
         parts = self.memory.open(part).view(self.dtype)
@@ -220,14 +231,20 @@ class Steps:
             (self.layers, 2, *shape),
             (2 * parts.stride(0), parts.stride(0), shape[1] * shape[2], shape[2], 1),
         )
-        self.caches = [PagedCache(layer[0], layer[1]) for layer in self.cache]
+        pages = (PagedCache(layer[0], layer[1]) for layer in self.cache)
+        if self.states is not None:
+            self.states.open()
+        slots = iter(() if self.states is None else self.states.slots)
+        self.caches = [next(slots) if has_states else next(pages) for has_states in self._has_states]
         self.slot_position.fill_(-1)
         self.step.fill_(-1)
 
     def close(self) -> None:
-        """Free the pages; graphs stay valid."""
+        """Free pages and states; graphs stay valid."""
         self.cache, self.caches = torch.empty(0), []
         self.memory.close()
+        if self.states is not None:
+            self.states.close()
 
     def compile(self, rows: int, reaches: tuple[int, int], sampling: TokenSampling) -> None:
         """Compile the kernels of steps and of prefill in parallel, once for these arguments; nothing is executed.
@@ -266,7 +283,9 @@ class Steps:
         prompts = []
         for length in (MANY, MANY + 1):  # an even number of tokens and an odd one
             prompts.append(PrefillLayout([Chunk(0, length, tuple([0] * pages_for(length)))], self.device))
-            for form in self.forms:
+            if self.states is not None:
+                prompts[-1].states(self.states.forms[0].taps)
+            for form in dict.fromkeys(self.forms):
                 heads = form.heads
                 prepare_tables(
                     prompts[-1], num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=self.dtype,
@@ -289,6 +308,8 @@ class Steps:
             prefill(self.model, torch.zeros_like(prompt.slots), prompt, self.caches, num_layers=self._num_unlike)
         first = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._copy_pages(first, first)
+        if self.states is not None:
+            self.states.copy(first, first)
 
     # --- rows
 
@@ -305,6 +326,10 @@ class Steps:
         if copies := [b.copy for b in new if b.copy is not None]:
             source, target = sent(torch.tensor(copies, dtype=torch.int32), self.device).T.contiguous()
             self._copy_pages(source, target)
+        if self.states is not None:  # of their prompts, which are behind those of rows; or the empty one
+            states = [(b.state + self.max_rows + 1, b.slot) for b in new]
+            source, target = sent(torch.tensor(states, dtype=torch.int32), self.device).T.contiguous()
+            self.states.copy(source, target)
         for name, history in self._histories_of(sampling.options).items():
             history[slot] = 0
             if name == "seen":
@@ -433,7 +458,7 @@ class Steps:
         """Keep the position tables alive: the model replaces them when training needs longer ones."""
         decoder: Any = backbone(self.model)
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
-        names = {layer.row_invariant_form.rope for layer in decoder.layers}
+        names = {form.rope for form in self.forms}
         self._held.append([tables.of(name) for name in names])
 
     def _step(self, rows: int, reach: int, groups: int, sampling: TokenSampling, num_layers: int | None = None) -> None:
@@ -452,7 +477,8 @@ class Steps:
             shared = SharedPages(self.members[:groups], self.group_pages[:groups], self.row_pages[:rows])
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
         layout = DecodeLayout(page_table, position, shared, reach)
-        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables)
+        states = None if self.states is None else DecodedStates.of(slot, position)
+        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables, states)
         hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
         ends = self._stop_tokens(sampling.stop_tokens)
         histories = self._histories_of(options)
@@ -523,6 +549,16 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
     if head.scale != 1:
         logits = logits * head.scale
     return logits if head.softcap is None else head.softcap * torch.tanh(logits / head.softcap)
+
+
+def forms_of(model: nn.Module) -> tuple[list[AttentionForm], list[DeltaForm]]:
+    """Forms of the layers with attention, and of those with a gated delta net."""
+    decoder: Any = backbone(model)
+    forms = [layer.row_invariant_form for layer in decoder.layers]
+    return (
+        [form for form in forms if isinstance(form, AttentionForm)],
+        [form for form in forms if isinstance(form, DeltaForm)],
+    )
 
 
 def facts_of(model: nn.Module) -> tuple[Any, ...]:

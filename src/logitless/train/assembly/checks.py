@@ -133,18 +133,20 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
 
 
 def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
-    """The arrangement of ``world`` processes by the recipe's ``parallel``, checked.
+    """The arrangement of those of ``world`` processes that train, by the recipe's ``parallel``, checked.
 
     Raises:
         LogitlessError: a number of processes that does not fit, or a setting that does not run on several.
     """
-    parallel = recipe.parallel
+    parallel, training = recipe.parallel, world - recipe.parallel.sampling
+    if training < 1:
+        check(PROCESS_RULES, Processes(recipe, training, Arrangement()))
     arrangement = Arrangement.of(
-        world,
+        training,
         replicate=parallel.replicate,
         shard=parallel.shard,
         sequence=parallel.sequence,
         whole=parallel.deterministic,
     )
-    check(PROCESS_RULES, Processes(recipe, world, arrangement))
+    check(PROCESS_RULES, Processes(recipe, training, arrangement))
     return arrangement

@@ -1,6 +1,6 @@
 """The engines of a recipe."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.ranks import Ranks
-from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
-from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.recorded import RecordedEngine
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
+from logitless.rollout.turn_taking import TurnTaking
 from logitless.rollout.vllm.api import VllmServer
 from logitless.rollout.vllm.probe import Probe, probe_prompt
 from logitless.rollout.vllm.server import VllmServerEngine
@@ -51,11 +52,6 @@ class Engines:
         """Each engine once."""
         return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
 
-    @property
-    def in_this_process(self) -> bool:
-        """Whether one of them samples in this process, with the policy's module, whose weights must then be whole."""
-        return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
-
     def load_all(self, weights: Weights, version: int) -> Numbers:
         """Give the weights to every engine; returns the transfer metrics of engines on servers."""
         numbers: Numbers = {}
@@ -74,12 +70,16 @@ class Engines:
             engine.close()
 
 
-def engines_on(ranks: Ranks, engines: Engines) -> Engines:
+def engines_on(ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None) -> Engines:
     """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
 
     Args:
+        ranks: that train.
         engines: opened by this rank.
+        sampling: ranks that sample for training; held-out prompts are sampled here, while they go on.
     """
+    if sampling is not None:
+        return replace(engines, training=sampling)
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
     shared = OneClientANode(engines.training, ranks)
@@ -95,13 +95,12 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
     Raises:
         DataError: a file of completions is missing or malformed.
-        UnavailableError: the engine is not installed or cannot run the model.
+        UnavailableError: the engine cannot run the model.
     """
     here = engine_here(recipe, model, tokenizer)
-    training = OwnCopy(here.clone()) if recipe.rollout.samples_with_a_copy else here
     match recipe.rollout.engine:
         case TransformersEngineSection():
-            return Engines(training, here)
+            return Engines(here, here)
         case RecordedEngineSection(path=path) if Path(path).is_dir():
             return Engines(here, here)  # the collector replays the log: nothing is sampled for training
         case RecordedEngineSection(path=path):
@@ -175,13 +174,7 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
-    try:
-        from logitless.rollout.gpu.engine import GpuEngine
-    except ImportError as error:
-        raise UnavailableError(
-            needed="Triton, for rollout.engine gpu",
-            given=str(error),
-            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
-        ) from error
+    from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
+
     rollout = recipe.rollout
     return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)

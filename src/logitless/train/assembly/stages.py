@@ -47,7 +47,7 @@ from logitless.train.assembly.teacher import (
     teacher_of,
     teacher_prompts_of,
 )
-from logitless.train.collect.ahead import LOG, collector_of
+from logitless.train.collect.ahead import collector_of
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import Evaluation, evaluation_of
 from logitless.train.learn.learner import Learner
@@ -59,6 +59,7 @@ from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.provenance import digest_of_file, digest_of_log, digest_of_prompts
 from logitless.train.record.provenance import environment as made_with
+from logitless.train.record.run_folder import RunFolder
 
 logger = logging.getLogger("logitless")
 
@@ -205,13 +206,19 @@ def load(
             model = made(empty=False)
         logger.info("every process reads the model, which transformers makes otherwise than it reads it")
     chosen = resolved(inputs.recipe, model, inputs.arrangement)
-    if ENGINE in chosen.because and device.type != "meta":
+    if ENGINE in chosen.against and device.type != "meta":
         logger.info("rollout engine: %s", chosen.engine_line)
     return Loaded(chosen, model)
 
 
 def assemble(
-    inputs: Inputs, loaded: Loaded, engines: Engines, ranks: Ranks = Ranks.alone(), *, folder: Path | None = None
+    inputs: Inputs,
+    loaded: Loaded,
+    engines: Engines,
+    ranks: Ranks = Ranks.alone(),
+    *,
+    folder: Path | None = None,
+    replayed: Path | None = None,
 ) -> Parts:
     """The parts of a run. A collective.
 
@@ -220,6 +227,7 @@ def assemble(
         loaded: of ``load``; its model is trained in place.
         engines: that sample.
         folder: of the run, for the log of blocks that are collected ahead; None: blocks are not collected ahead.
+        replayed: folder of the run that this one repeats; None for any other.
     """
     recipe, data = loaded.recipe, inputs.data
     learner, activations = learner_of(
@@ -238,6 +246,7 @@ def assemble(
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
         greedy_baseline=inputs.algorithm.advantage is not None and inputs.algorithm.advantage.reads_baseline,
+        replayed=replayed,
     )
     held_out = {"held_out": data.held_out, **data.held_out_sets}
     evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, held_out, inputs.rewards, ranks)
@@ -326,7 +335,9 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         yield f"no load-balancing loss; the model's config suggests model.router.loss: {default:g}"
     if ranks.world > 1:
         yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"
-    yield from costly_choices(parts.chosen, policy.device)
+    if recipe.parallel.sampling:
+        yield f"{recipe.parallel.sampling} further processes sample"
+    yield from costly_choices(parts.chosen, parts.inputs.arrangement, policy.device)
     yield f"optimizer AdamW ({implementation(parts.learner.optimizer)})"
 
 
@@ -339,7 +350,7 @@ def _digests(recipe: Recipe, data: Data) -> dict[str, str]:
         found |= digests_of_teachers(recipe.teacher)
     engine = recipe.rollout.engine
     if engine.recorded_run is not None:
-        found["completions"] = digest_of_log(engine.recorded_run / LOG)
+        found["completions"] = digest_of_log(RunFolder(engine.recorded_run).collected)
     elif engine.recorded_file is not None:
         found["completions"] = digest_of_file(engine.recorded_file)
     return found

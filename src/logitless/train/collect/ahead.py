@@ -1,39 +1,45 @@
-r"""Asynchronous rollout: a thread collects blocks while earlier ones are trained on, at most ``staleness`` ahead.
+r"""Blocks sampled by older weights, in turns with training or beside it: block b by those after b - staleness blocks.
 
-    collector's thread   block 0   block 1   block 2 ...       begins block b when b - staleness blocks are trained on
-                             \        \
-    training              waits  0      1    ...               syncs weights after each block; the engine's next call
-                                                               samples with them
+    in turns (one set of ranks)        sample 0 1 │ train 0 │ sample 2 │ train 1 │ sample 3 │ train 2 ...
 
-When a block begins depends on the machine, and so do the weights that sample it. Each block is therefore written to a
-file, the *log*, before it is trained on. A resumed run takes blocks that are in its log from there, and another run can
-replay the log. Both are bitwise the same run, for all else follows from the seed.
+    beside it (sampling ranks)         sample   0 │ 1 │  2  │   3  │ 4 ...       the thread of ``AheadCollector`` sends
+                                                  \   \  ^ \    ^ \              weights and waits for completions
+                                       train       │0 │/ 1 │ /2   │ 3 ...        waits for its block alone
+
+Both are the same run, bit for bit (drawn for staleness 1). Servers (``vllm_server``) are the exception: they sample
+with whatever weights they were synced with last, which depends on time.
+
+Each block is written to a file, the *log*, before it is trained on. A resumed run takes from there the blocks whose
+weights are gone: a checkpoint appears only when all of them are in the log (``settle``). Another run can replay the
+log, or sample again and compare (``replay.py``).
 """
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder
+from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
-from logitless.errors import DataError
+from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import ConcurrentEngine, Engine
 from logitless.rollout.environment import Driver, Environment, play
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector
-from logitless.train.collect.group_json import group_as_json, group_of_json
+from logitless.train.collect.group_json import decode_groups, encode_groups, group_of_json
 from logitless.train.collect.refill import refilled_as_they_come
+from logitless.train.collect.replay import check_same_block
 from logitless.train.recipe.config import Recipe
+from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
 from logitless.types import Episode, Prompt
-
-LOG = "collected"
-"""The log's folder in that of a run."""
 
 
 def collector_of(
@@ -47,33 +53,41 @@ def collector_of(
     ranks: Ranks,
     order: PromptOrder | MixedOrder,
     greedy_baseline: bool = False,
+    replayed: Path | None = None,
 ) -> Collector:
-    """The collector of a recipe: ``AheadCollector``, ``ReplayingCollector`` or plain ``Collector``.
+    """The collector of a recipe.
 
     Args:
         folder: of the run; None for a plain collector.
         prompts, engine, environment, rewards, ranks, order, greedy_baseline: of ``Collector``.
+        replayed: folder of the run that this one repeats; None for any other.
     """
 
     def made(kind: type[Collector], **options: Any) -> Collector:
         parts = (prompts, engine, environment, rewards, recipe.rollout)
         return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, greedy_baseline=greedy_baseline, **options)
 
-    replayed, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
-    if folder is not None and replayed is not None:
-        return made(ReplayingCollector, log=CollectedBlocks(replayed / LOG, prompts))
-    if folder is not None and staleness > 0:
-        log = CollectedBlocks(folder / LOG, prompts)
-        return made(AheadCollector, staleness=staleness, blocks=recipe.train.blocks, log=log)
+    recorded, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
+    beside = recipe.parallel.sampling > 0 or not recipe.rollout.engine.samples_policy
+    if folder is not None and recorded is not None:
+        return made(ReplayingCollector, log=CollectedBlocks(RunFolder(recorded).collected, prompts))
+    if folder is not None and (staleness > 0 or recipe.parallel.sampling > 0 or replayed is not None):
+        return made(
+            AheadCollector if beside else ScheduledCollector,
+            staleness=staleness,
+            blocks=recipe.train.blocks,
+            log=CollectedBlocks(RunFolder(folder).collected, prompts),
+            replayed=None if replayed is None else CollectedBlocks(RunFolder(replayed).collected, prompts),
+        )
     return made(Collector)
 
 
 class CollectedBlocks:
-    """The log: a JSON file for each block that was sampled.
+    """The log: for each block that was sampled a JSON file, and a file with the numbers of its arrays.
 
-    It has the block's number, ``begun_after`` (blocks that had been trained on), ``versions`` (of the weights that
-    sampled it), ``rounds``, ``kept``, the groups with tokens, log-probs and verdicts, and the collector's position in
-    the prompts before and after it.
+    The JSON has the block's number, ``begun_after`` (number of trained blocks whose weights sampled it), ``versions``
+    (of these weights, in steps), ``rounds``, ``kept``, the groups with log-probs and verdicts, and the collector's
+    position in the prompts before and after it.
 
     Args:
         folder: of the log; created with the first block.
@@ -104,8 +118,9 @@ class CollectedBlocks:
         completions = [completion for group in judged.sampled for completion in group.completions]
         whole = {c.weights_version for c in completions if c.token_versions is None and c.weights_version is not None}
         versions = whole.union(*(c.token_versions.tolist() for c in completions if c.token_versions is not None))
+        rest, numbers = encode_groups(judged.sampled)
         row = {
-            "schema_number": 1,
+            "schema_number": 2,
             "block": block,
             "begun_after": begun_after,
             "versions": sorted(versions),
@@ -113,9 +128,12 @@ class CollectedBlocks:
             "kept": judged.kept,
             "before": before,
             "after": after,
-            "groups": [{"prompt_id": group.prompt.id, **group_as_json(group)} for group in judged.sampled],
+            "groups": [
+                {"prompt_id": group.prompt.id, **each} for group, each in zip(judged.sampled, rest, strict=True)
+            ],
         }
-        write_atomically(self._file(block), json.dumps(row, default=str).encode())
+        write_atomically(self._file(block).with_suffix(".numbers"), numbers)
+        write_atomically(self._file(block), json.dumps(row, default=str).encode())  # last: ``has`` looks for it
 
     def read(self, block: int) -> tuple[JudgedBlock, Any]:
         """The block, and the collector's state after it.
@@ -124,10 +142,28 @@ class CollectedBlocks:
             DataError: the block is missing or damaged, or its prompts are others.
         """
         file = self._file(block)
-        try:
+        with self._reading(block):
             row = json.loads(file.read_bytes())
-            groups = tuple(group_of_json(self._prompts[each["prompt_id"]], each) for each in row["groups"])
-            return JudgedBlock(groups, tuple(row["kept"]), row["rounds"]), row["after"]
+            prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
+            if row["schema_number"] == 1:  # lists in the JSON itself
+                groups = [group_of_json(*each) for each in zip(prompts, row["groups"], strict=True)]
+            else:
+                groups = decode_groups(prompts, row["groups"], file.with_suffix(".numbers").read_bytes())
+            return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
+
+    def begun_after(self, block: int) -> int:
+        """Number of trained blocks whose weights sampled the block.
+
+        Raises:
+            DataError: the block is missing or damaged.
+        """
+        with self._reading(block):
+            return int(json.loads(self._file(block).read_bytes())["begun_after"])
+
+    @contextmanager
+    def _reading(self, block: int) -> Iterator[None]:
+        try:
+            yield
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 needed=f"block {block + 1} in the log {self.folder}",
@@ -139,14 +175,18 @@ class CollectedBlocks:
         return self.folder / f"block-{block + 1:06d}.json"
 
 
-class AheadCollector(Collector):
-    """A ``Collector`` that collects blocks in a thread, before they are asked for.
+class ScheduledCollector(Collector):
+    """A ``Collector`` whose block b is sampled by the weights after b - ``staleness`` blocks, in turns with training.
+
+    After a resume, weights older than the checkpoint's are gone. Their blocks are in the log; where they are not,
+    because the run had fewer blocks before, the checkpoint's weights sample them.
 
     Args:
-        *arguments, **options: of ``Collector``; a single rank, for two threads would mix up its collectives.
-        staleness: block b begins when b - staleness blocks have been trained on.
+        *arguments, **options: of ``Collector``.
+        staleness: of the recipe.
         blocks: of the run; none is collected beyond.
         log: of this run; its blocks are not sampled again.
+        replayed: log of the run that this one repeats, with the same blocks by the same weights; None for any other.
     """
 
     def __init__(
@@ -155,87 +195,67 @@ class AheadCollector(Collector):
         staleness: int,
         blocks: int,
         log: CollectedBlocks,
+        replayed: CollectedBlocks | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
-        self.staleness, self.blocks, self.log = staleness, blocks, log
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._trained, self._wanted, self._factor = 0, 0, 1.0
+        self.staleness, self.blocks, self.log, self.replayed = staleness, blocks, log, replayed
+        self._first: int | None = None
+        self._begun = self._wanted = 0
         self._before: dict[int, Any] = {}
         self._ready: dict[int, JudgedBlock] = {}
-        self._error: BaseException | None = None
-        self._closing = False
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
-        """Wait for the block. The call also tells the thread that all earlier blocks were trained on."""
-        with self._changed:
-            self._trained = self._wanted = block
-            self._factor = length_factor
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._collect, args=(block,), name="collector", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-            while block not in self._ready and self._error is None:
-                self._changed.wait()
-            if block not in self._ready:
-                assert self._error is not None
-                raise self._error
-            self._wanted = block + 1
-            return self._ready.pop(block)
+        """The block, after every block was sampled that has to be by the current weights."""
+        self._wanted = block
+        if self._first is None:
+            self._first = self._begun = block
+        while self._begun < self.blocks and self.sampled_after(self._begun) <= block:
+            self._before[self._begun] = Collector.state_dict(self)
+            self._collect(self._begun, block, length_factor)
+            self._begun += 1
+        self._wanted = block + 1
+        return self._ready.pop(block)
 
-    def close(self) -> None:
-        """Begin no further block, and wait for the current one."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify_all()
-        if self._thread is not None:
-            self._thread.join()
+    def sampled_after(self, block: int) -> int:
+        """The number of trained blocks whose weights sample a block."""
+        assert self._first is not None
+        if self.replayed is not None:
+            return self.replayed.begun_after(block)
+        return max(block - self.staleness, self._first)
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts at which the block begins that training asks for next."""
-        with self._changed:
-            return self._before.get(self._wanted) or super().state_dict()
+        return self._before.get(self._wanted) or super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``. Does nothing once the thread runs, which keeps its own position."""
-        if self._thread is None:
-            super().load_state_dict(state)
+        """Continue from ``state_dict``; blocks after it are taken from the log."""
+        super().load_state_dict(state)
+        self._first = None
+        self._before.clear()
+        self._ready.clear()
 
-    def _collect(self, block: int) -> None:
-        """The thread: collect one block after another, each as soon as it may begin."""
-        try:
-            while block < self.blocks:
-                with self._changed:
-                    while block > self._trained + self.staleness and not self._closing:
-                        self._changed.wait()
-                    if self._closing:
-                        return
-                    begun_after, factor = self._trained, self._factor
-                    before = self._before[block] = super().state_dict()
-                if self.log.has(block):
-                    judged, after = self.log.read(block)
-                    super().load_state_dict(after)
-                else:
-                    judged = self._sample(block, factor)
-                    after = super().state_dict()
-                    self.log.write(block, judged, begun_after=begun_after, before=before, after=after)
-                with self._changed:
-                    self._ready[block] = judged
-                    self._before.pop(block - self.staleness - 2, None)
-                    self._changed.notify_all()
-                block += 1
-        except BaseException as error:
-            with self._changed:
-                self._error = error
-                self._changed.notify_all()
+    def _collect(self, block: int, begun_after: int, length_factor: float) -> None:
+        """Take a block from the log, or sample it and write it there."""
+        if self.ranks.broadcast_object(self.log.has(block)):
+            judged, after = self.log.read(block)
+            Collector.load_state_dict(self, after)
+        else:
+            judged = self._sample(block, length_factor)
+            after = Collector.state_dict(self)
+            if self.ranks.is_first:
+                self.log.write(block, judged, begun_after=begun_after, before=self._before[block], after=after)
+        if self.replayed is not None:
+            check_same_block(block, judged, self.replayed.read(block)[0])
+        self._ready[block] = judged
+        self._before.pop(block - self.staleness - 2, None)
 
     def _sample(self, block: int, length_factor: float) -> JudgedBlock:
         """Sample a block; zero-signal groups are refilled one by one if several threads may ask the engine."""
         engine, environment, options = self.engine, self.environment, self.options
         at_once = engine.prompts_at_once if isinstance(engine, ConcurrentEngine) else 1
         if options.zero_signal != "refill" or at_once == 1 or isinstance(environment, Driver):
-            return super().next(block, length_factor=length_factor)
+            return Collector.next(self, block, length_factor=length_factor)
         sampling = self.sampling(length_factor)
 
         def sample(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
@@ -261,6 +281,133 @@ class AheadCollector(Collector):
             at_once=at_once,
         )
         return self.checked(sampled)
+
+
+class AheadCollector(ScheduledCollector):
+    """A ``ScheduledCollector`` that collects in a thread, beside training, from an engine with weights of its own.
+
+    ``SamplingRanks`` sample a block with exactly the weights that its number says. Other engines sample with those that
+    they were given last; when a block begins then depends on time, and the log says when it did.
+
+    Args:
+        *arguments, **options: of ``ScheduledCollector``.
+        ranks: that train; the first one collects, and gives the others each block.
+    """
+
+    def __init__(self, *arguments: Any, ranks: Ranks = Ranks.alone(), **options: Any) -> None:
+        super().__init__(*arguments, ranks=Ranks.alone(), **options)  # two threads would mix up collectives
+        self._training_ranks = ranks
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._trained = 0
+        self._weights: dict[int, tuple[int | None, float]] = {}  # version and length factor, by trained blocks
+        self._error: BaseException | None = None
+        self._closing = False
+
+    def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
+        """Wait for the block. The call also tells the thread that all earlier blocks were trained on."""
+        ranks, judged = self._training_ranks, None
+        with failing_together(ranks, "a block of completions"):
+            if ranks.is_first:
+                judged = self._awaited(block, length_factor)
+        return self._of_first(judged)
+
+    def _awaited(self, block: int, length_factor: float) -> JudgedBlock:
+        with self._changed:
+            self._trained = self._wanted = block
+            self._weights[block] = self._newest, length_factor
+            if self._thread is None:
+                self._first = block
+                self._thread = threading.Thread(target=self._go_ahead, args=(block,), name="collector", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            while block not in self._ready and self._error is None:
+                self._changed.wait()
+            if block not in self._ready:
+                assert self._error is not None
+                raise self._error
+            self._wanted = block + 1
+            return self._ready.pop(block)
+
+    def _of_first(self, judged: JudgedBlock | None) -> JudgedBlock:
+        """The block of the first training rank, on all of them."""
+        ranks, engine = self._training_ranks, self.engine
+        if ranks.world > 1:
+            rest, numbers = encode_groups(() if judged is None else judged.sampled)
+            exact = isinstance(engine, SamplingRanks) and engine.exact
+            mine = judged and [[g.prompt.id for g in judged.sampled], rest, judged.kept, judged.rounds, exact]
+            ids, rest, kept, rounds, exact = ranks.broadcast_object(mine)
+            by_id = {prompt.id: prompt for prompt in self.prompts}
+            groups = decode_groups([by_id[id] for id in ids], rest, ranks.all_gather_bytes(numbers)[0])
+            judged = JudgedBlock(tuple(groups), tuple(kept), rounds)
+            if isinstance(engine, SamplingRanks):
+                engine.exact = exact
+        assert judged is not None
+        return judged
+
+    def settle(self, done: int, *, in_training: bool) -> None:
+        """Wait until every block is in the log whose weights the checkpoint does not have.
+
+        Raises:
+            CheckpointError: the sampling ranks failed before.
+        """
+        needed = min(done + self.staleness + in_training, self.blocks) if done or in_training else 0
+        if not isinstance(self.engine, SamplingRanks):
+            return
+        with self._changed:
+            if self._thread is not None:
+                self._changed.wait_for(lambda: self._begun >= needed or self._error is not None)
+                if self._begun < needed:
+                    raise CheckpointError(
+                        needed=f"blocks up to {needed} in {self.log.folder}, whose weights this checkpoint lacks",
+                        given=f"{self._begun}, and then: {self._error}",
+                        remedy="Go on from the checkpoint before, with --resume.",
+                    )
+
+    def close(self) -> None:
+        """Begin no further block, and wait for the current one."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        if self._thread is not None:
+            self._thread.join()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the prompts at which the block begins that training asks for next."""
+        with self._changed:
+            return super().state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from ``state_dict``. Does nothing once the thread runs, which keeps its own position."""
+        if self._thread is None:
+            super().load_state_dict(state)
+
+    def _go_ahead(self, block: int) -> None:
+        """The thread: collect one block after another, each as soon as it may begin."""
+        engine = self.engine
+        try:
+            while block < self.blocks:
+                begun_after = self.sampled_after(block)
+                with self._changed:
+                    while begun_after > self._trained and not self._closing:
+                        self._changed.wait()
+                    if self._closing:
+                        return
+                    if not isinstance(engine, SamplingRanks):
+                        begun_after = self._trained
+                    version, factor = self._weights.get(begun_after, (None, 1.0))
+                    self._before[block] = Collector.state_dict(self)
+                if version is not None and isinstance(engine, SamplingRanks) and not self.log.has(block):
+                    engine.use(version)
+                self._collect(block, begun_after, factor)
+                block += 1
+                with self._changed:
+                    self._begun = block
+                    self._changed.notify_all()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
 
 
 class ReplayingCollector(Collector):

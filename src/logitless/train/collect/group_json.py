@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from logitless.types import PER_TOKEN, Completion, Group, Prompt, Verdict
+from logitless.rollout.arrays import Arrays, taking
+from logitless.types import Completion, Group, Prompt, Verdict
 
 
 def group_as_json(group: Group, array: Callable[[np.ndarray], Any] = np.ndarray.tolist) -> dict[str, Any]:
@@ -42,13 +43,9 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any
         array: decodes an array; called in the order in which they were encoded.
     """
     read = replace(prompt, token_ids=array(group["prompt_ids"]))
-    completions = [
-        {name: array(value) if name in PER_TOKEN and value is not None else value for name, value in each.items()}
-        for each in group["completions"]
-    ]
     return Group(
         read,
-        tuple(Completion(**each) for each in completions),
+        tuple(Completion.of_json(each, array) for each in group["completions"]),
         tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
         tuple(group["rewards"]),
         tuple(tuple(of) for of in group["turn_rewards"]),
@@ -58,32 +55,15 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any
 
 
 def encode_groups(groups: Sequence[Group]) -> tuple[list[dict[str, Any]], bytes]:
-    """Groups as JSON, and the numbers of all their arrays end to end: a block has a million of them.
-
-    In the JSON an array is its length and dtype. int64 arrays are sent as int32 where all numbers fit.
-    """
-    arrays: list[np.ndarray] = []
-
-    def put(array: np.ndarray) -> tuple[int, str]:
-        narrow = array.astype(np.int32) if array.dtype == np.int64 else array
-        arrays.append(narrow if np.array_equal(narrow, array, equal_nan=True) else array)
-        return len(array), arrays[-1].dtype.str
-
-    rest = [group_as_json(group, put) for group in groups]
-    return rest, b"".join(array.tobytes() for array in arrays)
+    """Groups as JSON, and the numbers of all their arrays end to end (``arrays.py``)."""
+    arrays = Arrays()
+    rest = [group_as_json(group, arrays.put) for group in groups]
+    return rest, arrays.joined()
 
 
-def decode_groups(prompts: Sequence[Prompt], rest: Sequence[dict[str, Any]], numbers: bytes) -> list[Group]:
+def decode_groups(prompts: Sequence[Prompt], rest: Sequence[Mapping[str, Any]], numbers: bytes) -> list[Group]:
     """The groups that ``encode_groups`` encoded, one of each prompt."""
-    begin = 0
-
-    def take(length_and_dtype: tuple[int, str]) -> np.ndarray:
-        nonlocal begin
-        count, dtype = length_and_dtype
-        array = np.frombuffer(numbers, dtype, count, begin)
-        begin += array.nbytes
-        return array
-
+    take = taking(numbers)
     return [group_of_json(prompt, group, take) for prompt, group in zip(prompts, rest, strict=True)]
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from logitless.head.api import token_scores
 from logitless.models.attention import AttentionLayout, prepare_tables
 from logitless.models.lm_head import backbone
+from logitless.models.row_invariant.delta_net import DeltaForm, DeltaRows
 from logitless.models.row_invariant.layer_graphs import rounded_rows
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.training import Backend
@@ -70,6 +71,9 @@ def _pass(
     layout = AttentionLayout([group], policy.device, rounded_rows(group.size) if padded else group.size)
     kinds = [layer.row_invariant_kind for layer in decoder.layers]
     for form, _ in dict.fromkeys(kinds):
+        if isinstance(form, DeltaForm):
+            DeltaRows.of(layout, form.taps)
+            continue
         heads = form.heads
         prepare_tables(
             layout, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=decoder.norm.weight.dtype,

@@ -78,6 +78,21 @@ def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | 
     return dtype
 
 
+def drop_master_weights(parameters: Iterable[nn.Parameter]) -> None:
+    """Free the master weights of a model that is not trained here.
+
+    Example:
+        >>> layer = nn.Linear(1, 1, bias=False)
+        >>> lower_to(torch.bfloat16, layer.parameters())
+        >>> drop_master_weights(layer.parameters())
+        >>> master_weight(layer.weight) is layer.weight
+        True
+    """
+    for parameter in parameters:
+        if master_weight(parameter) is not parameter:
+            del parameter.master  # type: ignore[attr-defined]
+
+
 def round_master_weights(parameters: Iterable[nn.Parameter]) -> None:
     """Round every master weight into its parameter, for example after a checkpoint was loaded.
 

@@ -104,7 +104,7 @@ def plan_of(recipe: Recipe) -> Plan:
             f"engine {chosen.engine_line}",
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
         ),
-        warnings=tuple(costly_choices(chosen, device_of(recipe.model))),
+        warnings=tuple(costly_choices(chosen, inputs.arrangement, device_of(recipe.model))),
     )
 
 
@@ -118,9 +118,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     end = alone.moments["end"]
     parts = {"trained weights": alone.always["trained weights"], "gradients": end["gradients"], **alone.always}
     parts |= {name: end[name] for name in ("autocast copies", "teacher") if name in end}
-    kept, sampling = kept_bytes(recipe, model), sampling_bytes(recipe, model)
-    overlap = recipe.rollout.samples_with_a_copy  # while the policy is trained
-    parts["activations or cache (estimate)"] = kept + sampling if overlap else max(kept, sampling)
+    parts["activations or cache (estimate)"] = max(kept_bytes(recipe, model), sampling_bytes(recipe, model))
     parts["head"] = recipe.train.head_memory_budget or default_budget(device_of(recipe.model))
     return parts
 

@@ -199,11 +199,9 @@ def memory_of_rank(
             # not at the moment "embedding", when no inputs are left
             everything, _ = layers_bytes(model, section.activation_bytes, tokens=tokens, recomputes=False)
             parts["inputs of layers"] = max(parts["inputs of layers"], min(everything, train.activation_memory))
-    if recipe.rollout.samples_with_a_copy:  # it holds its weights and, during a sync, the next ones
-        always["copy to sample with"] = 2 * always["trained weights"] + always["frozen weights"]
-        for parts in moments.values():
-            parts["cache"] = sampling_bytes(recipe, model)
-    elif recipe.rollout.engine.samples_policy:
+    if recipe.parallel.sampling:  # one for each version that is still to be sampled with
+        always["weights to send"] = (1 + recipe.rollout.staleness) * always["trained weights"]
+    if recipe.rollout.engine.samples_policy:
         moments["sampling"] = {"cache": sampling_bytes(recipe, model)}
         if arrangement.is_sharded:
             moments["sampling"]["whole weights"] = sum(map(num_bytes, own_parameters(model)))

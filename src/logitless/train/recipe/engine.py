@@ -33,6 +33,11 @@ class EngineSection(Section):
     is_vllm: ClassVar[bool] = False
 
     @property
+    def decodes_in_rounds(self) -> bool:
+        """Whether it decodes with transformers: a set of completions to its end, then the next."""
+        return self.samples_policy and not self.bitwise
+
+    @property
     def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
         """What ``auto`` chooses from: the bitwise engine where it can run, else the second. None for a named engine."""
         return None
@@ -80,7 +85,7 @@ class RecordedEngineSection(EngineSection):
 
     name: Literal["recorded"] = "recorded"
     path: str = Field(
-        description="JSONL or Parquet file of completions, or folder of a run with rollout.staleness to replay"
+        description="JSONL or Parquet file of completions, or folder of a run with a log of its blocks to replay"
     )
 
     @property
@@ -218,12 +223,6 @@ server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
 adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
 
-GPU_ON_POLICY = gpu.needs(
-    "rollout.staleness: 0, for it samples with the weights that are trained",
-    holds=lambda recipe: recipe.rollout.staleness == 0,
-    given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}, for which a copy of the policy samples",
-    remedy="Leave rollout.staleness out, or sample with transformers or vllm_server.",
-)
 GPU_FUSED = gpu.needs(
     "the head's fused backend, whose log-probs it gives",
     holds=lambda recipe: {*_backends(recipe)} <= {"auto", "fused"},
@@ -231,14 +230,16 @@ GPU_FUSED = gpu.needs(
     remedy="Leave train.scoring_backend and train.training_backend at auto.",
 )
 
+_FOLDER = "Set rollout.engine.weights: {name: folder}."
+
 RULES: tuple[Rule["Recipe"], ...] = (
-    GPU_ON_POLICY,
     gpu.needs(
         "model.layers: row_invariant or auto, through which it decodes",
         holds=lambda recipe: recipe.model.layers != "transformers",
         given=lambda recipe: f"model.layers: {recipe.model.layers}",
         remedy="Leave model.layers out.",
     ),
+    gpu.excludes("model.lora.dropout"),
     GPU_FUSED,
     server.needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
@@ -257,36 +258,16 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "model: null",
         remedy="Name the model as the servers do (--served-model-name).",
     ),
-    in_flight.needs(
-        "rollout.staleness of at least 1",
-        holds=lambda recipe: recipe.rollout.staleness > 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
-        remedy="Set it, or leave in_flight out.",
-    ),
+    in_flight.requires("rollout.staleness", remedy="Set it to 1 or more, or leave in_flight out."),
     in_flight.needs(
         "weights by folder: an adapter has a name of its own for each version",
         holds=lambda recipe: not recipe.rollout.engine.takes_adapters,
         given=lambda _: "weights: adapter",
         remedy="Leave weights or in_flight out.",
     ),
-    adapter.needs(
-        "model.lora",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "no model.lora",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no warm_start, which changes the base that the servers hold",
-        holds=lambda recipe: recipe.warm_start is None,
-        given=lambda _: "a warm_start",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no model.lora.modules_to_save, for vLLM loads low-rank factors alone",
-        holds=lambda recipe: recipe.model.lora is None or not recipe.model.lora.modules_to_save,
-        given=lambda _: "modules that are trained whole",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
+    adapter.requires("model.lora", remedy=_FOLDER),
+    adapter.excludes("warm_start", ", which changes the base that the servers hold", remedy=_FOLDER),
+    adapter.excludes("model.lora.modules_to_save", ", for vLLM loads low-rank factors alone", remedy=_FOLDER),
 )
 
 PROCESS_RULES = (

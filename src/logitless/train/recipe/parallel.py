@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from logitless.train.recipe.rule import Processes, Rule, Setting
+from logitless.train.recipe.rule import Processes, Rule, Setting, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 class ParallelSection(Section):
     """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
 
+    sampling: NonNegativeInt = Field(
+        0, description="processes that sample beside those that train; 0: all do both in turns"
+    )
     shard: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="processes over which one copy of the weights is sharded (FSDP2); auto: all that replicate and "
@@ -43,8 +46,15 @@ class ParallelSection(Section):
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
+sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.sampling > 0)
 
 RULES: tuple[Rule["Recipe"], ...] = (
+    sampling.needs(
+        "rollout.engine gpu, transformers or auto",
+        holds=lambda recipe: recipe.rollout.engine.samples_policy,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Leave rollout.engine or parallel.sampling out.",
+    ),
     deterministic.needs(
         "all weights on every process",
         holds=lambda recipe: recipe.parallel.shard in ("auto", 1) and recipe.parallel.sequence == 1,
@@ -54,10 +64,21 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    sampling.on(lambda processes: processes.recipe).needs(
+        "a further process to train",
+        holds=lambda processes: processes.world > 0,
+        given=lambda processes: f"{processes.world + processes.recipe.parallel.sampling} in all",
+        remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling.",
+    ),
+    needs_whole_weights(
+        sampling,
+        " that trains, which are sent from one place",
+        "Set parallel.replicate to the number of processes that train, or parallel.deterministic: true.",
+    ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
-        holds=lambda processes: processes.world & (processes.world - 1) == 0,
-        given=lambda processes: str(processes.world),
+        holds=lambda processes: processes.arrangement.world.bit_count() == 1,
+        given=lambda processes: str(processes.arrangement.world),
         remedy="Start another number of processes, or leave it out.",
     ),
     Setting[Processes]("parallel.sequence", lambda processes: processes.arrangement.sequence > 1).needs(
@@ -65,5 +86,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         holds=lambda processes: processes.recipe.model.attention == "packed",
         given=lambda processes: f"model.attention: {processes.recipe.model.attention}",
         remedy="Leave model.attention out.",
+    ),
+    Setting[Processes](
+        "parallel.vocabulary all_rows", lambda processes: processes.recipe.parallel.vocabulary == "all_rows"
+    ).needs(
+        "one copy of the weights",
+        holds=lambda processes: processes.arrangement.replicate == 1,
+        given=lambda processes: f"parallel.replicate={processes.arrangement.replicate}",
+        remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
     ),
 )

@@ -9,7 +9,7 @@ from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
-from logitless.train.recipe.rule import Rule, Setting, needs_one_process
+from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -50,8 +50,7 @@ class RolloutSection(Section):
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
     staleness: NonNegativeInt = Field(
         0,
-        description="blocks that may be sampled ahead of training, each by weights at most so many blocks old; 0: on "
-        "policy",
+        description="blocks that are sampled ahead of training, each by weights so many blocks old; 0: on policy",
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
@@ -73,11 +72,6 @@ class RolloutSection(Section):
         most = self.sampling.max_new_tokens
         return most if self.environment is None else self.limits.max_tokens or most
 
-    @property
-    def samples_with_a_copy(self) -> bool:
-        """Whether this process samples ahead with a copy of the policy, while the policy itself is trained."""
-        return self.staleness > 0 and self.engine.samples_policy and not self.engine.bitwise
-
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
@@ -91,18 +85,19 @@ staleness = Setting["Recipe"](
     "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
 )
 
+staleness_on_servers = Setting["Recipe"](
+    "rollout.staleness with vllm_server", lambda recipe: staleness.when(recipe) and recipe.rollout.engine.is_vllm
+)
+
 RULES: tuple[Rule["Recipe"], ...] = (
-    Setting["Recipe"]("rollout.environment", lambda recipe: recipe.rollout.environment is not None).needs(
+    given("rollout.environment").needs(
         "rollout.limits.max_tokens of at least one turn, the largest max_new_tokens",
         holds=lambda recipe: (recipe.rollout.limits.max_tokens or 0) >= _longest_turn(recipe),
         given=lambda recipe: f"{recipe.rollout.limits.max_tokens}, and a turn of {_longest_turn(recipe)} tokens",
         remedy="Set it to the tokens of a whole episode, what the environment says included.",
     ),
-    Setting["Recipe"]("rollout.limits", lambda recipe: recipe.rollout.limits != Limits()).needs(
-        "a rollout.environment",
-        holds=lambda recipe: recipe.rollout.environment is not None,
-        given=lambda _: "single turns, which sampling.max_new_tokens bounds",
-        remedy="Leave rollout.limits out.",
+    Setting["Recipe"]("rollout.limits", lambda recipe: recipe.rollout.limits != Limits()).requires(
+        "rollout.environment", ", for sampling.max_new_tokens bounds single turns", remedy="Leave rollout.limits out."
     ),
     Setting["Recipe"]("rollout.sampling").needs(
         "a positive temperature, which also divides the logits in the loss",
@@ -122,12 +117,17 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
         remedy="Leave rollout.parity out, or those settings.",
     ),
-    parity.needs(
-        "rollout.staleness: 0, for it compares completions of the weights that are trained",
-        holds=lambda recipe: recipe.rollout.staleness == 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
+    parity.excludes(
+        "rollout.staleness",
+        ", for it compares completions of the weights that are trained",
         remedy="Leave rollout.parity out; rollout.engine.probe compares after every push.",
     ),
 )
 
-PROCESS_RULES = (needs_one_process(staleness, "", "Leave rollout.staleness out, or start one process."),)
+PROCESS_RULES = (
+    needs_one_process(
+        staleness_on_servers,
+        ", whose thread sends the requests",
+        "Leave rollout.staleness out, start one process, or sample on some of them (parallel.sampling).",
+    ),
+)

@@ -1,7 +1,8 @@
 """The result of a run: whether it is complete, what ended it, and its last metrics."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from signal import Signals
 from typing import Any, Literal
 
@@ -23,14 +24,24 @@ class RunResult:
     Example:
         >>> from pathlib import Path
         >>> result = RunResult(RunFolder(Path("runs/toy")), "signal", Signals.SIGTERM)
-        >>> result.complete, result.exit_status
-        (False, 143)
+        >>> result.complete, result.exit_status, RunResult.of_json(result.as_json()) == result
+        (False, 143, True)
     """
 
     folder: RunFolder
     ended_by: Literal["blocks", "early_stopping", "unscored", "signal", "callback"]
     signal: Signals | None = None
     callback: str | None = None
+
+    def as_json(self) -> list[Any]:
+        """For ``of_json`` on another rank."""
+        return [str(self.folder.path), self.ended_by, self.signal, self.callback]
+
+    @classmethod
+    def of_json(cls, fields: Sequence[Any]) -> "RunResult":
+        """The result of ``as_json``."""
+        path, ended_by, number, callback = fields
+        return cls(RunFolder(Path(path)), ended_by, None if number is None else Signals(number), callback)
 
     @property
     def complete(self) -> bool:

@@ -6,7 +6,7 @@
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
-        collected/block-000012.json     under rollout.staleness: the log of sampled blocks, see ahead.py
+        collected/block-000012.json     under rollout.staleness or parallel.sampling: the log of blocks, see ahead.py
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
@@ -68,6 +68,8 @@ class RunFolder:
     """One JSON object a line, one line an optimizer step."""
     rollouts = _Inside("rollouts")
     """The data set of completions: every ``*.parquet`` in it is a part."""
+    collected = _Inside("collected")
+    """The log of sampled blocks."""
     checkpoints = _Inside("checkpoints")
     """One folder a checkpoint."""
     tensorboard = _Inside("tensorboard")

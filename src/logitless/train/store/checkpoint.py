@@ -22,7 +22,7 @@ import random
 import re
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,6 +46,10 @@ LARGEST_FILE = 2**30
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
 _FOLDER_1 = re.compile(r"step-(\d+)")
 _HIDDEN = (".saving-", ".removing-")
+
+
+def nothing() -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,7 @@ class BackgroundSaver:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best: str | None = None,
+        settle: Callable[[], None] = nothing,
     ) -> None:
         """Begin to write; ``state`` may change afterwards, tensors may not.
 
@@ -103,6 +108,7 @@ class BackgroundSaver:
             tensors: on any device; one at a time is copied to the host.
             state: as JSON.
             best: name of a checkpoint that is kept, however many come after it.
+            settle: called in the thread before the folder appears; may wait for what the checkpoint relies on.
 
         Raises:
             CheckpointError: the save before this one failed.
@@ -119,6 +125,7 @@ class BackgroundSaver:
                 partial = create_partial(final)
                 with torch.cuda.stream(stream):
                     index = write_pieces(partial, tensors)
+                settle()
                 put_in_place(partial, final, index, content, self.keep, best)
             except OSError as error:
                 shutil.rmtree(partial, ignore_errors=True)

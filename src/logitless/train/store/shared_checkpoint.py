@@ -12,7 +12,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,14 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded, is_spare_copy
 from logitless.errors import CheckpointError
 from logitless.train.store.atomic import cannot_write, write_atomically
-from logitless.train.store.checkpoint import create_partial, folder_name, put_in_place, reading_stream, write_pieces
+from logitless.train.store.checkpoint import (
+    create_partial,
+    folder_name,
+    nothing,
+    put_in_place,
+    reading_stream,
+    write_pieces,
+)
 
 
 class SharedSaver:
@@ -52,11 +59,12 @@ class SharedSaver:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best: str | None = None,
+        settle: Callable[[], None] = nothing,
     ) -> None:
         """Begin to write; of ``state`` the first rank's is stored.
 
         Args:
-            block, step, tensors, state, best: of ``BackgroundSaver.save``.
+            block, step, tensors, state, best, settle: of ``BackgroundSaver.save``.
 
         Raises:
             CheckpointError: the save before this one failed on some rank, or the folder cannot be made.
@@ -89,6 +97,7 @@ class SharedSaver:
                 whole_part.replace(part)  # from now on the first rank may rename the folder
                 self._wrote.set()
                 if self.ranks.is_first and (whole := self._index_of_all(partial)) is not None:
+                    settle()
                     put_in_place(partial, final, whole, content, self.keep, best)
             except OSError as error:
                 self._error = cannot_write(final, error, CheckpointError)

@@ -124,6 +124,14 @@ def end(
     )  # fmt: skip
 
 
+def copy_slots(states: Tensor, source: Tensor, target: Tensor) -> None:
+    """Copy slots of every layer; ``states`` is [layers, slots, ...], contiguous."""
+    size = states[0, 0].numel()
+    copy_pages_kernel[(len(source), len(states))](
+        states, source, target, states.stride(0), SIZE=size, BLOCK=min(4096, triton.next_power_of_2(size)), num_warps=4
+    )
+
+
 def copy_pages(cache: Tensor, source: Tensor, target: Tensor, *, page: int) -> None:
     """Copy pages of every layer; ``cache`` is [layers, 2, pages * page, K, E], rows contiguous."""
     size = page * cache.shape[3] * cache.shape[4]

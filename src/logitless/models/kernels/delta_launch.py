@@ -2,21 +2,23 @@
 
     S <- exp(g) S;   S <- S + k (beta (v - k S))^T;   out = scale * q S
 
-with queries and keys of length 1. ``forward.py`` says how a row has the same bits in both forms.
+with queries and keys of length 1. ``delta_forward.py`` says how a row has the same bits in both forms.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from delta_net import backward as backward_kernels
-from delta_net import forward as forward_kernels
+from logitless.models.kernels import delta_backward as backward_kernels
+from logitless.models.kernels import delta_forward as forward_kernels
 from logitless.models.kernels.overlap import overlapping
 from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.transfer import sent
 
 
 class DeltaTile(NamedTuple):
@@ -61,42 +63,99 @@ def tiles_of(device: torch.device) -> DeltaTiles:
     return DeltaTiles()
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Where the chunks of packed sequences lie.
+class Segment(NamedTuple):
+    """Consecutive positions of a sequence, from the start of a chunk on.
 
     Args:
-        segments: [S, 4] int32: first token, first position, end, first chunk.
-        segment_of: [chunks] int32.
-        order: [S] int32, the longest first.
-        size: C.
+        token: the row of its first position.
+        start: that position, a multiple of C.
+        stop: the position after its last.
+        before: row of the state before it; -1: zeros.
+        gradient: row of that state's gradient; -1: none.
+        after: row for the state at the start of its unfinished chunk, or at its end; -1: none.
+        following: the first of consecutive gradients of segments that begin with that state.
+        num_following: their number.
+        level: greater than that of the segment before it.
     """
 
-    segments: Int[Tensor, "S 4"]
+    token: int
+    start: int
+    stop: int
+    before: int = -1
+    gradient: int = -1
+    after: int = -1
+    following: int = 0
+    num_following: int = 0
+    level: int = 0
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Where the chunks of packed sequences lie. Build it with ``of`` or ``laid``.
+
+    Args:
+        segments: [S, 9] int32, the columns of ``delta_forward``.
+        segment_of: [chunks] int32.
+        orders: of segments of one level, the longest first.
+        size: C.
+        num_states: rows of states.
+        num_gradients: rows of their gradients.
+        every_row: whether each row of the pass is in a segment.
+    """
+
+    segments: Int[Tensor, "S 9"]
     segment_of: Int[Tensor, "chunks"]
-    order: Int[Tensor, "S"]
+    orders: tuple[Int[Tensor, "n"], ...]
     size: int
+    num_states: int = 0
+    num_gradients: int = 0
+    every_row: bool = True
 
     @classmethod
-    def of(cls, lengths: Sequence[int], size: int = 64, device: torch.device | str = "cpu") -> "Chunks":
-        """Of sequences that lie end to end.
+    def laid(
+        cls, segments: Sequence[Segment], size: int, device: torch.device | str, *, every_row: bool = True
+    ) -> "Chunks":
+        """Of these segments.
 
         Example:
-            >>> Chunks.of([3, 20], size=16).segments.tolist()
+            >>> Chunks.laid([Segment(0, 0, 16, after=0), Segment(16, 16, 20, before=0, level=1)], 16, "cpu").orders
+            (tensor([0], dtype=torch.int32), tensor([1], dtype=torch.int32))
+        """
+        rows, owners = [], list[int]()
+        for n, each in enumerate(segments):
+            rows.append([*each[:3], len(owners), *each[3:8]])
+            owners += [n] * (divided_up(each.stop, size) - each.start // size)
+        longest_first = sorted(range(len(rows)), key=lambda n: segments[n].start - segments[n].stop)
+        levels = range(1 + max(each.level for each in segments))
+        orders = [[n for n in longest_first if segments[n].level == level] for level in levels]
+        parts = [[x for row in rows for x in row], owners, *orders]
+        # At multiples of 16 bytes, because kernels are compiled for an alignment.
+        padded = [part + [0] * (-len(part) % 4) for part in parts]
+        numbers = sent(torch.tensor([x for part in padded for x in part], dtype=torch.int32), device)
+        places = numbers.split([len(part) for part in padded])  # type: ignore[no-untyped-call]
+        table, segment_of, *split = (place[: len(part)] for place, part in zip(places, parts, strict=True))
+        return cls(
+            table.view(len(rows), -1), segment_of, tuple(split), size,
+            1 + max(max(each.before, each.after) for each in segments),
+            1 + max(each.gradient for each in segments), every_row,
+        )  # fmt: skip
+
+    @classmethod
+    def of(
+        cls, lengths: Sequence[int], size: int = 64, device: torch.device | str = "cpu",
+        slots: Sequence[int] | None = None,
+    ) -> "Chunks":  # fmt: skip
+        """Of sequences that lie end to end; ``slots`` are their rows of a cache.
+
+        Example:
+            >>> Chunks.of([3, 20], size=16).segments[:, :4].tolist()
             [[0, 0, 3, 0], [3, 0, 20, 1]]
         """
-        rows: list[list[int]] = []
-        owners: list[int] = []
-        token = 0
-        for n, length in enumerate(lengths):
-            rows.append([token, 0, length, len(owners)])
-            owners += [n] * divided_up(length, size)
-            token += length
-        order = sorted(range(len(lengths)), key=lambda n: -lengths[n])
-        segments, segment_of, longest_first = (
-            torch.tensor(part, dtype=torch.int32).to(device) for part in (rows, owners, order)
+        starts = accumulate(lengths, initial=0)
+        after = [-1] * len(lengths) if slots is None else slots
+        return cls.laid(
+            [Segment(s, 0, n, after=a) for s, n, a in zip(starts, lengths, after, strict=False)], size, device
         )
-        return cls(segments, segment_of, longest_first, size)
 
     @property
     def count(self) -> int:
@@ -104,8 +163,8 @@ class Chunks:
         return self.segment_of.shape[0]
 
 
-class Ends(NamedTuple):
-    """What continues packed sequences: the state before each one's unfinished chunk, and that chunk's rows.
+class DeltaCache(NamedTuple):
+    """By slot, what continues a sequence: the state before its unfinished chunk, and that chunk's rows.
 
     Args:
         high: [S, HV, K, V] state as an operand (float32: itself).
@@ -127,34 +186,39 @@ class Ends(NamedTuple):
     solve: Tensor
     rest: Tensor
 
-
-class DeltaCache(Ends):
-    """``Ends`` by slot, which decoding steps read and write."""
-
     @classmethod
     def empty(
         cls, slots: int, key_heads: int, heads: int, key_width: int, width: int, *,
         size: int = 64, dtype: torch.dtype = torch.bfloat16, device: torch.device | str = "cpu",
     ) -> "DeltaCache":  # fmt: skip
         """Of sequences without tokens: states are 0."""
-        options: dict[str, Any] = {"dtype": dtype, "device": device}
-        wide = dtype == torch.float32
-        return cls(
-            high=torch.zeros(slots, heads, key_width, width, **options),
-            low=None if wide else torch.zeros(slots, heads, key_width, width, dtype=torch.int16, device=device),
-            keys=torch.zeros(slots, size, key_heads, key_width, **options),
-            total=torch.zeros(slots, heads, size, dtype=torch.float32, device=device),
-            betas=torch.zeros(slots, heads, size, dtype=torch.float32, device=device),
-            inverse=torch.zeros(slots, heads, size, _BLOCK, dtype=torch.float32, device=device),
-            solve=torch.zeros(slots, heads, size, size, **options),
-            rest=torch.zeros(slots, heads, size, width, **options),
+        fields: Any = (
+            None if field is None else torch.zeros(slots, *field[0], dtype=field[1], device=device)
+            for field in cls.fields(key_heads, heads, key_width, width, size=size, dtype=dtype)
         )
+        return cls(*fields)
 
-    def put(self, slots: Int[Tensor, "S"], ends: Ends) -> None:
-        """Store the ends of sequences in slots."""
-        for mine, theirs in zip(self, ends, strict=True):
-            if mine is not None and theirs is not None:
-                mine[slots.long()] = theirs
+    @staticmethod
+    def fields(
+        key_heads: int, heads: int, key_width: int, width: int, *, size: int, dtype: torch.dtype
+    ) -> tuple[tuple[tuple[int, ...], torch.dtype] | None, ...]:
+        """Shape and dtype of a slot of each field.
+
+        Example:
+            >>> DeltaCache.fields(1, 2, 16, 32, size=64, dtype=torch.bfloat16)[2]
+            ((64, 1, 16), torch.bfloat16)
+        """
+        state, float32 = (heads, key_width, width), torch.float32
+        return (
+            (state, dtype),
+            None if dtype == float32 else (state, torch.int16),
+            ((size, key_heads, key_width), dtype),
+            ((heads, size), float32),
+            ((heads, size), float32),
+            ((heads, size, _BLOCK), float32),
+            ((heads, size, size), dtype),
+            ((heads, size, width), dtype),
+        )
 
     @property
     def size(self) -> int:
@@ -174,6 +238,11 @@ class Shape(NamedTuple):
     def of(cls, query: Tensor, value: Tensor) -> "Shape":
         """For query [T, H, K] and value [T, HV, V]."""
         return cls(query.shape[1], value.shape[1], query.shape[2], value.shape[2])
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        """Of a sequence."""
+        return self.heads, self.key_width, self.width
 
     @property
     def constants(self) -> dict[str, int]:
@@ -219,7 +288,6 @@ class Inner(NamedTuple):
     unit_query: Tensor
     unit_key: Tensor
     total: Tensor
-    inverse: Tensor
     solve: Tensor
     mix: Tensor
 
@@ -262,73 +330,74 @@ def solved(
 
 def inner(
     query: Tensor, key: Tensor, log_decay: Tensor, beta: Tensor, heads: int, chunks: Chunks, tiles: DeltaTiles
-) -> Inner:
-    """Everything inside chunks that does not depend on values and states."""
+) -> tuple[Inner, Tensor]:
+    """Everything inside chunks that does not depend on values and states; and ``block_inverses``."""
     unit_query, unit_key = unit_rows(query, key)
     total = decay_sums(log_decay, heads, chunks)
     inverse = block_inverses(unit_key, beta, total, chunks)
-    return Inner(
-        unit_query, unit_key, total, inverse,
-        *solved(unit_query, unit_key, beta, total, inverse, chunks, tiles.solve),
-    )  # fmt: skip
+    solve, mix = solved(unit_query, unit_key, beta, total, inverse, chunks, tiles.solve)
+    return Inner(unit_query, unit_key, total, solve, mix), inverse
 
 
 def scan(
     made: Inner, value: Tensor, beta: Tensor, chunks: Chunks, tile: DeltaTile, *,
     out: Tensor | None = None, states: Tensor | None = None, deltas: Tensor | None = None,
-    ends: tuple[Tensor, Tensor | None, Tensor] | None = None,
-    all_rows: Tensor | None = None,
+    all_rows: Tensor | None = None, cache: DeltaCache | None = None,
 ) -> None:  # fmt: skip
-    """Walk over the chunks and write what is given."""
-    shape = Shape.of(made.unit_query, value)
-    high, low, rest = ends or (None, None, None)
+    """Walk over the chunks and write what is given; states between segments are in the cache, if there is one."""
+    shape, wide = Shape.of(made.unit_query, value), value.dtype == torch.float32
+    high, low, rest = (None, None, None) if cache is None else (cache.high, cache.low, cache.rest)
+    if cache is None and chunks.num_states:
+        high = value.new_empty(chunks.num_states, *shape.state)
+        low = None if wide else torch.empty_like(high, dtype=torch.int16)
     columns = min(tile.columns, shape.width)
-    grid = (shape.heads * (shape.width // columns), chunks.segments.shape[0])
-    forward_kernels.scan_kernel[grid](
-        made.unit_query, made.unit_key, value, beta, made.total, chunks.segments, chunks.order, made.solve, made.mix,
-        out, states, deltas, all_rows, high, low, rest, value.stride(0), shape.scale,
-        **shape.constants, C=chunks.size, BV=columns, WIDE=value.dtype == torch.float32,
-        PRECISION=_precision(value.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    for order in chunks.orders:
+        forward_kernels.scan_kernel[(shape.heads * (shape.width // columns), len(order))](
+            made.unit_query, made.unit_key, value, beta, made.total, chunks.segments, order, made.solve, made.mix,
+            out, states, deltas, all_rows, high, low, rest, value.stride(0), shape.scale,
+            **shape.constants, C=chunks.size, BV=columns, WIDE=wide,
+            PRECISION=_precision(value.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks, tiles: DeltaTiles, *,
-    with_ends: bool = False,
-) -> tuple[Tensor, Inner, Ends | None]:  # fmt: skip
-    """Output [T, HV, V], what the backward reads, and what continues each sequence."""
+    cache: DeltaCache | None = None,
+) -> tuple[Tensor, Inner]:  # fmt: skip
+    """Output [T, HV, V], and what the backward reads.
+
+    Args:
+        cache: continues sequences from its slots and keeps there what continues them further.
+    """
     query, key, value = as_rows(query), as_rows(key), as_rows(value)
-    shape, size = Shape.of(query, value), chunks.size
-    made = inner(query, key, log_decay, beta, shape.heads, chunks, tiles)
+    shape = Shape.of(query, value)
+    made, inverse = inner(query, key, log_decay, beta, shape.heads, chunks, tiles)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if not with_ends:
-        if tiles.output is None:
-            scan(made, value, beta, chunks, tiles.scan, out=out)
-            return out, made, None
-        states = value.new_empty(chunks.count, shape.heads, shape.key_width, shape.width)
+    if tiles.output is not None and cache is None:
+        states = value.new_empty(chunks.count, *shape.state)
         scan(made, value, beta, chunks, tiles.scan, states=states, all_rows=out)
-        return outputs(made, states, out, chunks, tiles.output), made, None
-    count = chunks.segments.shape[0]
-    empty = DeltaCache.empty(count, *shape, size=size, dtype=value.dtype, device=value.device)
-    scan(made, value, beta, chunks, tiles.scan, out=out, ends=(empty.high, empty.low, empty.rest))
-    first, start, stop, first_chunk = chunks.segments.long().unbind(1)
+        return outputs(made, states, out, chunks, tiles.output), made
+    scan(made, value, beta, chunks, tiles.scan, out=out, cache=cache)
+    if cache is not None:
+        _keep_rows(made, inverse, beta, chunks, cache)
+    return out, made
+
+
+def _keep_rows(made: Inner, inverse: Tensor, beta: Tensor, chunks: Chunks, cache: DeltaCache) -> None:
+    """Store the rows of each segment's unfinished chunk, but R, which the scan stores."""
+    size = chunks.size
+    first, start, stop, first_chunk, _, _, slot, *_ = chunks.segments.long().unbind(1)
     num_rows = stop % size
-    last = first_chunk + stop // size  # the unfinished chunk; of a sequence without one, any
-    last = last.clamp_max(chunks.count - 1)
-    row = torch.arange(size, device=value.device)
+    # the unfinished chunk; of a sequence without one, any
+    last = (first_chunk + stop // size - start // size).clamp_max(chunks.count - 1)
+    row = torch.arange(size, device=beta.device)
     token = (first + stop - num_rows - start)[:, None] + row
     token = torch.where(row < num_rows[:, None], token, 0)
-    ends = Ends(
-        empty.high,
-        empty.low,
-        made.unit_key[token],
-        made.total[last],
-        beta[token].transpose(1, 2).float(),
-        made.inverse[last],
-        made.solve[last],
-        empty.rest,
-    )
-    return out, made, ends
+    cache.keys[slot] = made.unit_key[token]
+    cache.total[slot] = made.total[last]
+    cache.betas[slot] = beta[token].transpose(1, 2).float()
+    cache.inverse[slot] = inverse[last]
+    cache.solve[slot] = made.solve[last]
 
 
 def outputs(made: Inner, states: Tensor, all_rows: Tensor, chunks: Chunks, tile: DeltaTile) -> Tensor:
@@ -348,14 +417,18 @@ def reversed_scan(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the states after each chunk [chunks, HV, K, V], and of R [T, HV, V]."""
     shape = Shape.of(made.unit_query, grad_out)
-    grad_states = grad_out.new_empty(chunks.count, shape.heads, shape.key_width, shape.width)
+    grad_states = grad_out.new_empty(chunks.count, *shape.state)
     grad_rows = torch.empty_like(grad_out)
+    before = None
+    if chunks.num_gradients:
+        before = torch.empty(chunks.num_gradients, *shape.state, dtype=torch.float32, device=grad_out.device)
     columns = min(tile.columns, shape.width)
-    backward_kernels.reverse_kernel[(shape.heads * (shape.width // columns), chunks.segments.shape[0])](
-        made.unit_query, made.unit_key, grad_out, beta, made.total, chunks.segments, chunks.order, made.solve, made.mix,
-        grad_states, grad_rows, shape.scale, **shape.constants, C=chunks.size, BV=columns,
-        PRECISION=_precision(grad_out.dtype), num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+    for order in chunks.orders[::-1]:
+        backward_kernels.reverse_kernel[(shape.heads * (shape.width // columns), len(order))](
+            made.unit_query, made.unit_key, grad_out, beta, made.total, chunks.segments, order, made.solve, made.mix,
+            grad_states, grad_rows, before, shape.scale, **shape.constants, C=chunks.size, BV=columns,
+            PRECISION=_precision(grad_out.dtype), num_warps=tile.warps, num_stages=tile.stages,
+        )  # fmt: skip
     return grad_states, grad_rows
 
 
@@ -383,8 +456,9 @@ def chunk_gradients(
     shape, rows = Shape.of(made.unit_query, value), value.shape[0]
     depth = min(depth, shape.key_width)
     parts = shape.key_width // depth
+    new = value.new_empty if chunks.every_row else value.new_zeros
     grads = InChunks(
-        *(value.new_empty(rows, shape.heads, width) for width in (shape.key_width, shape.key_width, shape.width)),
+        *(new(rows, shape.heads, width) for width in (shape.key_width, shape.key_width, shape.width)),
         *(made.total.new_empty(parts, *made.total.shape) for _ in range(2)),
     )
     backward_kernels.gradient_kernel[(shape.heads * parts, chunks.count)](
@@ -403,7 +477,7 @@ def backward(
     """Gradients of query, key, value, log-decay and beta."""
     query, key, value, grad_out = as_rows(query), as_rows(key), as_rows(value), grad_out.contiguous()
     shape, rows = Shape.of(query, value), value.shape[0]
-    states = value.new_empty(chunks.count, shape.heads, shape.key_width, shape.width)
+    states = value.new_empty(chunks.count, *shape.state)
     deltas = torch.empty(value.shape, dtype=value.dtype, device=value.device)
     scan(made, value, beta, chunks, tiles.scan_again, states=states, deltas=deltas)
     grad_states, grad_rows = reversed_scan(made, grad_out, beta, chunks, tiles.reverse)
@@ -411,7 +485,10 @@ def backward(
         made, value, beta, grad_out, states, deltas, grad_states, grad_rows, chunks, tiles.gradient,
         tiles.gradient_depth,
     )  # fmt: skip
-    grad_decay, grad_beta = made.total.new_empty(rows, shape.heads), torch.empty_like(beta)
+    new = torch.empty if chunks.every_row else torch.zeros
+    grad_decay, grad_beta = (
+        new(rows, shape.heads, dtype=kind, device=beta.device) for kind in (torch.float32, beta.dtype)
+    )
     backward_kernels.decay_backward_kernel[(chunks.count,)](
         inside.total, inside.beta, grad_decay, grad_beta, chunks.segments, chunks.segment_of, inside.total.stride(0),
         PARTS=inside.total.shape[0], HV=shape.heads, HEADS=power_of_two(shape.heads), C=chunks.size, num_warps=1,
@@ -425,56 +502,15 @@ def backward(
     return grad_query, grad_key, inside.value, grad_decay, grad_beta
 
 
-class _Delta(torch.autograd.Function):
-    """The rule with its backward; T and M are kept, states are recomputed."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks,
-        tiles: DeltaTiles,
-    ) -> Tensor:  # fmt: skip
-        out, made, _ = forward(query, key, value, log_decay, beta, chunks, tiles)
-        ctx.save_for_backward(query, key, value, beta, *made)
-        ctx.chunks, ctx.tiles = chunks, tiles
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        query, key, value, beta, *made = ctx.saved_tensors
-        grads = backward(query, key, value, beta, Inner(*made), grad_out, ctx.chunks, ctx.tiles)
-        return *grads, None, None
-
-
-def delta_rule(
-    query: Float[Tensor, "T H K"], key: Float[Tensor, "T H K"], value: Float[Tensor, "T HV V"],
-    log_decay: Float[Tensor, "T HV"], beta: Float[Tensor, "T HV"], chunks: Chunks, tiles: DeltaTiles | None = None,
-) -> Float[Tensor, "T HV V"]:  # fmt: skip
-    """The rule over packed sequences, differentiable.
-
-    Args:
-        query, key: bfloat16 or float32, normalised inside; HV is a multiple of H.
-        value: in the same dtype.
-        log_decay: float32, nats, at most 0.
-        beta: in (0, 1).
-        chunks: of the sequences; widths are powers of two from 16 on.
-
-    Source: Yang, Kautz, Hatamizadeh 2024, Gated Delta Networks.
-    """
-    out: Tensor = _Delta.apply(  # type: ignore[no-untyped-call]
-        query, key, value, log_decay, beta, chunks, tiles or tiles_of(value.device)
-    )
-    return out
-
-
 def delta_step(
     query: Float[Tensor, "R H K"], key: Float[Tensor, "R H K"], value: Float[Tensor, "R HV V"],
     log_decay: Float[Tensor, "R HV"], beta: Float[Tensor, "R HV"], cache: DeltaCache,
     slot: Int[Tensor, "R"], index: Int[Tensor, "R"], place: Int[Tensor, "R"], tiles: DeltaTiles | None = None,
 ) -> Float[Tensor, "R HV V"]:  # fmt: skip
-    """One token of each of R sequences: the row that ``delta_rule`` computes for it, in every bit.
+    """One token of each of R sequences: the row that ``forward`` computes for it, in every bit.
 
     Args:
-        query, key, value, log_decay, beta: as of ``delta_rule``.
+        query, key, value, log_decay, beta: as of ``forward``.
         cache: read and written.
         slot: int32 of each sequence; -1: no token.
         index: int32, the token's position modulo C.

@@ -32,6 +32,10 @@ from logitless.models.kernels.overlap import after_inputs
 from logitless.quick_launch import quick_launch
 
 BLOCK = tl.constexpr(16)
+COLUMNS = tl.constexpr(9)
+"""Of the table of segments: first token, first position, end, first chunk; then, -1 for none, rows of the state before
+the segment, of that state's gradient, and of the state at the start of its unfinished chunk; then the first of the
+gradients of segments that begin with the latter, and their number."""
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
@@ -61,7 +65,7 @@ def from_halves(high, low):
 @triton.jit
 def rows_at(segments, segment, chunk, row, C: tl.constexpr):
     """Tokens of a chunk's rows (0 for none) and which rows exist; a segment is a sequence or its continuation."""
-    at = segments + segment * 4
+    at = segments + segment * COLUMNS
     first_token = tl.load(at).to(tl.int64)
     start = tl.load(at + 1)  # its first position
     stop = tl.load(at + 2)
@@ -137,7 +141,7 @@ def decay_kernel(
     """Sums of the log-decays since a chunk's start, one term after the other."""
     chunk = tl.program_id(0)
     head = tl.arange(0, HEADS)
-    at = segments + tl.load(segment_of + chunk) * 4
+    at = segments + tl.load(segment_of + chunk) * COLUMNS
     first_token = tl.load(at).to(tl.int64)
     start = tl.load(at + 1)
     stop = tl.load(at + 2)
@@ -301,17 +305,17 @@ def scan_kernel(
     value,  # [T, HV, V], rows ``value_stride`` apart
     beta,  # [T, HV]
     total,  # [chunks, HV, C]
-    segments,  # [S, 4] int32: first token, first position, end, first chunk
-    order,  # [S] int32: the segments, longest first
+    segments,  # [S, COLUMNS] int32
+    order,  # [n] int32: segments that do not begin with each other's states, longest first
     solve,  # [chunks, HV, C, C]
     mix,  # [chunks, HV, C, C]
     out,  # [T, HV, V], or None
     states,  # [chunks, HV, K, V] each chunk's starting state as an operand, or None
     deltas,  # [T, HV, V] T R, or None
     all_rows,  # [T, HV, V] R, or None
-    high,  # [S, HV, K, V] state at the start of the unfinished chunk, or None: no end is stored
-    low,  # the same, its low half; None in float32
-    rest,  # [S, HV, C, V] R of that chunk
+    high,  # [rows, HV, K, V] states before segments, and at the start of their unfinished chunk; None: none is used
+    low,  # the same, their low halves; None in float32
+    rest,  # [rows, HV, C, V] R of the unfinished chunk, or None
     value_stride,
     scale,
     H: tl.constexpr,
@@ -326,15 +330,23 @@ def scan_kernel(
     """All chunks of a segment, for one value head and some columns of its values."""
     head = tl.program_id(0) // (V // BV)
     segment = tl.load(order + tl.program_id(1))
-    at = segments + segment * 4
+    at = segments + segment * COLUMNS
     start = tl.load(at + 1)
     stop = tl.load(at + 2)
     first = tl.load(at + 3)
+    after_row = tl.load(at + 6)
     kind = unit_key.dtype.element_ty
     r = tl.arange(0, C)
     depth = tl.arange(0, K)
     column = (tl.program_id(0) % (V // BV)) * BV + tl.arange(0, BV)
     state = tl.zeros((K, BV), tl.float32)
+    if high is not None:
+        before = tl.load(at + 4)
+        if before >= 0:
+            source = ((before.to(tl.int64) * HV + head) * K + depth)[:, None] * V + column[None, :]
+            state = tl.load(high + source)
+            if not WIDE:
+                state = from_halves(state, tl.load(low + source))
     for n in range(tl.cdiv(stop, C) - start // C):
         chunk = first + n
         token, live = chunk_rows(segments, segment, chunk, C)
@@ -363,18 +375,19 @@ def scan_kernel(
         if all_rows is not None:
             tl.store(all_rows + at_out, rows, mask=ok)
         whole = (start // C + chunk - first + 1) * C <= stop
-        if high is not None:
-            to = (segment.to(tl.int64) * HV + head) * C + r
-            tl.store(rest + to[:, None] * V + column[None, :], rows, mask=ok & (not whole))
+        if rest is not None:
+            to = (after_row.to(tl.int64) * HV + head) * C + r
+            tl.store(rest + to[:, None] * V + column[None, :], rows, mask=ok & (not whole) & (after_row >= 0))
         after, delta = advanced(state, keys, solved, rows, total_i, last, PRECISION)
         if deltas is not None:
             tl.store(deltas + at_out, delta.to(deltas.dtype.element_ty), mask=ok)
         state = tl.where(whole, after, state)
-    if high is not None:
-        to = (segment.to(tl.int64) * HV + head) * K + depth
-        tl.store(high + to[:, None] * V + column[None, :], high_half(state, WIDE))
-        if not WIDE:
-            tl.store(low + to[:, None] * V + column[None, :], low_half(state))
+    if high is not None:  # noqa: SIM102 decided in compilation, unlike the next
+        if after_row >= 0:
+            to = (after_row.to(tl.int64) * HV + head) * K + depth
+            tl.store(high + to[:, None] * V + column[None, :], high_half(state, WIDE))
+            if not WIDE:
+                tl.store(low + to[:, None] * V + column[None, :], low_half(state))
 
 
 @quick_launch
@@ -494,7 +507,8 @@ def step_kernel(
             rows = tl.load(rest_at, mask=(column < i)[:, None], other=0.0)
             of_state = tl.dot(pair, operand, input_precision=PRECISION)
         # The row of the block's inverse: ``inverse_kernel``'s, for one row.
-        decay = decay_between(total_r[:, None], total_j[None, :], column[None, :] <= j[:, None])
+        known = (column[None, :] <= j[:, None]) & (j <= i)[:, None]  # later rows have no G, and must be 0
+        decay = decay_between(total_r[:, None], total_j[None, :], known)
         a = tl.dot(block_keys, tl.trans(chunk_keys), input_precision=PRECISION) * decay * beta_r[:, None]
         a_i = row_of(a, own)
         x = tl.where(r == own, 1.0, 0.0)

@@ -1,4 +1,4 @@
-"""Backward kernels of the gated delta rule in chunks; symbols as in ``forward.py``. Deterministic, without atomics.
+"""Backward kernels of the gated delta rule in chunks; symbols as in ``delta_forward.py``. Deterministic, no atomics.
 
 With D = T R, E_ij = exp(G_i - G_j), X = K S, dO scaled by ``scale``, and dS' the gradient of the state after the chunk:
 
@@ -16,7 +16,7 @@ The states and D are recomputed by ``scan_kernel``.
 import triton
 import triton.language as tl
 
-from delta_net.forward import chunk_rows, decay_between
+from logitless.models.kernels.delta_forward import COLUMNS, chunk_rows, decay_between
 from logitless.quick_launch import quick_launch
 
 
@@ -34,6 +34,7 @@ def reverse_kernel(
     mix,  # [chunks, HV, C, C]
     grad_states,  # [chunks, HV, K, V] written: gradient of the state after each chunk
     grad_rows,  # [T, HV, V] written: dR
+    grad_before,  # [rows, HV, K, V] float32 written: gradients of states before segments; None: none is used
     scale,
     H: tl.constexpr,
     HV: tl.constexpr,
@@ -46,7 +47,7 @@ def reverse_kernel(
     """All chunks of a segment, last first, for one value head and some columns of its values."""
     head = tl.program_id(0) // (V // BV)
     segment = tl.load(order + tl.program_id(1))
-    at = segments + segment * 4
+    at = segments + segment * COLUMNS
     first = tl.load(at + 3)
     count = tl.cdiv(tl.load(at + 2), C) - tl.load(at + 1) // C
     kind = unit_key.dtype.element_ty
@@ -54,6 +55,11 @@ def reverse_kernel(
     depth = tl.arange(0, K)
     column = (tl.program_id(0) % (V // BV)) * BV + tl.arange(0, BV)
     grad = tl.zeros((K, BV), tl.float32)
+    if grad_before is not None:
+        state = depth[:, None] * V + column[None, :]
+        following = tl.load(at + 7)
+        for n in range(tl.load(at + 8)):  # in their order
+            grad += tl.load(grad_before + ((following + n).to(tl.int64) * HV + head) * K * V + state)
     for n in range(count):
         chunk = first + count - 1 - n
         token, live = chunk_rows(segments, segment, chunk, C)
@@ -81,6 +87,10 @@ def reverse_kernel(
         grad = tl.dot(tl.trans(keys), of_rows, grad, input_precision=PRECISION)
         of_out = (upstream.to(tl.float32) * (scale * decay)[:, None]).to(kind)
         grad = tl.dot(tl.trans(queries), of_out, grad, input_precision=PRECISION)
+    if grad_before is not None:
+        own = tl.load(at + 5)
+        if own >= 0:
+            tl.store(grad_before + (own.to(tl.int64) * HV + head) * K * V + state, grad)
 
 
 @quick_launch
@@ -208,7 +218,7 @@ def decay_backward_kernel(
     """Sums over a chunk from its end, and over parts."""
     chunk = tl.program_id(0)
     head = tl.arange(0, HEADS)
-    at = segments + tl.load(segment_of + chunk) * 4
+    at = segments + tl.load(segment_of + chunk) * COLUMNS
     first_token = tl.load(at).to(tl.int64)
     start = tl.load(at + 1)
     stop = tl.load(at + 2)

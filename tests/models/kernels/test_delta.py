@@ -1,24 +1,29 @@
-"""Gated delta nets: float64's outputs and gradients, and bits of decoding, packed rows and convolution."""
+"""Kernels of gated delta nets: float64's outputs and gradients, and bits of decoding, packed rows and convolution."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-from delta_net import rule as delta
-from delta_net.convolution import ages, convolution, convolution_backward, convolution_step
-from delta_net.rule import Chunks, DeltaCache, DeltaTile, DeltaTiles, delta_rule, delta_step
-from tests.benchmarks.delta_net.bounds import checked_addresses
+from logitless.models.kernels import delta_launch as delta
+from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.delta_gates import (
+    decay_and_beta,
+    decay_and_beta_backward,
+    gated_norm,
+    gated_norm_backward,
+)
+from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles, Segment, delta_step
+from logitless.models.row_invariant.delta_net import DeltaRule
+from tests.models.kernels.checked_addresses import checked_addresses
 from tests.rounding import of_roundings
-
-pytestmark = pytest.mark.slow  # a trial, whose kernels no layer uses yet
 
 HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH = 1, 2, 16, 32
 TILES = DeltaTiles()
 
 
 def draw(tokens, dtype=torch.float32, seed=0):
-    """Queries, keys, values, log-decays and beta; keys are alike, as after SiLU."""
+    """Queries, keys, values, log-decays (of one head strong) and beta; keys are alike, as after SiLU."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -26,7 +31,8 @@ def draw(tokens, dtype=torch.float32, seed=0):
 
     query, key = (F.silu(normal(tokens, HEADS, KEY_WIDTH)).to(dtype) for _ in range(2))
     value = normal(tokens, VALUE_HEADS, WIDTH).to(dtype)
-    return query, key, value, -F.softplus(normal(tokens, VALUE_HEADS) - 2.0), normal(tokens, VALUE_HEADS).sigmoid()
+    decay = -F.softplus(normal(tokens, VALUE_HEADS) - 2.0) * torch.tensor([1.0, 60.0])
+    return query, key, value, decay, normal(tokens, VALUE_HEADS).sigmoid()
 
 
 def lengths_around(size):
@@ -76,7 +82,7 @@ def test_outputs_and_gradients_are_those_of_float64(dtype, size):
     lengths = lengths_around(size) if size == 16 else [size + 5]
     inputs, grad = draw(sum(lengths), dtype), draw(sum(lengths), dtype, seed=1)[2]
     leaves, exact = ([x.clone().to(kind or x.dtype).requires_grad_() for x in inputs] for kind in (None, torch.float64))
-    out, wanted = delta_rule(*leaves, Chunks.of(lengths, size)), recurrent(exact, lengths)
+    out, wanted = DeltaRule.apply(*leaves, Chunks.of(lengths, size)), recurrent(exact, lengths)
     out.backward(grad)
     wanted.backward(grad.double())
     bound = of_roundings(dtype, ROUNDINGS)
@@ -85,20 +91,28 @@ def test_outputs_and_gradients_are_those_of_float64(dtype, size):
         assert relative(leaf.grad, right.grad) < 2 * bound  # forward and backward
 
 
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.bfloat16, 32)], ids=str)
-@pytest.mark.parametrize("prompted", [False, True])
+@pytest.mark.parametrize(
+    ("dtype", "size", "prompted"),
+    [
+        (torch.bfloat16, 16, False),
+        (torch.float32, 16, True),
+        *(pytest.param(torch.bfloat16, 32, prompted, marks=pytest.mark.slow) for prompted in (False, True)),
+    ],
+    ids=str,
+)
 def test_a_decoded_token_has_the_bits_of_packed_rows(dtype, size, prompted):
     lengths = lengths_around(size)
     starts = [sum(lengths[:n]) for n in range(len(lengths))]
     inputs = draw(sum(lengths), dtype)
-    packed, _, ends = delta.forward(*inputs, Chunks.of(lengths, size), TILES, with_ends=True)
-    cache = DeltaCache.empty(len(lengths), HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=size, dtype=dtype)
+    slots = range(len(lengths))
+    cache, ends = (DeltaCache.empty(len(lengths), HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=size, dtype=dtype)
+                   for _ in range(2))  # fmt: skip
+    packed, _ = delta.forward(*inputs, Chunks.of(lengths, size, slots=slots), TILES, cache=ends)
     begins = [0] * len(lengths)
     if prompted:  # some end inside a chunk, some at its limit
         begins = [min(length, 1 + n * size // 2) for n, length in enumerate(lengths)]
         rows = torch.cat([torch.arange(start, start + n) for start, n in zip(starts, begins, strict=True)])
-        _, _, prompts = delta.forward(*at(inputs, rows), Chunks.of(begins, size), TILES, with_ends=True)
-        cache.put(torch.arange(len(lengths)), prompts)
+        delta.forward(*at(inputs, rows), Chunks.of(begins, size, slots=slots), TILES, cache=cache)
     for step in range(max(length - begin for length, begin in zip(lengths, begins, strict=True))):
         slots = [n for n in reversed(range(len(lengths))) if begins[n] + step < lengths[n]]
         rows = torch.tensor([starts[n] + begins[n] + step for n in slots])
@@ -108,6 +122,18 @@ def test_a_decoded_token_has_the_bits_of_packed_rows(dtype, size, prompted):
         assert torch.equal(out, packed[rows])
     for mine, theirs in zip(cache[:2], ends[:2], strict=True):
         assert theirs is None or torch.equal(mine, theirs)
+
+
+def test_a_sequence_that_is_continued_from_a_slot_has_the_bits_of_the_whole():
+    inputs = draw(40, torch.bfloat16)
+    whole, _ = delta.forward(*inputs, Chunks.of([40], 16), TILES)
+    cache = DeltaCache.empty(3, HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=16)
+    parts = (Segment(0, 0, 16, after=2), Segment(0, 16, 40, before=2, after=2))
+    outs = [
+        delta.forward(*at(inputs, slice(part.start, part.stop)), Chunks.laid([part], 16, "cpu"), TILES, cache=cache)[0]
+        for part in parts
+    ]
+    assert torch.equal(torch.cat(outs), whole)
 
 
 def test_rows_that_have_no_token_change_nothing():
@@ -134,13 +160,37 @@ def test_gradients_repeat_in_every_bit_and_end_at_each_sequence():
 
     def grads(rows, chunks):
         leaves = [x.clone().requires_grad_() for x in at(inputs, rows)]
-        return torch.autograd.grad(delta_rule(*leaves, chunks), leaves, grad[rows])
+        return torch.autograd.grad(DeltaRule.apply(*leaves, chunks), leaves, grad[rows])
 
     whole, again = (grads(slice(None), Chunks.of(lengths, 16)) for _ in range(2))
     alone = grads(slice(21, None), Chunks.of([40], 16))
     for first, second, mine in zip(whole, again, alone, strict=True):
         assert torch.equal(first, second)
         assert torch.equal(first[21:], mine)
+
+
+def test_decay_beta_and_the_gated_norm_are_those_of_torch_with_their_gradients():
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    a, b, a_log, dt_bias, *grads = normal(19, 3) * 8, normal(19, 3), normal(3), normal(3), normal(19, 3), normal(19, 3)
+    exact = [x.double().requires_grad_() for x in (a, b, a_log, dt_bias)]
+    wanted = (-exact[2].exp() * F.softplus(exact[0] + exact[3]), exact[1].sigmoid())
+    torch.autograd.backward(wanted, [grad.double() for grad in grads])
+    found = decay_and_beta(a, b, a_log, dt_bias)
+    gradients = decay_and_beta_backward(a, b, a_log, dt_bias, *grads)
+    truth = (*(x.detach() for x in wanted), *(x.grad for x in exact))
+    x, gate, weight, grad = normal(19, 3, 16), normal(19, 48), normal(16), normal(19, 48)
+    exact = [x.double().requires_grad_(), gate.double().requires_grad_(), weight.double().requires_grad_()]
+    normed = F.rms_norm(exact[0], (16,), exact[2], 1e-6).flatten(1) * F.silu(exact[1])
+    normed.backward(grad.double())
+    found += (gated_norm(x, gate, weight, 1e-6),)
+    gradients += gated_norm_backward(x, gate, weight, 1e-6, grad)
+    truth = (*truth[:2], normed.detach(), *truth[2:], *(x.grad for x in exact))
+    for mine, right in zip((*found, *gradients), truth, strict=True):
+        assert relative(mine, right) < of_roundings(torch.float32, 64)  # of sums over 19 tokens and 16 columns
 
 
 def convolved(x, weight, lengths):
@@ -191,11 +241,20 @@ def test_no_kernel_touches_memory_outside_its_tensors():
     chunks = Chunks.of(lengths, size)
     cache = DeltaCache.empty(4, HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH, size=size)
     slot, index = torch.tensor([3, -1, 0], dtype=torch.int32), torch.tensor([size - 1, 0, 5], dtype=torch.int32)
+    tree = [
+        Segment(0, 0, 16, after=0, num_following=2),
+        *(
+            Segment(token, 16, 16 + n, before=0, gradient=i, level=1)
+            for i, (token, n) in enumerate([(16, 21), (37, 17)])
+        ),
+    ]
     with checked_addresses() as launched:
+        out, made = delta.forward(query, key, value, decay, beta, Chunks.laid(tree, size, "cpu"), TILES)
+        delta.backward(query, key, value, beta, made, out, Chunks.laid(tree, size, "cpu"), TILES)
         for tiles in (TILES, DeltaTiles(scan=DeltaTile(16, 1, 1), output=DeltaTile(16, 1, 1), gradient_depth=16)):
-            out, made, _ = delta.forward(query, key, value, decay, beta, chunks, tiles)
+            out, made = delta.forward(query, key, value, decay, beta, chunks, tiles)
             delta.backward(query, key, value, beta, made, out, chunks, tiles)
-        delta.forward(query, key, value, decay, beta, chunks, TILES, with_ends=True)
+        delta.forward(query, key, value, decay, beta, Chunks.of(lengths, size, slots=[0, 2, 1]), TILES, cache=cache)
         place = torch.where(slot < 0, -1, slot * size + index).int()
         for tiles in (TILES, DeltaTiles(step_early=True, advance=DeltaTile(16, 1, 1))):
             some = [x[-3:] for x in (query, key, value, decay, beta)]
@@ -203,7 +262,11 @@ def test_no_kernel_touches_memory_outside_its_tensors():
         x, weight, age = mixed[:, : widths[0] + 4], torch.randn(widths[0] + 4, 4), ages(lengths)
         convolution_backward(x, weight, age, convolution(x, weight, age))
         convolution_step(x[:3], weight, torch.zeros(4, 3, widths[0] + 4, dtype=x.dtype), slot)
-    assert len(set(launched)) == 16  # every kernel, and the sum of parts
+        a, b = mixed[:, :VALUE_HEADS], mixed[:, 5 : 5 + VALUE_HEADS]
+        decay_and_beta_backward(a, b, decay[0], beta[0], *decay_and_beta(a, b, decay[0], beta[0]))
+        gate = mixed[:, : VALUE_HEADS * WIDTH]
+        gated_norm_backward(out, gate, out[0, 0], 1e-6, gated_norm(out, gate, out[0, 0], 1e-6))
+    assert len(set(launched)) == 20  # every kernel, and the sum of parts
 
 
 def test_an_address_outside_a_launchs_tensors_is_found():

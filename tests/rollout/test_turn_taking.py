@@ -1,15 +1,14 @@
-"""``TurnTaking`` samples in parallel and pushes alone; ``OwnCopy`` samples with a copy."""
+"""``TurnTaking`` samples in parallel and pushes alone."""
 
-import gc
 import signal
 import threading
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 from logitless.rollout.engine import ConcurrentEngine, Weights
-from logitless.rollout.own_copy import OwnCopy, TurnTaking
 from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.turn_taking import TurnTaking
 from logitless.types import Completion, Prompt
 from tests.rollout.engines import StandIn
 
@@ -103,16 +102,3 @@ def test_a_push_that_is_interrupted_while_it_waits_holds_nobody_up():
     for thread in (early, late):
         thread.join(300)
     assert found == {"early": 0, "late": 0}
-
-
-def test_while_a_copy_samples_nothing_is_held_of_what_was_handed_over_to_it():
-    class Counting(Gated):
-        def sample(self, prompts, num_samples, options, *, seed):
-            self.found = sum(type(each) in (Tensor, nn.Parameter) and each.numel() == 1237 for each in gc.get_objects())
-            return []
-
-    model, inner = nn.Linear(1237, 1, bias=False), Counting()
-    engine = OwnCopy(inner)
-    engine.load(Weights.of(model), 1)
-    engine.sample([], 1, OPTIONS, seed=0)
-    assert inner.found == 2  # the policy and the copy

@@ -1,0 +1,219 @@
+"""``benchmarks/apart.py``: sampling on GPUs of its own beside training, against one GPU that does both in turns.
+
+The parts of a run (collector, learner, engine, weights sent from rank to rank) sample and train on whole blocks of a
+model with random weights; the lengths of completions are forced. Blocks are timed from the end of one to the end of the
+next, in the steady state. ``same_weights`` says whether the weights after the last block are those of one GPU in turns
+at the same staleness, in every bit: only with ``--turns`` where the staleness is above 0.
+
+    python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rollout_contenders as contenders
+from logitless.bench.machine import environment, release
+from logitless.distributed.ranks import Ranks, ranks_of_environment
+from logitless.errors import UnavailableError
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.rollout.sampling_ranks import SamplingRanks
+from logitless.train.assembly.engines import Engines, engines_on
+from logitless.train.assembly.process import set_process
+from logitless.train.assembly.stages import assemble, load, read
+from logitless.train.loop import next_block
+from logitless.train.recipe.loading import parse_recipe
+from logitless.train.record.journal import Journal
+from logitless.train.record.live_view import LiveView
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.record.wall_clock import WallClock
+from logitless.train.run import parted, sample_only
+from rollout_workloads import Workload
+from script import RESULTS, Rows, main, short_name
+from shapes import SHAPES, TINY
+
+LETTERS = "abcdefgh"
+WARM_UP = 2
+"""Blocks before those that are timed: they compile kernels and capture graphs."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of ``benchmarks/apart.py``."""
+    parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="of shapes.py, by commas")
+    parser.add_argument("--arrangements", default="1+1", help="GPUs that train + GPUs that sample, by commas")
+    parser.add_argument("--staleness", default="0,1", help="by commas")
+    parser.add_argument("--turns", action="store_true", help="one GPU in turns at each staleness, to compare weights")
+    parser.add_argument("--workload", default="64x8-512-64:512", help="prompts x samples, prompt tokens, new tokens")
+    parser.add_argument("--blocks", type=int, default=3, help="timed")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of apart-<GPU>.json")
+    parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
+    parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)  # of a process that torchrun started
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure every model in every arrangement; the rows go to ``apart-<GPU>.json``."""
+    if args.order is not None:
+        _rank(**args.order)
+        return 0
+    plans = [tuple(map(int, each.split("+"))) for each in args.arrangements.split(",")]
+    staleness = [int(each) for each in args.staleness.split(",")]
+    alone = [(1, 0, each) for each in (staleness if args.turns else staleness[:1])]
+    order = {
+        "models": args.models.split(","),
+        "plans": [*alone, *((*plan, each) for plan in plans for each in staleness)],
+        "workload": args.workload,
+        "blocks": args.blocks,
+        "device": args.device,
+    }
+    here = environment(args.device, ("triton", "transformers"))
+    path = args.output / f"apart-{short_name(args.device)}.json"
+    rows = Rows(path, here, ("model", "arrangement", "staleness", "workload"))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(max(map(sum, plans))), __file__, "--order", json.dumps(order)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                rows.add(_compared(json.loads(line), rows.rows))
+        if running.wait():
+            raise UnavailableError(needed="processes that sample and train", given="an error", remedy="Read it above.")
+    return 0
+
+
+def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row beside those of one GPU in turns."""
+    is_alike = [all(each[name] == row[name] for name in ("model", "workload")) for each in rows]
+    alone = {r["staleness"]: r for r, alike in zip(rows, is_alike, strict=True) if alike and r["arrangement"] == "1"}
+    if row["arrangement"] == "1":
+        alone[row["staleness"]] = row
+    over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
+    same = alone.get(row["staleness"])
+    return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
+
+
+def _rank(models: list[str], plans: list[list[int]], workload: str, blocks: int, device: str) -> None:
+    """What each process does; the first one prints the rows."""
+    with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own:
+        folder = ranks.broadcast_object(own)
+        for name in models:
+            for training, sampling, staleness in plans:
+                members = ranks.subset(range(training + sampling))
+                if members is not None:
+                    place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}"
+                    recipe = _recipe(place, name, Workload.parse(workload), training, sampling, staleness, blocks)
+                    members.barrier()
+                    row = _measured(recipe, place, members, Workload.parse(workload), blocks, device)
+                    if row is not None:
+                        arrangement = f"{training}+{sampling}" if sampling else "1"
+                        row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
+                        print(json.dumps({**row, "workload": workload}), flush=True)
+                release(device)
+                ranks.barrier()
+
+
+def _recipe(
+    folder: Path, name: str, work: Workload, training: int, sampling: int, staleness: int, blocks: int
+) -> dict[str, Any]:
+    """The recipe of a run; its tokenizer and prompts are written into the folder."""
+    shape = next(each for each in (*SHAPES, TINY) if each.name == name)
+    folder.mkdir(exist_ok=True)
+    character_tokenizer(LETTERS).save_pretrained(str(folder / "tokenizer"))
+    texts = ("".join(LETTERS[i % 8] for i in ids) for ids in work.prompt_ids(shape.vocabulary))
+    rows = (json.dumps({"id": i, "prompt": text}) + "\n" for i, text in enumerate(texts))
+    (folder / "train.jsonl").write_text("".join(rows))
+    raw = contenders.block_recipe(work, lora=shape.lora_rank is not None, gpu=shape is not TINY)
+    raw["model"] |= {
+        "source": dict(shape.config),
+        "tokenizer": str(folder / "tokenizer"),
+        "gradient_checkpointing": shape is not TINY,
+    }
+    raw["data"]["train"]["path"] = str(folder / "train.jsonl")
+    raw["rollout"] |= {"staleness": staleness, "max_rows": 2048}
+    if shape is TINY:  # this engine's lengths are forced where it looks for a stop string
+        raw["rollout"]["sampling"]["stop"] = [contenders.NEVER]
+    raw["rewards"] = [{"name": "length", "cap": work.most}]
+    raw["train"]["blocks"] = WARM_UP + blocks + staleness  # the sampler works until the last timed one
+    return raw | {"parallel": {"sampling": sampling, "replicate": training}}
+
+
+def _measured(
+    raw: dict[str, Any], folder: Path, everyone: Ranks, work: Workload, blocks: int, device: str
+) -> dict[str, Any] | None:
+    """The row of this process's blocks; None on all ranks but the first."""
+    raw["model"]["device"] = device
+    recipe = parse_recipe(raw)
+
+    def open_engines(recipe: Any, model: Any, tokenizer: Any) -> Engines:
+        kind = contenders.ForcedGpu if recipe.rollout.engine.bitwise else contenders.ForcedTransformers
+        engine = kind(model, tokenizer, max_rows=recipe.rollout.max_rows)
+        engine.work = work
+        return Engines(engine, engine)
+
+    set_process(recipe.model, seed=0)
+    inputs = read(recipe, everyone)
+    ranks, exchange = parted(everyone, recipe.parallel.sampling)
+    if ranks is None:
+        assert exchange is not None
+        sample_only(inputs, exchange, open_engines, WallClock())
+        return None
+    with ExitStack() as stack:
+        loaded = load(inputs, ranks)
+        sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.sampling else None
+        engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), sampling)
+        stack.callback(engines.close)
+        parts = assemble(inputs, loaded, engines, ranks, folder=folder)
+        stack.callback(parts.collector.close)
+        learner, view = parts.learner, stack.enter_context(LiveView(1, title="apart", silent=True))
+        clock, ended, pushes = WallClock(), list[float](), list[float]()
+        journal = Journal(RunFolder(folder), view, (), learner.policy.device, ranks, clock)
+        for _ in range(WARM_UP + blocks):
+            parts.collector.expect(learner.version)
+            pushes += engines.load_all(learner.weights(), learner.version).values()
+            _, block, _ = next_block(parts.collector, learner, journal)
+            assert block is not None
+            with journal.phase("training"):
+                learner.begin(block)
+                while learner.in_training:
+                    learner.step()
+            if device == "cuda":
+                torch.cuda.synchronize()
+            ended.append(time.perf_counter())
+            if len(ended) == WARM_UP:
+                before = clock.seconds()
+        seconds = (ended[-1] - ended[WARM_UP - 1]) / blocks
+        after, tokens = clock.seconds(), work.tokens
+        return (
+            None
+            if not ranks.is_first
+            else {
+                "tokens_per_second": tokens / seconds,
+                "push_seconds": min(pushes, default=0.0),
+                "push_share": min(pushes, default=0.0) / seconds,
+                "block_seconds": seconds,
+                "phases": {name: (value - before.get(name, 0.0)) / blocks for name, value in after.items()},
+                "weights": _checksum(learner.policy.held().values()),
+                "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            }
+        )
+
+
+def _checksum(parameters: Any) -> int:
+    """A number of all bits of some tensors."""
+    views = (p.detach().view(torch.int16 if p.element_size() == 2 else torch.int32).flatten() for p in parameters)
+    total = 0
+    for view in views:
+        places = torch.arange(len(view), device=view.device) % 8191 + 1
+        total = (total * 31 + int((view.long() * places).sum())) % 2**61
+    return total
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.modules[__name__]))

@@ -1,0 +1,19 @@
+"""``benchmarks/distillation.py`` measures what its rows say."""
+
+import pytest
+
+from distillation import step_rows
+
+pytest.importorskip("triton")
+
+
+@pytest.mark.slow
+def test_a_block_is_measured_with_and_without_a_teacher():
+    alone, taught = step_rows("tiny", "cpu", ["reverse_kl"])
+    assert (alone["divergence"], alone["teacher_bytes"]) == (None, 0)
+    assert "head_seconds" not in alone
+    assert taught["divergence"] == "reverse_kl"
+    assert taught["teacher_bytes"] > 0 < taught["head_seconds"]
+    for row in (alone, taught):
+        assert (row["new_tokens"], row["read_tokens"], row["optimizer_steps"]) == (24, 32, 1)
+        assert min(row["seconds"]["rollout"], row["seconds"]["training"]) > 0

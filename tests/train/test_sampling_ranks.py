@@ -1,0 +1,201 @@
+"""Ranks that only sample beside those that train: the same run as on one process, at any staleness, in every bit."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+import yaml
+
+from logitless.distributed import Ranks
+from logitless.errors import ConfigurationError, EngineError
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.collect.replay import check_same_end
+from logitless.train.learn.learner import Learner
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import run_recipe
+from tests import warm
+from tests.ranks import DEVICES, run_on_ranks
+from tests.train.test_rank_faults import ENVIRONMENT, TORCHRUN
+from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
+
+BLOCKS = {"train__blocks": 5}
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"vocab_size": 4000, "head_dim": 64, "num_hidden_layers": 2}
+ON_GPU = {
+    "model__device": "cuda",
+    "model__source": TINY_LLAMA | WIDE,
+    "model__trained_dtype": "bfloat16",
+    "model__layers": "row_invariant",
+    "rollout__engine": {"name": "gpu"},
+}
+ON = {"cpu": BLOCKS, "cuda": BLOCKS | ON_GPU}
+
+
+def _run(rank, folder, changes, resume=False, stop_at=None, fails_at=None):
+    """What ended the run. After the step ``stop_at`` comes SIGTERM; a call of the engine on rank 1 fails."""
+    plain, calls = TransformersEngine.sample, []
+
+    def step(self, plain=Learner.step):
+        record = plain(self)
+        if record["step"] == stop_at:
+            signal.raise_signal(signal.SIGTERM)
+        return record
+
+    def sample(self, *arguments, **named):
+        calls.append(1)
+        if len(calls) == fails_at and rank == 1:
+            raise EngineError(needed="a device", given="none any more", remedy="Look for it.")
+        return plain(self, *arguments, **named)
+
+    with (
+        mock.patch.object(TransformersEngine, "sample", sample),
+        mock.patch.object(Learner, "step", step),
+        mock.patch("logitless.train.run.write_report"),
+    ):
+        recipe = tiny_recipe(folder, **changes)
+        return run_recipe(recipe, ranks=Ranks(data=dist.group.WORLD), resume=resume).ended_by
+
+
+def beside(folder, *more, training=1, sampling=1, ended_by="blocks", device="cpu", **changes):
+    """The folder of a run with ranks that only sample."""
+    tiny_raw(folder)
+    changes = {**ON[device], "parallel__sampling": sampling, **changes}
+    ends = run_on_ranks(training + sampling, _run, folder, changes, *more, device=device)
+    assert ends == [ended_by] * (training + sampling)
+    return RunFolder(folder / "runs" / "tiny")
+
+
+def in_turns(folder, *, device="cpu", **changes):
+    """The folder of the same run on one process."""
+    return finished_run(folder, **{**ON[device], **changes})
+
+
+def assert_same(one, other):
+    """The same metrics, weights and completions, in every bit."""
+    check_same_end(one, other)
+    rows = [[row for _, rows in run.read_rollouts() for row in rows] for run in (one, other)]
+    assert rows[0] == rows[1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("staleness", [0, 1, 3])
+def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, device):
+    changes = {"rollout__staleness": staleness, "device": device}
+    alone, found = in_turns(tmp_path / "alone", **changes), beside(tmp_path / "beside", **changes)
+    assert_same(alone, found)
+    logged = [json.loads(file.read_bytes()) for file in sorted(found.collected.glob("*.json"))]
+    assert [row["begun_after"] for row in logged] == [max(0, block - staleness) for block in range(5)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+def test_two_ranks_that_train_in_order_and_two_that_sample_are_one_too(tmp_path, device):
+    changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device}
+    if device == "cpu":  # rows of other batches are rounded otherwise
+        changes["rollout__max_rows"] = 1
+    alone = in_turns(tmp_path / "alone", **changes)
+    assert_same(alone, beside(tmp_path / "beside", training=2, sampling=2, **changes))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_adapter_after_a_warm_start_is_sent_with_the_base_that_it_was_merged_into(tmp_path, device):
+    tiny_raw(tmp_path)
+    data = {"name": "file", "path": str(tmp_path / "train.jsonl")}
+    changes = {"model__lora": {"rank": 2}, "warm_start": {"data": data, "steps": 3}, "train__blocks": 2}
+    if device == "cuda":
+        changes |= {"model__dtype": "bfloat16"}
+    changes |= {"rollout__staleness": 1, "device": device}
+    assert_same(in_turns(tmp_path / "alone", **changes), beside(tmp_path / "beside", **changes))
+
+
+@pytest.mark.parametrize("stop_at", [4, 6])
+def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(tmp_path, stop_at):
+    changes = {"rollout__staleness": 2}
+    stopped = tmp_path / "stopped"
+    beside(stopped, False, stop_at, ended_by="signal", **changes)
+    found = in_turns(stopped, resume=True, **changes)
+    assert_same(in_turns(tmp_path / "whole", **changes), found)
+
+
+PROGRAM = """
+import os, signal, sys
+import torch
+from logitless.cli.main import main
+from logitless.distributed import exit_reasons
+from logitless.distributed.ranks import Ranks
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.learn.learner import Learner
+
+rank, where = os.environ["RANK"], sys.argv.pop(1)
+
+def killed(kind, name, of, number):
+    plain, calls = getattr(kind, name), []
+    def call(self, *arguments, **named):
+        calls.append(1)
+        if rank == of and len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *arguments, **named)
+    setattr(kind, name, call)
+
+engine = TransformersEngine
+if torch.cuda.is_available():
+    from logitless.rollout.gpu.engine import GpuEngine as engine
+
+exit_reasons.GRACE_SECONDS = 1.0
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
+    killed(*{
+        "push": (Ranks, "broadcast", "1", 3),
+        "sampling": (engine, "sample", "1", 4),
+        "training": (Learner, "step", "0", 7),
+    }[where])
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("where", "rank", "changes"),
+    [
+        ("push", 1, {"rollout__staleness": 1}),
+        ("sampling", 1, {"checkpoint__every_blocks": 100}),
+        ("training", 0, {"rollout__staleness": 1}),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
+    tmp_path, where, rank, changes, device
+):
+    recipe = tiny_recipe(tmp_path, parallel__sampling=1, **ON[device], **changes).model_dump(mode="json")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = [str(tmp_path / "program.py"), where, "train", str(tmp_path / "recipe.yaml")]
+    if device == "cpu":
+        done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    else:
+        launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", *program]
+        done = subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
+    assert f"rank {rank}, which says nothing: killed, or hung" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    found = RunFolder(tmp_path / "runs" / "tiny")
+    starts = json.loads(found.provenance.read_text())["starts"]
+    assert [start["step"] > 0 for start in starts] == [False, True]  # from a checkpoint
+    assert_same(in_turns(tmp_path / "alone", device=device, **changes), found)
+
+
+def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_a_checkpoint(tmp_path):
+    with pytest.raises(EngineError, match=r"none any more \(on rank 1\)"):
+        beside(tmp_path, False, None, 4)
+    found = in_turns(tmp_path, resume=True)
+    assert_same(in_turns(tmp_path / "whole"), found)
+
+
+def test_all_processes_sampling_are_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"a further process to train; given 1 in all"):
+        start(tiny_recipe(tmp_path, parallel__sampling=1))
