@@ -84,7 +84,7 @@ def caches_in(folder: Path) -> dict[str, str]:
     names = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR")
     places = {name: folder / name.lower() for name in names}
     for place in places.values():  # torch warns where the folder that its own is to be in is not there
-        place.mkdir(exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     return {name: str(place) for name, place in places.items()}
 
 
