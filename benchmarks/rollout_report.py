@@ -72,18 +72,18 @@ def block_table(document: Mapping[str, Any]) -> str:
 
 
 def law_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens sampled, blocks between which weights changed, and tokens with other bits than training's; by GPU.
+    """Tokens sampled, and tokens with other bits than training's; by GPU.
 
     Example:
         >>> row = {"model": "m", "tokens": 1000000, "blocks": 7, "mismatched_tokens": 0}
         >>> print(law_table([{"environment": {"gpu": "x"}, "rows": [row]}]).splitlines()[-1])
-        | m | 1,000,000 | 7 | 0 |
+        | m | 1,000,000 | 0 |
     """
     lines = []
     for gpu in dict.fromkeys(document["environment"]["gpu"] for document in found):
-        lines += ["", f"**{gpu}**", "", "| model | tokens | blocks | with other bits |", "|---|--:|--:|--:|"]
+        lines += ["", f"**{gpu}**", "", "| model | tokens | with other bits |", "|---|--:|--:|"]
         for row in (row for document in found if document["environment"]["gpu"] == gpu for row in document["rows"]):
-            lines.append(f"| {row['model']} | {row['tokens']:,} | {row['blocks']} | {row['mismatched_tokens']} |")
+            lines.append(f"| {row['model']} | {row['tokens']:,} | {row['mismatched_tokens']} |")
     return "\n".join(lines[1:])
 
 

@@ -427,6 +427,8 @@ def step_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.load(slot + row).to(tl.int64)
+    if at < 0:  # numbers all the same: a mixture's router reads this row too
+        tl.store(out + (row * HV + head) * V + tl.arange(0, V), tl.zeros((V,), out.dtype.element_ty))
     if at >= 0:
         i = tl.load(index + row)
         kind = out.dtype.element_ty

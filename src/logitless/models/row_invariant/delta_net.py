@@ -243,9 +243,10 @@ class HeadsApart(torch.autograd.Function):
     def forward(ctx: Any, qkvz: Tensor, ba: Tensor, form: DeltaForm) -> tuple[Tensor, ...]:
         ctx.form = form
         values = form.heads // form.key_heads * form.width
-        heads = qkvz.unflatten(1, (form.key_heads, -1)).split((form.key_width, form.key_width, values, values), 2)  # type: ignore[no-untyped-call]
+        widths, of_heads = [form.key_width, form.key_width, values, values], (len(ba), form.key_heads, -1)
+        heads = torch.split(qkvz.view(of_heads), widths, 2)  # type: ignore[no-untyped-call]
         query, key, value, gate = (each.flatten(1) for each in heads)
-        b, a = (each.flatten(1) for each in ba.unflatten(1, (form.key_heads, -1)).chunk(2, 2))
+        b, a = (each.flatten(1) for each in ba.view(of_heads).chunk(2, 2))
         return torch.cat((query, key, value), 1), gate, b, a
 
     @staticmethod
