@@ -32,7 +32,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     }.items()
 }
 ATTENTION = {"gpt_oss": "eager"}
-WITH_LOSS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
+WITH_LOSS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
 
 
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
