@@ -54,7 +54,7 @@ class DeltaNets(NamedTuple):
 
         Example:
             >>> DeltaNets(1, 16, 32, 128, 128, 4).slot_bytes(2)
-            3473408
+            3342336
         """
         state = 4 * self.heads * self.key_width * self.width
         rows = self.key_heads * self.key_width + self.heads * (CHUNK + self.width)
@@ -65,7 +65,7 @@ class DeltaNets(NamedTuple):
         """Bytes of the slots of so many completions at once: of each, of a quarter as many prompts, and an empty one.
 
         Example:
-            >>> DeltaNets(1, 16, 32, 128, 128, 4).sampling_bytes(512, 2) // 3473408
+            >>> DeltaNets(1, 16, 32, 128, 128, 4).sampling_bytes(512, 2) // 3342336
             641
         """
         return (rows + 1 - (-rows // 4)) * self.slot_bytes(number)
