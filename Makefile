@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
 
-.PHONY: demo test test-slow test-vllm lint docs site mutation clean
+.PHONY: demo test test-slow test-tinker test-vllm lint docs site mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -30,10 +30,10 @@ lint: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync $(CHECKS)
 
 test: lint
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm and not tinker'
 
 test-slow: .venv/.installed
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'slow and not gpu and not multi_gpu and not vllm'
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'slow and not gpu and not multi_gpu and not vllm and not tinker'
 
 # vLLM's own environment: torchvision, torchaudio and torchcodec come along in CUDA builds that break its import, and its
 # command line asks for a distribution called vllm.
@@ -50,6 +50,23 @@ VLLM := .venv-vllm/bin
 test-vllm: .venv-vllm/.installed
 	$(VLLM)/python -m pytest -m 'vllm and not gpu and not multi_gpu' tests/vllm
 
+# The cookbook is installed without its dependencies: it asks for a tml-renderers that Python 3.11 does not have, and its
+# recipes here do not use it. The SDK of before lies in a folder of its own.
+TINKER := .venv-tinker/bin
+.venv-tinker/.installed: pyproject.toml constraints.txt constraints-tinker.txt
+	test -x $(TINKER)/python || $(PYTHON) -m venv .venv-tinker
+	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+		--constraint constraints-tinker.txt --editable '.[tinker,triton,rewards,data]' pytest pytest-timeout hypothesis \
+		beartype aiohttp blobfile chz pylatexenc pyrage termcolor tiktoken tml-renderers
+	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
+	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-tinker/before tinker==0.36.0
+	touch $@
+
+test-tinker: .venv-tinker/.installed
+	TRITON_INTERPRET=1 $(TINKER)/python -m pytest -m tinker tests/tinker
+	PYTHONPATH=.venv-tinker/before TRITON_INTERPRET=1 $(TINKER)/python -m pytest -m tinker tests/tinker/test_sdk.py
+
 docs: .venv/.installed
 	$(BIN)/python -m docs.generate
 
@@ -61,4 +78,4 @@ mutation: .venv/.installed
 	$(BIN)/python -m tests.mutation
 
 clean:
-	rm -rf .venv .venv-vllm build dist
+	rm -rf .venv .venv-tinker .venv-vllm build dist

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import rollout_contenders as contenders
-from logitless.bench.machine import environment
+from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
@@ -115,6 +115,7 @@ def _rank(models: list[str], plans: list[list[int]], workload: str, blocks: int,
                         arrangement = f"{training}+{sampling}" if sampling else "1"
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
                         print(json.dumps({**row, "workload": workload}), flush=True)
+                release(device)
                 ranks.barrier()
 
 

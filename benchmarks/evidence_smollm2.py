@@ -362,6 +362,12 @@ def ablations(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
+def drawn(rows: list[dict[str, Any]]) -> list[str]:
+    """Tasks whose curves of full fine-tuning here and in TRL are compared."""
+    of_trl = {row["task"] for row in rows if (row["trainer"], row["variant"]) == ("trl", PLAIN)}
+    return [task for task in TASKS if task in of_trl]
+
+
 def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
     """Held-out accuracy over the blocks: each trainer's mean, with the band of its seeds."""
     from matplotlib.figure import Figure
@@ -386,12 +392,11 @@ def tables(results: Path) -> dict[str, str]:
     found = list[str]()
     for name, document in documents_of(results).items():
         rows, machine = document["rows"], document["machine"]
-        tasks = [task for task in TASKS if any(r["task"] == task and r["trainer"] == "trl" for r in rows)]
         made = ", ".join(f"{key} {machine[key]}" for key in ("torch", "transformers", "trl"))
         parts = [
             f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json)):",
             compared(rows),
-            *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in tasks),
+            *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in drawn(rows)),
             ablations(rows),
         ]
         found += filter(None, parts)
@@ -407,7 +412,7 @@ def documents_of(results: Path) -> dict[str, dict[str, Any]]:
 def plot(results: Path) -> None:
     """Draw the curves of the result files of GPUs beside them."""
     for name, document in documents_of(results).items():
-        for task in {row["task"] for row in document["rows"] if row["trainer"] == "trl"}:
+        for task in drawn(document["rows"]):
             draw(document["rows"], task, results / f"{name}-{task}.svg")
 
 

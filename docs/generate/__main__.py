@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from docs.generate import configuration, metrics, models, objectives, rewards, rollout_data
+from docs.generate import configuration, metrics, models, objectives, rewards, rollout_data, tinker
 
 DOCS = Path(__file__).parents[1]
 PAGES = {
@@ -12,6 +12,7 @@ PAGES = {
     "objectives.md": objectives.page,
     "rewards.md": rewards.page,
     "rollout_data.md": rollout_data.page,
+    "tinker.md": tinker.page,
 }
 """What makes each page of the one that is there."""
 

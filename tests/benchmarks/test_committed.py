@@ -238,13 +238,24 @@ def test_every_failure_of_a_test_on_several_gpus_has_a_line(name, gpus):
     assert found["passed"] > 60
 
 
-def test_what_needs_one_gpu_has_passed_on_one_and_a_run_that_was_cut_off_failed_in_nothing():
-    found, again, page = committed("gpu"), committed("multi-gpu-again"), (ROOT / "docs/scale.md").read_text()
+def test_what_needs_one_gpu_has_passed_on_one():
+    found, page = committed("gpu"), (ROOT / "docs/scale.md").read_text()
     assert (found["complete"], found["failed"]) == (True, 0)
     assert found["skipped"].keys() <= {"Skipped: factors are float32 already"}  # the case beside it is the same
     assert f"{found['passed']} tests on one H200" in page
-    assert (again["complete"], again["failures"]) == (False, [])
-    assert f"after {again['passed']} of" in page
+
+
+def test_what_failed_beside_other_tests_on_two_h100_has_passed_since_and_the_page_counts_it():
+    one, page = committed("gpu-H100"), (ROOT / "docs/scale.md").read_text()
+    assert one["complete"]
+    assert not set(one["failures"]) & set(committed("gpu-again-H100")["failures"])
+    assert f"{one['passed']} of {one['passed'] + one['failed']}" in page
+    several, mended = committed("multi-gpu-2-H100"), committed("multi-gpu-2-quickstart")
+    assert [name.rpartition("::")[2] for name in several["failures"]] == [
+        "test_the_quickstart_on_two_gpus_is_the_quickstart_of_one"
+    ]
+    assert (mended["complete"], mended["passed"], mended["failed"]) == (True, 1, 0)
+    assert f"[{several['passed']} passed]" in page
 
 
 # --- what runs learn --------------------------------------------------------------------------------------------------
@@ -424,6 +435,8 @@ def test_the_page_has_the_first_calls_that_were_measured_alone():
     done = sum(row["ok"] is True for row in rows)
     page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
     assert f"first call takes {min(alone):.1f} to {max(alone):.1f} s with empty caches ([{done} first runs]" in page
+    done = sum(row["ok"] is True for row in committed("first-contact-H100")["rows"])
+    assert f"[{done} on an H100]" in page
 
 
 def test_the_first_step_of_a_135m_run_comes_within_12_seconds_or_30_with_empty_caches_and_the_page_says_when():

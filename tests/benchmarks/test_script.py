@@ -29,7 +29,7 @@ def test_the_tables_of_the_pages_are_made_from_the_committed_results():
         reports = f"{script}_report" if (ROOT / "benchmarks" / f"{script}_report.py").is_file() else script
         tables = importlib.import_module(reports).tables(RESULTS)
         parts = {part.strip() for each, part in marks if each == script}
-        assert parts <= set(tables) or (script, tables) == ("precision_default", {})  # not measured yet
+        assert parts <= set(tables)
         assert update([], script, tables, check=True) == 0, script
 
 

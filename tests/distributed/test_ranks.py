@@ -47,7 +47,7 @@ def what_a_rank_sees(rank):
         "first": us.broadcast_object(f"of {rank}"),
         "copied": weight.tolist(),
         "bytes": us.all_gather_bytes(bytes(range(2 * rank))),
-        "shared": us.all_gather_object([f"{place} by {rank}" for place in us.shared(3)]),
+        "shared": us.all_gather_object([f"{place} by {rank}" for place in us.shared(3, range(us.world))]),
     }
 
 

@@ -27,6 +27,7 @@ def test_the_words_around_what_is_made_stay(name):
         ("objectives.md", "DAPO: clip-higher"),
         ("rewards.md", "`punctuation:no_comma`"),
         ("rollout_data.md", "| `prompt_id` |"),
+        ("tinker.md", "| `RestClient` |"),
     ],
 )
 def test_what_is_edited_by_hand_in_what_is_made_does_not_stay(name, made):

@@ -173,6 +173,12 @@ def test_the_second_moment_of_what_stays_is_within_its_bound_and_no_more_could_s
         assert longer.mean() > bound * (1 - 1e-9)
 
 
+def test_the_second_moment_may_be_its_bound_and_where_nothing_stays_is_minus_one():
+    both = torch.tensor([True, True])
+    found = [second_moment_bound(double(0.5, 2), both, bound).item() for bound in (0.25, 0.2)]
+    assert [*found, second_moment_bound(double(), both[:0], 0.2).item()] == [0.25, -1.0, -1.0]
+
+
 def test_the_most_extreme_tokens_of_a_block_go_first():
     # D^2 = 0.01, 0.04, 0.25, 1: means of prefixes 0.01, 0.025, 0.1, 0.325
     log_ratio = [0.1, -0.2, 0.5, -1.0]

@@ -27,6 +27,7 @@ def content_length(prompts, completions, **columns):
 
 
 def num_tokens(completion_ids, **columns):
+    assert all(type(ids) is list and type(token) is int for ids in completion_ids for token in ids)
     return [float(len(ids)) for ids in completion_ids]
 
 

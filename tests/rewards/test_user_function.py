@@ -1,5 +1,6 @@
 import asyncio
 
+import numpy as np
 import pytest
 
 from logitless.errors import ConfigurationError
@@ -65,8 +66,8 @@ def test_columns_called_kwargs_and_self_arrive():
 
 
 def test_token_ids_and_messages_arrive():
-    tokens = Function(path=f"{HERE}:num_tokens")
-    assert tokens(["p"] * 2, ["a", "b"], [[1, 2], [3]]) == [2.0, 1.0]
+    for tokens in in_workers_and_here("num_tokens"):
+        assert tokens(["p"] * 2, ["a", "b"], [[1, 2], np.array([3])]) == [2.0, 1.0]
     as_messages = Function(path=f"{HERE}:content_length", messages=True)
     assert as_messages(["p"] * 2, ["four", [{"role": "assistant", "content": "to"}]]) == [4.0, 2.0]
 

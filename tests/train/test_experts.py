@@ -50,7 +50,7 @@ def test_a_config_that_switches_the_loss_on_trains_and_samples_with_it(tmp_path)
         for number, changes in enumerate((source, {"model__router__loss": 0.5}))
     )
     assert_same_run(by_config, by_recipe)
-    with pytest.raises(ConfigurationError, match=r"no model.lora.dropout beside a load-balancing loss"):
+    with pytest.raises(ConfigurationError, match=r"a load-balancing loss: no model.lora.dropout"):
         tiny_model(tiny_recipe(tmp_path, **MIXTURE, **source, model__lora={"dropout": 0.1, "targets": ["q_proj"]}))
 
 

@@ -47,7 +47,7 @@ MIXTURE = {
         (
             {**MIXTURE, "model__router__loss": 0.01, "model__lora": {"dropout": 0.1, "targets": ["q_proj"]}},
             ConfigurationError,
-            "no model.lora.dropout beside a load-balancing loss",
+            "a load-balancing loss: no model.lora.dropout",
         ),
         (
             {"algorithm": {"preset": "ppo"}, "value_head": {"source": "none.safetensors"}},

@@ -121,5 +121,5 @@ def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_r
     monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
     monkeypatch.setattr(assembly_model, "_passes_self_check", lambda _: False)
     assert not hasattr(backbone(tiny_model(recipe(tmp_path, "auto"))), "row_invariant")
-    with pytest.raises(UnavailableError, match="attention does not keep its bits"):
+    with pytest.raises(UnavailableError, match="the self-check on this GPU"):
         reason(tmp_path, "cpu", "row_invariant")

@@ -3,14 +3,14 @@
 import json
 import os
 import signal
-from functools import partial
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 import yaml
 
-from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError, EngineError
 from logitless.rollout.transformers import TransformersEngine
@@ -20,13 +20,15 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
-from tests.train.interrupting import before
-from tests.train.tiny import finished_run, start, tiny_raw, tiny_recipe
+from tests.train.test_rank_faults import ENVIRONMENT, TORCHRUN
+from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
+WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
+WIDE |= {"vocab_size": 4000, "head_dim": 64, "num_hidden_layers": 2}
 ON_GPU = {
     "model__device": "cuda",
-    "model__source__head_dim": 16,
+    "model__source": TINY_LLAMA | WIDE,
     "model__trained_dtype": "bfloat16",
     "model__layers": "row_invariant",
     "rollout__engine": {"name": "gpu"},
@@ -122,6 +124,7 @@ def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(t
 
 PROGRAM = """
 import os, signal, sys
+import torch
 from logitless.cli.main import main
 from logitless.distributed import exit_reasons
 from logitless.distributed.ranks import Ranks
@@ -139,12 +142,16 @@ def killed(kind, name, of, number):
         return plain(self, *arguments, **named)
     setattr(kind, name, call)
 
+engine = TransformersEngine
+if torch.cuda.is_available():
+    from logitless.rollout.gpu.engine import GpuEngine as engine
+
 exit_reasons.GRACE_SECONDS = 1.0
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
     killed(*{
         "push": (Ranks, "broadcast", "1", 3),
-        "sampling": (TransformersEngine, "sample", "1", 4),
+        "sampling": (engine, "sample", "1", 4),
         "training": (Learner, "step", "0", 7),
     }[where])
 if __name__ == "__main__":
@@ -153,19 +160,33 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("where", "rank"), [("push", 1), ("sampling", 1), ("training", 0)])
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(tmp_path, where, rank):
-    changes = {"rollout__staleness": 1}
-    recipe = tiny_recipe(tmp_path, parallel__sampling=1, **BLOCKS, **changes).model_dump(mode="json")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("where", "rank", "changes"),
+    [
+        ("push", 1, {"rollout__staleness": 1}),
+        ("sampling", 1, {"checkpoint__every_blocks": 100}),
+        ("training", 0, {"rollout__staleness": 1}),
+    ],
+)
+def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
+    tmp_path, where, rank, changes, device
+):
+    recipe = tiny_recipe(tmp_path, parallel__sampling=1, **ON[device], **changes).model_dump(mode="json")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (tmp_path / "program.py").write_text(PROGRAM)
     program = [str(tmp_path / "program.py"), where, "train", str(tmp_path / "recipe.yaml")]
-    done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    if device == "cpu":
+        done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    else:
+        launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", *program]
+        done = subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
     assert f"rank {rank}, which says nothing: killed, or hung" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     found = RunFolder(tmp_path / "runs" / "tiny")
-    assert len(json.loads(found.provenance.read_text())["starts"]) == 2
-    assert_same(in_turns(tmp_path / "alone", **changes), found)
+    starts = json.loads(found.provenance.read_text())["starts"]
+    assert [start["step"] > 0 for start in starts] == [False, True]  # from a checkpoint
+    assert_same(in_turns(tmp_path / "alone", device=device, **changes), found)
 
 
 def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_a_checkpoint(tmp_path):
@@ -173,57 +194,6 @@ def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_
         beside(tmp_path, False, None, 4)
     found = in_turns(tmp_path, resume=True)
     assert_same(in_turns(tmp_path / "whole"), found)
-
-
-# --- replay
-
-
-@pytest.fixture
-def repeated(tmp_path):
-    """A run with a log, and a function that repeats it."""
-    run = in_turns(tmp_path, rollout__staleness=1)
-    return run, partial(main, ["train", "--replay", str(run.path)])
-
-
-def test_a_run_is_repeated_with_its_own_recipe_beside_it(repeated):
-    run, repeat = repeated
-    assert repeat() == 0
-    assert_same(run, RunFolder(run.path.with_name("tiny-replay")))
-
-
-def test_the_first_token_that_differs_is_named(repeated, capsys, monkeypatch):
-    _, repeat = repeated
-    calls = []
-
-    def spoil(self, prompts, *_, **__):
-        calls.append(1)
-        if len(calls) == 4:  # after the evaluation and two blocks
-            self._version -= 1
-
-    before(monkeypatch, TransformersEngine, "sample", spoil)
-    assert repeat() == 1
-    said = capsys.readouterr().err
-    assert "block 3, prompt" in said
-    assert "completion 1, token 1: id" in said
-    assert "by version" in said
-
-
-def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):
-    run, _ = repeated
-    assert main(["train", "--replay", str(run.path), "--set", "evaluation.success_at=7"]) == 1
-    assert "evaluation/accuracy of block 1, step 0: 1.0; given 0.0" in capsys.readouterr().err
-
-
-def test_a_run_without_a_log_of_all_its_blocks_is_not_repeated(tmp_path, capsys):
-    run = finished_run(tmp_path, train__blocks=1)
-    assert main(["train", "--replay", str(run.path)]) == 2
-    assert "Only rollout.staleness and parallel.sampling write one" in capsys.readouterr().err
-
-
-def test_a_recipe_beside_a_run_to_repeat_is_one_too_many(capsys):
-    assert main(["train", "recipe.yaml", "--replay", "runs/x"]) == 2
-    assert main(["train"]) == 2
-    assert capsys.readouterr().err.count("a recipe, or a run to --replay") == 2
 
 
 def test_all_processes_sampling_are_refused(tmp_path):

@@ -16,10 +16,12 @@ from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
 from logitless.rollout.vllm import weight_folder
 from logitless.train.assembly.model import tokenizer_of
+from logitless.train.collect.ahead import CollectedBlocks
 from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.checkpoint import checkpoints
+from logitless.types import Prompt
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
 from tests.train.tiny import assert_same_end, completed, start, start_without_report, tiny_model, tiny_recipe
@@ -210,13 +212,11 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         run = completed(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert max(line["rollout/mixed_fraction"] for line in lines) > 0
-    logged = [json.loads(file.read_text()) for file in sorted((run.path / "collected").iterdir())]
-    completions = [c for row in logged for group in row["groups"] for c in group["completions"]]
-    mixed = [c for c in completions if c["token_versions"] is not None]
+    log = CollectedBlocks(run.collected, [Prompt(str(i), "", ()) for i in range(8)])
+    completions = [c for block in range(5) for group in log.read(block)[0].sampled for c in group.completions]
+    mixed = [c.token_versions.tolist() for c in completions if c.token_versions is not None]
     assert mixed
-    for completion in mixed:
-        assert completion["token_versions"] == sorted(completion["token_versions"])
-        assert len(completion["token_versions"]) == len(completion["token_ids"])
+    assert all(versions == sorted(versions) for versions in mixed)
     engine = {"name": "recorded", "path": str(run.path)}
     again, _ = start(tiny_recipe(tmp_path, name="again", rollout__engine=engine, **changes | {"rollout__staleness": 0}))
     assert_same_end(run, again)

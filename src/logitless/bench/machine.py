@@ -2,13 +2,13 @@
 
 import gc
 import json
-import subprocess
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from logitless.installed import gpu_driver, version_of
 
 SCHEMA_NUMBER = 1
 """Of the files under ``benchmarks/results``."""
@@ -21,12 +21,9 @@ def environment(device: str, packages: Sequence[str]) -> dict[str, str]:
         >>> environment("cpu", ("no-such-package",))["no-such-package"]
         'not installed'
     """
-    gpu, driver = "none", "none"
-    if device == "cuda":
-        gpu = torch.cuda.get_device_name()
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    return {"gpu": gpu, "driver": driver, "torch": torch.__version__} | {name: _version(name) for name in packages}
+    gpu, driver = (torch.cuda.get_device_name(), gpu_driver()) if device == "cuda" else (None, None)
+    found = {"gpu": gpu or "none", "driver": driver or "none", "torch": torch.__version__}
+    return found | {name: version_of(name) or "not installed" for name in packages}
 
 
 def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 1) -> None:
@@ -40,13 +37,6 @@ def write_result(path: Path, document: Mapping[str, Any], *, indent: int = 1) ->
         {'schema_number': 1, 'rows': []}
     """
     path.write_text(json.dumps({"schema_number": SCHEMA_NUMBER, **document}, indent=indent) + "\n")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def release(device: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from logitless.cli.arguments import add_checkpoint, add_run, check_at_least, check_output_file
 from logitless.cli.output import visible
 from logitless.data.prompts import prompts_of_rows
-from logitless.data.sources import FileData, MixedData, Rendered, Row, TrainingData, read_rows
+from logitless.data.sources import FileData, Rendered, Row, TrainingData, read_rows, sources_of
 from logitless.errors import ConfigurationError
 from logitless.rollout.recorded import write_completions
 from logitless.rollout.sampling import SamplingOptions
@@ -76,10 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _rendered(data: TrainingData, source: str | None) -> Rendered:
     """System prompt and template of the run's data; of the named source, if those of several sources differ."""
-    if not isinstance(data, MixedData):
-        of_sources = {"train": data}
-    else:
-        of_sources = {name: each.data for name, each in data.sources.items()}
+    of_sources = {name: each.data for name, each in sources_of(data).items()}
     ways = {(each.system, each.template) for name, each in of_sources.items() if source in (None, name)}
     if len(ways) != 1:
         raise ConfigurationError(

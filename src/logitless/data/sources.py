@@ -228,6 +228,16 @@ TrainingData: TypeAlias = Annotated[
 """``DataOptions``, or a mixture of them."""
 
 
+def sources_of(data: TrainingData) -> Mapping[str, WeightedData]:
+    """The sources of a mixture by name; other data are one source, ``train``.
+
+    Example:
+        >>> list(sources_of(FileData(path=Path("sums.jsonl"))))
+        ['train']
+    """
+    return data.sources if isinstance(data, MixedData) else {"train": WeightedData(data=data)}
+
+
 @dataclass(frozen=True)
 class Row:
     """One row of a data set and its place, for error messages."""

@@ -74,6 +74,11 @@ class Arrangement:
         return self.shard * self.sequence
 
     @property
+    def world(self) -> int:
+        """Number of ranks."""
+        return self.replicate * self.weights
+
+    @property
     def is_sharded(self) -> bool:
         """Whether a rank holds less than all weights."""
         return self.weights > 1

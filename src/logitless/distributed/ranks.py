@@ -181,19 +181,18 @@ class Ranks:
         local_ranks = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
         return tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0)
 
-    def shared(self, count: int, among: Sequence[int] | None = None) -> range:
+    def shared(self, count: int, among: Sequence[int]) -> range:
         """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective.
 
         Args:
             count: number of items.
-            among: the ranks that take a share; None: all.
+            among: the ranks that take a share.
 
         Example:
-            >>> Ranks.alone().shared(3)
+            >>> Ranks.alone().shared(3, among=[0])
             range(0, 3)
         """
-        taking = range(self.world) if among is None else among
-        return every_nth(count, taking.index(self.rank), len(taking)) if self.rank in taking else range(0)
+        return every_nth(count, among.index(self.rank), len(among)) if self.rank in among else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's rows of a list that interleaves the rows of all ranks. Not a collective.

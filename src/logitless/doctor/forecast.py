@@ -23,7 +23,6 @@ import torch
 
 from logitless.errors import UnavailableError
 from logitless.rewards.statistics import reward_statistics
-from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.process import device_of, set_process
@@ -241,7 +240,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
             batches.append({phase: value for phase, value in seconds.items() if phase in PHASES})
             spent += math.fsum(seconds.values())
         whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
-        refills = not isinstance(engines.training, TransformersEngine)
+        refills = not recipe.rollout.engine.decodes_in_rounds
         rounds = times_as_long(lengths_of(groups), whole, max_rows=recipe.rollout.max_rows, refills=refills)
         return batches, groups, said, rounds
 

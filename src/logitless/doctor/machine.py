@@ -1,6 +1,5 @@
 """What is installed on this machine, what of logitless runs on it, and settings that would be faster."""
 
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 import yaml
 
-from logitless.bench.machine import environment
 from logitless.bench.recommended import recommended_here
 from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
+from logitless.installed import gpu_driver, version_of
 from logitless.rewards.workers.sandbox import sandbox_of
 from logitless.train.assembly.layers import against_row_invariant
 from logitless.train.assembly.model import policy_model, tokenizer_of
@@ -22,6 +21,7 @@ from logitless.train.assembly.process import allocator_of_environment, device_of
 from logitless.train.optim.optimizer import automatic_implementation
 from logitless.train.plan.run_plan import Plan
 from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.rule import value_at
 from logitless.types import LMHead
 
 OPTIONAL = {
@@ -82,12 +82,8 @@ def _version(module: str) -> str:
     """Version of the package that provides a module; empty if it is not installed."""
     if importlib.util.find_spec(module) is None:
         return ""
-    for name in (module, f"{module}-skinny"):  # as MLflow's client calls itself
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "imported from a folder, without a version"
+    version = version_of(module) or version_of(f"{module}-skinny")  # as MLflow's client calls itself
+    return version or "imported from a folder, without a version"
 
 
 def _hardware(device: str) -> dict[str, Any]:
@@ -96,7 +92,7 @@ def _hardware(device: str) -> dict[str, Any]:
         "cpu": f"{_processor()}, {os.cpu_count()} threads, torch uses {torch.get_num_threads()}",
     }
     if device == "cuda":
-        found["driver"] = f"{environment(device, ())['driver']}, CUDA {torch.version.cuda}"
+        found["driver"] = f"{gpu_driver()}, CUDA {torch.version.cuda}"
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.major}.{card.minor}"
@@ -232,9 +228,7 @@ def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bo
 def _has(recipe: Recipe, line: str, device: torch.device) -> bool:
     """Whether a recipe already has the setting of a line, explicitly or by default."""
     key, _, value = line.partition(": ")
-    at: Any = recipe
-    for part in key.split("."):
-        at = getattr(at, part)
+    at = value_at(recipe, key)
     if key == "train.optimizer.implementation" and at == "auto":
         at = automatic_implementation(device)
     wanted = yaml.safe_load(value)

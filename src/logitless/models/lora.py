@@ -90,10 +90,27 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
         >>> sum(p.numel() for p in model.parameters() if p.requires_grad)
         32
     """
-    peft = _peft()
     if is_peft(model):
         model = merge_adapters(model)
     _check_tied_head(model, options)
+    return add_adapter(model, options, name="default", seed=seed)
+
+
+def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int = 0) -> nn.Module:
+    """As ``add_lora``, beside the adapters that the model has; the new one is active, and alone trainable.
+
+    Nothing is merged. An LM head that is tied to the embedding may be adapted, until somebody merges it.
+
+    Args:
+        model: changed in place. Row-invariant layers are installed after this, not before.
+        options: rank, scale and targets.
+        name: of the adapter, without a dot.
+        seed: of the A factors.
+
+    Raises:
+        ConfigurationError: as ``add_lora``, but for tied heads.
+    """
+    peft = _peft()
     _check_modules_to_save(model, options)
     modules: str | list[str] = options.targets if isinstance(options.targets, str) else list(options.targets)
     parameters: list[str] | None = None
@@ -120,15 +137,23 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
     )
     with seeded(seed, next(model.parameters()).device):
         try:
-            adapted = peft.get_peft_model(model, config)
+            with warnings.catch_warnings():
+                # PEFT warns that a tied LM head cannot be merged with its adapter.
+                warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")
+                if is_peft(model):
+                    model.add_adapter(name, config)  # type: ignore[operator]
+                    model.set_adapter(name)  # type: ignore[operator]
+                    adapted = model
+                else:
+                    adapted = peft.get_peft_model(model, config, adapter_name=name)
         except ValueError as error:
             raise ConfigurationError(
                 needed="targets that name linear modules of the model",
                 given=f"{options.targets}: {error}",
                 remedy='Name modules such as "q_proj", or use "all-linear".',
             ) from error
-    for name, parameter in adapted.named_parameters():
-        if ".modules_to_save." in name:
+    for path, parameter in adapted.named_parameters():
+        if ".modules_to_save." in path:
             parameter.data = parameter.data.float()
     _set_dropout(adapted)
     return adapted  # type: ignore[no-any-return]

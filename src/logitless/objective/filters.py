@@ -303,13 +303,13 @@ class SamplerRejection(TokenFilter):
     def __post_init__(self) -> None:
         check_knobs(self)
         low = -float("inf") if self.min is None else self.min
-        if self.measure != "k1" and (self.min is not None or self.max <= 0):
+        if self.measure != "k1" and (self.min is not None or not self.max > 0):
             raise ConfigurationError(
                 needed=f"a positive max and no min for {self.measure}, which is never negative",
                 given=f"min={self.min}, max={self.max}",
                 remedy="Set max alone, or measure: k1.",
             )
-        if not low < self.max or (self.measure == "k1" and not low < 0 < self.max):
+        if self.measure == "k1" and not low < 0 < self.max:
             raise ConfigurationError(
                 needed="min < 0 < max for k1, which is 0 where both policies agree",
                 given=f"min={self.min}, max={self.max}",

@@ -17,6 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
+import numpy as np
+from jaxtyping import Int64
+
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
 from logitless.own_code import blamed
 from logitless.types import Episode, Group, Prompt, Verdict
@@ -34,6 +37,9 @@ MAX_CHARACTERS = 1_000_000
 
 TRAINER_ARGUMENTS = frozenset({"trainer_state", "log_extra", "log_metric"})
 """Arguments that TRL passes to every reward function and that are not columns."""
+
+TokenIds: TypeAlias = Sequence[int] | Int64[np.ndarray, "L"]
+"""Sampled tokens: an array in a run, a list from TRL."""
 
 RESERVED_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 """Arguments of every reward function; no column can have these names."""
@@ -67,7 +73,7 @@ class Reward(Protocol):
         prompts: Sequence[Text],
         completions: Sequence[Text],
         columns: Columns,
-        completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_ids: Sequence[TokenIds] | None = None,
     ) -> list[Verdict]:
         """One verdict a completion, in order."""
 
@@ -260,7 +266,7 @@ class TextReward:
         prompts: Sequence[Text],
         completions: Sequence[Text],
         columns: Columns,
-        completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_ids: Sequence[TokenIds] | None = None,
     ) -> list[Verdict]:
         """One verdict a completion, in order.
 
@@ -291,7 +297,7 @@ class TextReward:
         /,
         prompts: Sequence[Text],
         completions: Sequence[Text],
-        completion_ids: Sequence[Sequence[int]] | None = None,
+        completion_ids: Sequence[TokenIds] | None = None,
         **columns: Any,
     ) -> list[float | None]:
         """The scores in TRL's form: None for a completion without one."""
@@ -314,7 +320,7 @@ class Batch:
     prompts: Sequence[Text]
     completions: Sequence[Text]
     columns: Columns
-    completion_ids: Sequence[Sequence[int]] | None = None
+    completion_ids: Sequence[TokenIds] | None = None
 
     def __post_init__(self) -> None:
         expected = len(self.completions)
@@ -534,7 +540,7 @@ def _verdicts_of(entry: WeightedReward, pairs: Sequence[tuple[Prompt, Episode]])
             [p.messages if p.messages is not None else p.text for p, _ in pairs],
             [episode.completion.text for _, episode in pairs],
             columns,
-            [episode.completion.token_ids.tolist() for _, episode in pairs],
+            [episode.completion.token_ids for _, episode in pairs],
         )
     if len(verdicts) != len(pairs):
         raise InputError(

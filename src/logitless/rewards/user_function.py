@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
+
 from logitless.errors import ConfigurationError
 from logitless.own_code import FORMS, with_whole_path
 from logitless.rewards.reward import (
@@ -119,7 +121,7 @@ class Function(PooledReward):
             arguments["prompts"] = self._converted(batch.prompts[row], "user")
             arguments["completions"] = self._converted(batch.completions[row], "assistant")
             if batch.completion_ids is not None:
-                arguments["completion_ids"] = list(batch.completion_ids[row])
+                arguments["completion_ids"] = np.asarray(batch.completion_ids[row]).tolist()
             items.append((self._located, arguments))
         if self.process == "confined":
             require_sandbox("grader")
@@ -181,7 +183,7 @@ class TrustedFunction(TextReward):
         check_reserved(batch.columns)
         arguments = {**batch.columns, "prompts": batch.prompts, "completions": batch.completions}
         if batch.completion_ids is not None:
-            arguments["completion_ids"] = batch.completion_ids
+            arguments["completion_ids"] = [np.asarray(ids).tolist() for ids in batch.completion_ids]
         taken = accepted_columns(self.function, list(arguments))
         try:
             scores = scores_of(_result(self.function, {name: arguments[name] for name in taken}), len(texts))

@@ -115,11 +115,8 @@ class Beginning:
             lines = [*lines, *of_fork]
         loop.journal.message(*lines)
         if saved is not None:
-            loop.restore(saved)
-            if loop.ranks.broadcast_object(
-                any(change.key == "train.tokens_per_micro_batch" for change in self.changed)
-            ):
-                loop.learner.progress.halvings.clear()  # of the earlier size
+            resized = any(change.key == "train.tokens_per_micro_batch" for change in self.changed)
+            loop.restore(saved, resized=loop.ranks.broadcast_object(resized))
         elif self.folder is not None:
             loop.journal.message("no checkpoint yet: from the beginning")
 

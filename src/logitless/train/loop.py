@@ -104,6 +104,10 @@ class Loop:
             except EngineError:
                 self._save_what_was_done()
                 raise
+            except LostRankError:
+                if self.ranks.world == 1:  # one that samples: this one has all that a checkpoint needs
+                    self._save_what_was_done()
+                raise
             # A signal may have reached some ranks only; all must return the same result.
             signals = self.ranks.all_gather_object(self.interrupt.signal)
             stopped_by = self.ranks.broadcast_object(self.callbacks.stopped_by)
@@ -259,7 +263,7 @@ class Loop:
     def _sync_weights(self) -> Numbers:
         """Give every engine the current weights; returns the engines' transfer metrics."""
         with self.journal.phase("weights"):
-            if self.engines.in_this_process:
+            if not self.recipe.rollout.engine.is_vllm:  # an engine here, if only for evaluation, reads whole weights
                 self.learner.policy.gather()  # released by the next step
             # Before the engines have this version: another thread may be sampling.
             self.collector.expect(self.learner.version)
@@ -315,9 +319,9 @@ class Loop:
         except (CheckpointError, LostRankError) as error:
             self.journal.message(f"no further checkpoint: {error}")
 
-    def restore(self, saved: Checkpoint) -> None:
+    def restore(self, saved: Checkpoint, *, resized: bool) -> None:
         """Load a checkpoint."""
-        remembered = restore_run(self.collector, self.learner, self.journal, saved)
+        remembered = restore_run(self.collector, self.learner, self.journal, saved, resized=resized)
         try:
             self.block_metrics = dict(remembered["block_metrics"])
             self.unwritten = dict(remembered.get("unwritten", {}))

@@ -49,21 +49,22 @@ def save_run(
     )
 
 
-def halvings(records: Iterable[Mapping[str, Any]]) -> list[int]:
+def halvings(before: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[int]:
     """Steps at which a run halved its micro-batches, for a resumed run to halve them at the same steps.
 
     Where the count falls, the run was resumed with another micro-batch size, and earlier halvings do not count.
 
     Args:
-        records: all lines of ``metrics.jsonl``, those after the checkpoint included.
+        before: those of the checkpoint.
+        records: lines of ``metrics.jsonl`` after the checkpoint.
 
     Example:
-        >>> halvings([{"step": 1, "optimizer/halvings": 0}, {"step": 2, "optimizer/halvings": 2}, {"step": 3}])
-        [1, 1]
-        >>> halvings([{"step": 2, "optimizer/halvings": 2}, {"step": 3, "optimizer/halvings": 0}])
+        >>> halvings([1], [{"step": 2, "optimizer/halvings": 1}, {"step": 3, "optimizer/halvings": 3}, {"step": 3}])
+        [1, 2, 2]
+        >>> halvings([1], [{"step": 3, "optimizer/halvings": 0}])
         []
     """
-    found: list[int] = []
+    found = list(before)
     for record in records:
         if "optimizer/halvings" in record:
             count = int(record["optimizer/halvings"])
@@ -71,12 +72,15 @@ def halvings(records: Iterable[Mapping[str, Any]]) -> list[int]:
     return found
 
 
-def restore_run(collector: Collector, learner: Learner, journal: Journal, saved: Checkpoint) -> Mapping[str, Any]:
+def restore_run(
+    collector: Collector, learner: Learner, journal: Journal, saved: Checkpoint, *, resized: bool
+) -> Mapping[str, Any]:
     """Put everything back. Lines of metrics after the checkpoint are removed.
 
     Args:
         collector, learner, journal: parts of the run.
         saved: of ``save_run``.
+        resized: micro-batches have another size than before, so that no halving is repeated.
 
     Returns:
         The state of the loop.
@@ -85,9 +89,10 @@ def restore_run(collector: Collector, learner: Learner, journal: Journal, saved:
         CheckpointError: the checkpoint is damaged or of another model; nothing on the disk was changed.
     """
     try:
-        of_loop = dict(saved.state["loop"])
-        learner.load_state(saved.tensors, saved.state)
-        learner.progress.halvings = halvings(journal.folder.read_metrics())
+        of_loop, progress = dict(saved.state["loop"]), saved.state["progress"]
+        later = (record for record in journal.folder.read_metrics() if record["step"] > progress["step"])
+        halved = [] if resized else halvings(progress.get("halvings", ()), later)
+        learner.load_state(saved.tensors, {**saved.state, "progress": {**progress, "halvings": halved}})
         collector.load_state_dict(saved.state["collector"])
         restore_random(saved.tensors, saved.state["random"])
         journal.load_state_dict(saved.state["journal"])  # last: it changes metrics.jsonl

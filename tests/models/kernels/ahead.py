@@ -29,13 +29,17 @@ CAPABILITIES = [
 
 
 class Kernel(NamedTuple):
-    """What became of one launch; ``spilled`` in bytes a thread, -1 where nothing disassembled it."""
+    """What became of one launch; ``spilled`` in bytes a thread, -1 where nothing disassembled it.
+
+    ``narrow_loads`` read two bytes of global memory each.
+    """
 
     name: str
     shared_memory: int
     registers: int
     spilled: int
     warp_group_products: int
+    narrow_loads: int
 
 
 def _compile(kernel: Any, capability: int, resources: bool, positional: Any, named: dict[str, Any]) -> Kernel:
@@ -50,7 +54,8 @@ def _compile(kernel: Any, capability: int, resources: bool, positional: Any, nam
     signature, constants, attributes = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
         name, value = parameter.name, values[parameter.name]
-        if parameter.is_constexpr or value is None:
+        is_one = type(value) is int and value == 1 and not parameter.do_not_specialize  # as Triton takes strides
+        if parameter.is_constexpr or value is None or is_one:
             signature[name], constants[(i,)] = "constexpr", value
             continue
         signature[name] = _type(value)
@@ -60,8 +65,9 @@ def _compile(kernel: Any, capability: int, resources: bool, positional: Any, nam
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature, constants, attributes)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, spilled = _resources(made.asm["ptx"], capability) if resources else (-1, -1)
-    products = made.asm["ptx"].count("wgmma.mma_async")
-    return Kernel(kernel.__name__, made.metadata.shared, registers, spilled, products)
+    ptx = made.asm["ptx"]
+    products, narrow_loads = ptx.count("wgmma.mma_async"), len(re.findall(r"ld\.global\S*\.b16", ptx))
+    return Kernel(kernel.__name__, made.metadata.shared, registers, spilled, products, narrow_loads)
 
 
 def _type(value: Any) -> str:

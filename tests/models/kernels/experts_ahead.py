@@ -17,6 +17,8 @@ def launch(rows: int, act: Act, *, adapters: bool, biases: bool) -> None:
     dtype, width, inner = torch.bfloat16, 256, 128
     x, down = torch.zeros(8, width, dtype=dtype), torch.zeros(4, width, inner, dtype=dtype)
     gate_up = torch.zeros(4, 2 * inner, width, dtype=dtype)
+    if act.interleaved:  # as gpt-oss keeps them
+        gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     slots = Slots.of(torch.zeros(8, 2, dtype=torch.int32), 4, rows=rows)
     weights, low = torch.zeros(slots.count), torch.zeros(slots.count, 16, dtype=dtype) if adapters else None
     first = LowRank(torch.zeros(4, 16, width, dtype=dtype), gate_up[..., :16].contiguous(), 2.0) if adapters else None

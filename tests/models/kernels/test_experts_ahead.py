@@ -15,3 +15,6 @@ def test_every_kernel_of_a_mixture_compiles_within_the_shared_memory_of(capabili
         "route_kernel", "route_backward_kernel",
     }  # fmt: skip
     assert max(kernel.shared_memory for kernel in found) <= ahead.SHARED_MEMORY[capability] * 1024
+    assert (
+        max(kernel.narrow_loads for kernel in found if kernel.name == "gated_kernel") <= 2
+    )  # of biases, not of weights

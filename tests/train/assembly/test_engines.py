@@ -1,7 +1,5 @@
 """An engine that keeps weights of its own samples what one in this process samples, for it gets them when it must."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
@@ -11,8 +9,9 @@ from logitless.models.loading import load_model
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly import resolve
 from logitless.train.assembly.engines import Engines, open_engines
-from logitless.train.assembly.resolve import GPU_RULES, resolved
+from logitless.train.assembly.resolve import GPU_RULES, Placed, resolved
 from logitless.train.recipe.engine import GpuEngineSection
+from logitless.train.recipe.rule import unmet
 from tests.train.engines import copying
 from tests.train.interrupting import stopped_at
 from tests.train.tiny import finished_run, repeated, start, tiny_recipe, warm_start
@@ -80,7 +79,7 @@ def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_a
     assert chosen.engine_line == "transformers, for the model is on cpu"
     of_a_gpu = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cuda"})})
     monkeypatch.setattr(resolve, "device_of", lambda section: torch.device(section.device))
-    assert resolve.against_gpu(of_a_gpu, model).given == "its weights are to be sharded"
+    assert unmet(GPU_RULES, Placed(of_a_gpu, model))[0].given == "its weights are to be sharded"
 
 
 def _on_a_gpu(monkeypatch):
@@ -100,12 +99,12 @@ def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_t
     _on_a_gpu(monkeypatch)
     chosen = resolved(recipe, model, Arrangement())
     assert chosen.recipe.rollout.engine == GpuEngineSection(memory=1000, rescore_every=3)
-    assert chosen.engine_line == "gpu, with the bits of training"
+    assert chosen.engine_line == "gpu, bitwise identical to training"
     engines = open_engines(chosen.recipe, model, character_tokenizer("abcdefgh"))
     assert isinstance(engines.training, GpuEngine)
     assert engines.evaluation is engines.training
     named = tiny_recipe(tmp_path, train__scoring_backend="chunked")
-    assert "train.scoring_backend: chunked" in resolve.against_gpu(named, model).given
+    assert "train.scoring_backend: chunked" in unmet(GPU_RULES, Placed(named, model))[0].given
 
 
 def test_each_rule_of_sampling_with_the_bits_of_training_keeps_auto_from_it(tmp_path, monkeypatch):
@@ -115,18 +114,15 @@ def test_each_rule_of_sampling_with_the_bits_of_training_keeps_auto_from_it(tmp_
     recipe, named = tiny_recipe(tmp_path), tiny_recipe(tmp_path, train__training_backend="chunked")
     model, plain = (load_model(recipe.model.source, random_weights=True) for _ in range(2))
     install_row_invariant(model)
-    with_adapter = SimpleNamespace(lora_a=torch.zeros(1))
     found = []
     for changed, of, name, patch in (
-        (tiny_recipe(tmp_path, rollout__staleness=1), model, "_device_type", lambda _: "cuda"),
         (recipe, model, "device_of", lambda _: torch.device("cpu")),
         (recipe, model, "is_sharded", lambda _: True),
         (recipe, plain, "_device_type", lambda _: "cuda"),
-        (recipe, model, "lm_head", lambda _: with_adapter),
         (named, model, "_device_type", lambda _: "cuda"),
     ):
         with monkeypatch.context() as patched:
             _on_a_gpu(patched)
             patched.setattr(resolve, name, patch)
-            found += [resolve.against_gpu(changed, of)]
+            found += unmet(GPU_RULES, Placed(changed, of))[:1]
     assert [each.needed for each in found] == [f"for rollout.engine gpu: {rule.needed}" for rule in GPU_RULES]

@@ -198,7 +198,9 @@ def test_a_step_repeats_what_a_run_halved_later_on(tmp_path, monkeypatch):
     monkeypatch.undo()
     again = learner(tmp_path, train__share_prompts=False)
     begin(again)
-    again.progress.halvings = halvings(after)
+    state = again.state_dict()
+    state["progress"]["halvings"] = halvings([], after)
+    again.load_state(again.tensors(), state)
     assert [again.step() for _ in range(4)] == after
     assert len(failures) == 1
     assert all(map(torch.equal, weights(made), weights(again)))

@@ -90,15 +90,6 @@ def test_sampling_holds_the_cache_and_one_layer_of_the_prompts_read_together(tmp
     assert sampling(rollout__prefill_tokens=50) == cache + 4 * 17 * width * longest  # a long prompt is read alone
 
 
-def test_blocks_collected_ahead_in_this_process_take_a_copy_of_the_model_and_the_weights_it_is_handed_next(tmp_path):
-    ahead, on_policy = memory_of(tmp_path, rollout__staleness=1, **ADAPTER), memory_of(tmp_path, **ADAPTER)
-    assert ahead["copy to sample with"] == 2 * ahead["trained weights"] + 4 * NUM_WEIGHTS
-    assert ahead["trained weights"] == 4 * OF_ADAPTER
-    assert "copy to sample with" not in on_policy
-    [at_once] = (name for name in on_policy if name.startswith("activations"))
-    assert ahead[at_once] > on_policy[at_once]  # sampling and training at the same time
-
-
 def test_eight_billion_weights_are_planned_without_being_made(tmp_path):
     source = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     source |= {"num_attention_heads": 32, "num_key_value_heads": 8}

@@ -57,16 +57,22 @@ def test_what_layers_may_keep_is_counted_while_there_are_layers_and_never_more_t
     assert kept(10 * everything) == dict.fromkeys(("head", "layers", "end"), everything)
 
 
-def test_what_layers_keep_is_not_held_while_sampling_but_beside_a_copy_that_samples_meanwhile(tmp_path):
+def test_what_layers_keep_is_not_held_while_sampling(tmp_path):
     def moments(**changes):
         return memory_of_rank(*a_recipe(tmp_path, **changes), Arrangement()).moments
 
     short, long = (moments(train__tokens_per_micro_batch=tokens) for tokens in (100, 100_000))
     assert long["layers"]["inputs of layers"] == 1000 * short["layers"]["inputs of layers"]
     assert long["sampling"] == short["sampling"]
-    ahead = moments(rollout__staleness=1)
-    assert "sampling" not in ahead
-    assert {parts["cache"] for parts in ahead.values()} == {short["sampling"]["cache"]}
+
+
+def test_ranks_that_sample_are_sent_copies_of_the_trained_weights(tmp_path):
+    def always(**changes):
+        return memory_of_rank(*a_recipe(tmp_path, model__lora={"rank": 2}, **changes), Arrangement()).always
+
+    found = always(parallel__sampling=1, rollout__staleness=2)
+    assert found["weights to send"] == 3 * found["trained weights"]
+    assert "weights to send" not in always(rollout__staleness=2)
 
 
 def _measured(rank, folder, changes, all_rows=False):

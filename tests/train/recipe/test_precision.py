@@ -119,7 +119,7 @@ def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tm
 
 
 def warnings_of(recipe, device=GPU):
-    return costly_choices(resolved(recipe, tiny_model(recipe, "meta"), Arrangement()), device)
+    return costly_choices(resolved(recipe, tiny_model(recipe, "meta"), Arrangement()), Arrangement(), device)
 
 
 @pytest.fixture
@@ -150,7 +150,6 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, a_gpu):
         ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),
         ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: vllm"),
         ({"rollout__engine": {"name": "transformers"}}, "rollout.engine: transformers", "Leave rollout.engine out."),
-        ({"rollout__staleness": 1}, "a copy of the policy", "Leave rollout.staleness out"),
     ],
     ids=str,
 )
@@ -165,7 +164,7 @@ def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, a
     changes = {**ON_GPU, **COVERED, **LORA}
     model = tiny_model(tiny_recipe(tmp_path, **changes), "meta")
     four_bits = tiny_recipe(tmp_path, **changes, model__quantize="nf4", model__autocast="bfloat16")
-    [warning] = costly_choices(resolved(four_bits, model, Arrangement()), GPU)
+    [warning] = costly_choices(resolved(four_bits, model, Arrangement()), Arrangement(), GPU)
     assert "Leave model.autocast out" in warning
     assert warning.endswith("Leave model.quantize out where the GPU holds the base in 16 bits.")
 

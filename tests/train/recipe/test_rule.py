@@ -33,7 +33,6 @@ ADAPTER = (*SERVER, *LORA, "rollout.engine.weights={name: adapter}")
 FLIGHT = (*SERVER, "rollout.engine.in_flight=true", "rollout.staleness=1")
 PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
-AHEAD = ("rollout.staleness=1",)
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
 ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
@@ -86,7 +85,8 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((layers("row_invariant"),), "model.attention=sdpa"),
     ((layers("row_invariant"),), "model.autocast=bfloat16"),
     ((layers("row_invariant"),), "model.compile=true"),
-    ((engine("gpu"),), "rollout.staleness=1"),
+    ((layers("row_invariant"),), "model.lora={modules_to_save: [norm]}"),
+    (("parallel.sampling=1",), *SERVER),
     ((engine("gpu"),), layers("transformers")),
     ((engine("gpu"),), "train.scoring_backend=chunked"),
     ((engine("gpu"),), "train.training_backend=reference"),
@@ -166,9 +166,12 @@ OF_PROCESSES = [
     ((engine("gpu"),), 1, 2),
     ((layers("row_invariant"),), 1, 2),
     (FOUR_BITS, 1, 2),
-    (AHEAD, 1, 2),
+    ((*SERVER, "rollout.staleness=1"), 1, 2),
+    (("parallel.sampling=1",), 2, 1),
+    (("parallel.sampling=1",), 2, 3),
     (TEACHER, 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
+    (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]
 
 
@@ -191,7 +194,8 @@ def test_copies_of_whole_weights_on_several_processes_break_no_rule(loaded, over
 def _processes(recipe, world):
     parallel = recipe.parallel
     whole = {"replicate": parallel.replicate, "sequence": parallel.sequence, "whole": parallel.deterministic}
-    return Processes(recipe, world, Arrangement.of(world, **whole))
+    training = world - parallel.sampling
+    return Processes(recipe, training, Arrangement.of(max(1, training), **whole))
 
 
 OF_MACHINES = [  # overrides, device, an absent package, and what does without

@@ -251,40 +251,52 @@ def gated_kernel(
         place, live, _, token = places_of(order, start, stop, ROWS, PER_TOKEN)
         n = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         gate_column, up_column = pair_columns(n, width, INTERLEAVED)
-        b = weight + expert * expert_stride
-        depth = tl.arange(0, DEPTH)
-        x_at = x + token[:, None] * length + depth[None, :]
-        gate_at = b + depth[:, None] * depth_stride + gate_column[None, :] * column_stride
-        up_at = b + depth[:, None] * depth_stride + up_column[None, :] * column_stride
-        inside = (n < width)[None, :]
-        g = tl.zeros((ROWS, COLUMNS), tl.float32)
-        u = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for step in range(tl.cdiv(length, DEPTH)):
-            if EVEN:
-                row = tl.load(x_at, mask=live[:, None], other=0.0)
-                gate_w = tl.load(gate_at, mask=inside, other=0.0)
-                up_w = tl.load(up_at, mask=inside, other=0.0)
-            else:
-                rest = length - step * DEPTH
-                row = tl.load(x_at, mask=live[:, None] & (depth[None, :] < rest), other=0.0)
-                gate_w = tl.load(gate_at, mask=inside & (depth[:, None] < rest), other=0.0)
-                up_w = tl.load(up_at, mask=inside & (depth[:, None] < rest), other=0.0)
-            g = tl.dot(row, gate_w, g, input_precision="ieee")
-            u = tl.dot(row, up_w, u, input_precision="ieee")
-            x_at += DEPTH
-            gate_at += DEPTH * depth_stride
-            up_at += DEPTH * depth_stride
         total = 2 * width
-        if low is not None:
-            low_weight = low_b + expert * total * rank
-            g = low_rank_product(g, low, place, live, low_weight, gate_column, total, rank, rank, 1, scale, RANK)
-            u = low_rank_product(u, low, place, live, low_weight, up_column, total, rank, rank, 1, scale, RANK)
-        if bias is not None:
-            g += tl.load(bias + expert * total + gate_column, mask=n < width, other=0.0)[None, :]
-            u += tl.load(bias + expert * total + up_column, mask=n < width, other=0.0)[None, :]
+        b = weight + expert * expert_stride
+        low_weight = low_b + expert * total * rank if low is not None else None
+        if INTERLEAVED:  # one tile of both: every second column would be read two bytes at a time
+            pair = tl.program_id(0) * 2 * COLUMNS + tl.arange(0, 2 * COLUMNS)
+            pairs = tile_product(
+                tl.zeros((ROWS, 2 * COLUMNS), tl.float32), x, token, live, b, pair, total, length, length,
+                column_stride, depth_stride, DEPTH, EVEN,
+            )  # fmt: skip
+            if low is not None:
+                pairs = low_rank_product(pairs, low, place, live, low_weight, pair, total, rank, rank, 1, scale, RANK)
+            if bias is not None:
+                pairs += tl.load(bias + expert * total + pair, mask=pair < total, other=0.0)[None, :]
+            g, u = tl.split(tl.reshape(pairs, (ROWS, COLUMNS, 2)))
+        else:
+            depth = tl.arange(0, DEPTH)
+            x_at = x + token[:, None] * length + depth[None, :]
+            gate_at = b + depth[:, None] * depth_stride + gate_column[None, :] * column_stride
+            up_at = b + depth[:, None] * depth_stride + up_column[None, :] * column_stride
+            inside = (n < width)[None, :]
+            g = tl.zeros((ROWS, COLUMNS), tl.float32)
+            u = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for step in range(tl.cdiv(length, DEPTH)):
+                if EVEN:
+                    row = tl.load(x_at, mask=live[:, None], other=0.0)
+                    gate_w = tl.load(gate_at, mask=inside, other=0.0)
+                    up_w = tl.load(up_at, mask=inside, other=0.0)
+                else:
+                    rest = length - step * DEPTH
+                    row = tl.load(x_at, mask=live[:, None] & (depth[None, :] < rest), other=0.0)
+                    gate_w = tl.load(gate_at, mask=inside & (depth[:, None] < rest), other=0.0)
+                    up_w = tl.load(up_at, mask=inside & (depth[:, None] < rest), other=0.0)
+                g = tl.dot(row, gate_w, g, input_precision="ieee")
+                u = tl.dot(row, up_w, u, input_precision="ieee")
+                x_at += DEPTH
+                gate_at += DEPTH * depth_stride
+                up_at += DEPTH * depth_stride
+            if low is not None:
+                g = low_rank_product(g, low, place, live, low_weight, gate_column, total, rank, rank, 1, scale, RANK)
+                u = low_rank_product(u, low, place, live, low_weight, up_column, total, rank, rank, 1, scale, RANK)
+            if bias is not None:
+                g += tl.load(bias + expert * total + gate_column, mask=n < width, other=0.0)[None, :]
+                u += tl.load(bias + expert * total + up_column, mask=n < width, other=0.0)[None, :]
         kind = hidden.dtype.element_ty
         g, u = g.to(kind), u.to(kind)
-        stored = live[:, None] & inside
+        stored = live[:, None] & (n < width)[None, :]
         if both is not None:
             tl.store(both + place[:, None] * total + gate_column[None, :], g, mask=stored)
             tl.store(both + place[:, None] * total + up_column[None, :], u, mask=stored)

@@ -11,12 +11,11 @@ Findings are cached on disk by device, driver and versions.
 import hashlib
 import json
 import os
-import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import end_to_end
 from logitless.graph_capture import captured, side_stream
+from logitless.installed import gpu_driver
 from logitless.models import attention
 from logitless.models.kernels.compiling import Compiling
 from logitless.models.kernels.gate import gated
@@ -260,22 +260,13 @@ def machine(device: torch.device) -> dict[str, str]:
     sources += b"".join(path.read_bytes() for path in sorted(kernels.glob("*.py"))) + Path(__file__).read_bytes()
     return {
         "gpu": torch.cuda.get_device_name(device),
-        "driver": _driver(),
+        "driver": str(gpu_driver()),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""),
         "source": hashlib.sha256(sources).hexdigest()[:12],
     }
-
-
-@cache
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-    except OSError:
-        return "unknown"
 
 
 def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:

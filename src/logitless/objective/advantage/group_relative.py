@@ -413,15 +413,14 @@ def pass_at_k(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"], k: int, pass
     others = _share_of_sets(failed - 1, scored - 1, k - 1)
     passes_with = torch.where(rewards >= passing, 1.0, 1.0 - others[row])
     spread = (every * (1 - every)).sqrt()[row]
-    differs = (spread > 0) & ~rewards.isnan()  # with fewer than k scored, every is 0
-    found = torch.where(differs, (passes_with - (1 - every[row])) / spread, 0.0)
-    return assign(found.to(rewards.dtype), grid, row)
+    found = (passes_with - (1 - every[row])) / spread  # 0 / 0 where P is 0 or 1; NaN with fewer than k scored
+    return assign(torch.where(rewards.isnan(), torch.nan, found).to(rewards.dtype), grid, row)
 
 
 def _share_of_sets(part: Tensor, whole: Tensor, size: int) -> Float[Tensor, "P"]:
-    """``C(part, size) / C(whole, size)``: the share of the sets of this size that lie in the part."""
+    """``C(part, size) / C(whole, size)``: the share of the sets of this size that lie in the part; NaN without sets."""
     drawn = torch.arange(size, dtype=part.dtype, device=part.device)
-    return ((part[:, None] - drawn).clamp(min=0) / (whole[:, None] - drawn).clamp(min=1)).prod(1)
+    return ((part[:, None] - drawn) / (whole[:, None] - drawn)).prod(1)
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ Log-probs come from the head, called as in training on the hidden states of a wh
 temperature 0, tokens are not sampled from the model's softmax: ``logp_sampler`` is then of the distribution sampled
 from, and ``logp_policy`` is bitwise identical to training's.
 
-Not supported: layers that the row-invariant forward pass does not cover, an adapter on the LM head, and autocast. In
-tests the same code runs on the CPU, under Triton's interpreter and without graphs.
+Not supported: layers that the row-invariant forward pass does not cover, and autocast. In tests the same code runs on
+the CPU, under Triton's interpreter and without graphs.
 """
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -78,8 +78,7 @@ class GpuEngine:
         memory: bytes for keys, values and recurrent states while sampling; None takes half of the free memory.
 
     Raises:
-        UnavailableError: Triton is absent, or the model has layers that are not covered (named), or an adapter on its
-            LM head.
+        UnavailableError: Triton is absent, or the model has layers that are not covered (named).
         InputError: ``max_rows`` or ``prefill_tokens`` out of range.
 
     Equals: ``TransformersEngine`` in distribution; the tokens differ, because the random numbers do.
@@ -230,13 +229,6 @@ class GpuEngine:
 
         The kernels of the check and of the steps are compiled together.
         """
-        if lm_head(self._model).lora_a is not None:
-            raise UnavailableError(
-                needed="an LM head without an adapter",
-                given="LoRA on it",
-                remedy="Leave the LM head out of the adapter's targets, or sample with rollout.engine: {name:"
-                " transformers}.",
-            )
         facts = tuple((p.shape, p.dtype, p.device) for p in self._model.parameters())
         if facts != self._checked and self._weight.is_cuda:
             from logitless.models.row_invariant.self_check import self_check
@@ -272,8 +264,12 @@ class _Wanted:
 
     @property
     def sampling(self) -> TokenSampling:
-        """How tokens are sampled and what ends a completion."""
-        return TokenSampling(self.options, self.ends)
+        """How tokens are sampled and what ends a completion; lengths and stop strings are the host's.
+
+        Calls that differ in these alone share graphs.
+        """
+        options = replace(self.options, max_new_tokens=max(1, self.options.min_new_tokens), stop=())
+        return TokenSampling(options, self.ends)
 
     @property
     def max_pages(self) -> int:

@@ -21,11 +21,12 @@ from logitless.graph_capture import captured, refuse_unwritten, side_stream
 from logitless.head.api import token_scores
 from logitless.models.attention import prepare_tables
 from logitless.models.kernels.attention_tiles import SPLIT
+from logitless.models.kernels.linear import fixed_order_product
 from logitless.models.lm_head import backbone, lm_head
 from logitless.models.row_invariant.decoding import PagedRows, prefill
 from logitless.models.row_invariant.delta_net import DecodedStates, DeltaForm, DeltaSlots
 from logitless.models.row_invariant.layers import AttentionForm
-from logitless.models.row_invariant.linear import product
+from logitless.models.row_invariant.linear import _tile_of_any_length, product
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
     Chunk,
@@ -540,6 +541,9 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
         torch.Size([0, 3])
     """
     logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
+    if head.lora_a is not None and head.lora_b is not None:
+        low, tile = product(hidden, head.lora_a.to(hidden.dtype)), _tile_of_any_length(hidden)
+        fixed_order_product(low, head.lora_b.to(hidden.dtype), tile, out=logits, add_to_out=head.lora_scale)
     if head.bias is not None:
         logits = logits + head.bias.float()
     if head.scale != 1:

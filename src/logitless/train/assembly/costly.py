@@ -7,47 +7,29 @@ both with their result files).
 
 import torch
 
-from logitless.train.assembly.resolve import ENGINE, LAYERS, SPLIT, Resolved
+from logitless.distributed.arrangement import Arrangement
+from logitless.train.assembly.layers import in_words
+from logitless.train.assembly.resolve import ENGINE, LAYERS, Resolved, against_whole
 
 _PAGE = "docs/performance.md#what-the-defaults-save"
 _STEP = f"a training step takes about 4 times and sampling about 10 times as long ({_PAGE})"
 _SAMPLING = f"sampling takes about 10 times as long ({_PAGE})"
 
 
-def costly_choices(chosen: Resolved, device: torch.device) -> list[str]:
-    """A warning for each choice that makes a run on a GPU more than twice as slow, with a remedy; none on a CPU.
+def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.device) -> list[str]:
+    """A warning if layers or engine make a run on a GPU more than twice as slow, with a remedy; none on a CPU.
 
     Args:
         chosen: resolved recipe of the run.
+        arrangement: of its processes; sharded weights are trained with transformers' layers.
+        device: of the policy.
     """
-    recipe, because = chosen.recipe, chosen.because
-    engine = recipe.rollout.engine
-    samples_here = engine.samples_policy and not engine.bitwise
-    if device.type != "cuda":
+    recipe = chosen.recipe
+    has_layers, split = recipe.model.layers == "row_invariant", against_whole(recipe, arrangement)
+    if device.type != "cuda" or ((has_layers or split) and not recipe.rollout.engine.decodes_in_rounds):
         return []
-    if because.get(LAYERS) == SPLIT:
-        remedy = (
-            "parallel.replicate keeps weights whole on each process; rollout.engine: vllm_server samples elsewhere."
-        )
-        return [f"WARNING: {SPLIT}: {_SAMPLING}. {remedy}"] * samples_here
-    if recipe.model.layers != "row_invariant":
-        cause, remedy = _why_not_row_invariant(chosen)
-        return [f"WARNING: layers are not the row-invariant ones, for {cause}: {_STEP}. {remedy}"]
-    if not samples_here:
-        return []
-    cause = because.get(ENGINE, "rollout.engine: transformers")
-    remedy = chosen.remedies.get(ENGINE, "Leave rollout.engine out.")
-    return [f"WARNING: transformers samples, for {cause}: {_SAMPLING}. {remedy}"]
-
-
-def _why_not_row_invariant(chosen: Resolved) -> tuple[str, str]:
-    """Why a model does not have row-invariant layers, and the remedy."""
-    section, cause = chosen.recipe.model, chosen.because.get(LAYERS)
-    if cause is None:
-        return f"model.layers: {section.layers}", "Leave model.layers out."
-    remedies, lora = [chosen.remedies[LAYERS]], section.lora
-    if lora is not None and lora.dropout > 0:
-        remedies.insert(0, "Leave model.lora.dropout out.")
-    if lora is not None and not {*lora.modules_to_save} <= {"lm_head"}:
-        remedies.insert(0, "Leave model.lora.modules_to_save out.")
-    return cause, " ".join(filter(None, remedies)) or "rollout.engine: vllm_server samples such a model faster."
+    what, key = ("transformers samples", ENGINE) if has_layers else ("layers are not the row-invariant ones", LAYERS)
+    against = split or chosen.against.get(key)
+    cause = f"{key}: transformers" if against is None else in_words(against)
+    remedy = f"Leave {key} out." if against is None else " ".join(each.remedy for each in against)
+    return [f"WARNING: {what}, for {cause}: {_SAMPLING if has_layers or split else _STEP}. {remedy}"]

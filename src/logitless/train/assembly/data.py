@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
-from logitless.data.sources import DataOptions, MixedData
+from logitless.data.sources import DataOptions, sources_of
 from logitless.errors import DataError
 from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rewards.instructions.suites import warn_of_overlap
@@ -85,14 +85,12 @@ def data_of(
         counts[name]["held_out"] = split.num_removed
         return split.training
 
-    if isinstance(section.train, MixedData):
-        train = tuple(
-            replace(prompt, id=f"{name}/{prompt.id}")
-            for name, each in section.train.sources.items()
-            for prompt in to_train_on(name, each.data)
-        )
-    else:
-        train = to_train_on("train", section.train)
+    sources = sources_of(section.train)
+    train = tuple(
+        replace(prompt, id=f"{name}/{prompt.id}") if len(sources) > 1 else prompt
+        for name, each in sources.items()
+        for prompt in to_train_on(name, each.data)
+    )
     warm: tuple[Prompt, ...] = ()
     if recipe.warm_start is not None:
         warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated).training
@@ -116,13 +114,13 @@ def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOr
     Raises:
         DataError: a source of a mixture has too few prompts for its share of a block.
     """
-    data = recipe.data.train
-    if not isinstance(data, MixedData):
+    sources = sources_of(recipe.data.train)
+    if len(sources) == 1:
         return PromptOrder(len(prompts), derived_seed(recipe.seed, "order"))
-    members: dict[str, list[int]] = {name: [] for name in data.sources}
+    members: dict[str, list[int]] = {name: [] for name in sources}
     for index, prompt in enumerate(prompts):
         members[prompt.source].append(index)
-    weights = {name: each.weight for name, each in data.sources.items()}
+    weights = {name: each.weight for name, each in sources.items()}
     most = recipe.rollout.prompts_per_block
     return MixedOrder(members, weights, seed=derived_seed(recipe.seed, "order"), most=most)
 

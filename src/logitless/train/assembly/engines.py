@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.ranks import Ranks
-from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
@@ -51,11 +51,6 @@ class Engines:
     def distinct(self) -> tuple[Engine, ...]:
         """Each engine once."""
         return (self.training,) if self.training is self.evaluation else (self.training, self.evaluation)
-
-    @property
-    def in_this_process(self) -> bool:
-        """Whether one of them samples in this process, with the policy's module, whose weights must then be whole."""
-        return any(not isinstance(engine, RecordedEngine | OneClientANode) for engine in self.distinct)
 
     def load_all(self, weights: Weights, version: int) -> Numbers:
         """Give the weights to every engine; returns the transfer metrics of engines on servers."""
@@ -100,7 +95,7 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
 
     Raises:
         DataError: a file of completions is missing or malformed.
-        UnavailableError: the engine is not installed or cannot run the model.
+        UnavailableError: the engine cannot run the model.
     """
     here = engine_here(recipe, model, tokenizer)
     match recipe.rollout.engine:
@@ -179,13 +174,7 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
-    try:
-        from logitless.rollout.gpu.engine import GpuEngine
-    except ImportError as error:
-        raise UnavailableError(
-            needed="Triton, for rollout.engine gpu",
-            given=str(error),
-            remedy="Install logitless[triton], or sample with rollout.engine: {name: transformers}.",
-        ) from error
+    from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
+
     rollout = recipe.rollout
     return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)

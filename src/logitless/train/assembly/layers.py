@@ -1,4 +1,4 @@
-"""Rules of ``model.layers``: what row-invariant layers need; read by ``auto``, errors and docs/configuration.md."""
+"""Rules of a section ``model`` with its model: what row-invariant layers need, and a load-balancing loss."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +23,14 @@ def no_row_invariant(reason: str) -> UnavailableError:
     )
 
 
+SELF_CHECK = UnavailableError(
+    needed="a GPU on which attention is bitwise identical in any batch",
+    given="the self-check on this GPU, whose details `logitless doctor` shows",
+    remedy="rollout.engine: vllm_server samples such a model faster.",
+)
+"""Why a model that they cover has none."""
+
+
 @dataclass(frozen=True)
 class Fitted:
     """A model with transformers' own layers, as the subject of rules.
@@ -36,6 +44,11 @@ class Fitted:
     section: ModelSection
     model: nn.Module
     device: torch.device
+
+    @property
+    def router_loss(self) -> float:
+        """Coefficient of the load-balancing loss; see ``router_loss_coefficient`` for the errors."""
+        return router_loss_coefficient(self.model, self.section.router.loss)
 
     @property
     def uncovered(self) -> str:
@@ -78,7 +91,7 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
     ),
     _named.needs(
         "no load-balancing loss of routers",
-        holds=lambda fitted: not router_loss_coefficient(fitted.model, fitted.section.router.loss),
+        holds=lambda fitted: not fitted.router_loss,
         given=lambda fitted: f"model.router.loss: {fitted.section.router.loss}",
         remedy="Set model.router.loss: 0, or model.layers: transformers.",
     ),
@@ -115,6 +128,16 @@ AUTO_LAYER_RULES: tuple[Rule[Fitted], ...] = (
 """What ``auto`` needs besides: otherwise they run, but slowly."""
 
 
+ROUTER_RULES: tuple[Rule[Fitted], ...] = (
+    Setting[Fitted]("a load-balancing loss", lambda fitted: fitted.router_loss > 0).needs(
+        "no model.lora.dropout, for experts are counted and trained on in several passes of one function",
+        holds=lambda fitted: fitted.section.lora is None or fitted.section.lora.dropout == 0,
+        given=lambda fitted: f"coefficient {fitted.router_loss:g} (model.router.loss), and dropout",
+        remedy="Leave dropout out, or set model.router.loss: 0.",
+    ),
+)
+
+
 def against_row_invariant(
     section: ModelSection, model: nn.Module, device: torch.device | None = None
 ) -> list[LogitlessError]:
@@ -129,5 +152,5 @@ def against_row_invariant(
 
 
 def in_words(against: Sequence[LogitlessError]) -> str:
-    """What the errors were given, joined; empty without errors."""
-    return "; ".join(dict.fromkeys(each.given for each in against))
+    """What the errors were given, each once; empty without errors."""
+    return "; ".join(dict.fromkeys("; ".join(each.given for each in against).split("; ")))

@@ -13,12 +13,20 @@ from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
-from logitless.models.router import freeze_routers, router_loss_coefficient
+from logitless.models.router import freeze_routers
 from logitless.rollout.chat import check_chat_template_kwargs
-from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
+from logitless.train.assembly.layers import (
+    ROUTER_RULES,
+    SELF_CHECK,
+    Fitted,
+    against_row_invariant,
+    in_words,
+    no_row_invariant,
+)
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
+from logitless.train.recipe.rule import check
 
 logger = logging.getLogger("logitless")
 
@@ -84,7 +92,7 @@ def policy_model(
         if weights is not None:
             model = load_adapters(model, weights)
         model = add_lora(model, lora_options(section), seed=seed)
-    _check_router_loss(section, model)
+    check(ROUTER_RULES, Fitted(section, model, device))
     _finish(section, model)
     if section.compile:
         compile_layers(model)
@@ -123,22 +131,6 @@ def is_cut_from_host(recipe: Recipe, arrangement: Arrangement) -> bool:
     return arrangement.is_sharded and not runs_before and not for_gpus
 
 
-def _check_router_loss(section: ModelSection, model: nn.Module) -> None:
-    """Refuse a load-balancing loss that the model does not have, or that its passes would not agree on.
-
-    Raises:
-        ConfigurationError: see ``router_loss_coefficient``; or adapters with dropout.
-    """
-    coefficient = router_loss_coefficient(model, section.router.loss)
-    if coefficient and section.lora is not None and section.lora.dropout:
-        raise ConfigurationError(
-            needed="no model.lora.dropout beside a load-balancing loss, whose experts are counted and trained on in "
-            "several passes of one function",
-            given=f"model.lora.dropout: {section.lora.dropout} and coefficient {coefficient:g} (model.router.loss)",
-            remedy="Leave dropout out, or set model.router.loss: 0.",
-        )
-
-
 def _finish(section: ModelSection, model: nn.Module) -> None:
     """Freeze routers, round trained weights to their dtype (master weights keep float32), and exchange the layers."""
     if section.router.frozen:
@@ -165,7 +157,7 @@ def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
         installation = install_row_invariant(model)
         if not _passes_self_check(model):
             installation.remove()
-            reason = "attention does not keep its bits on this GPU (`logitless doctor` has the details)"
+            reason = SELF_CHECK.given
             logger.warning("layers: transformers' own, for %s", reason)
         elif section.gradient_checkpointing:
             set_modes(model, ["recompute"] * len(backbone(model).layers))

@@ -6,7 +6,6 @@ import torch
 from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError
 from logitless.models.activations import ActivationPlan, fit_activations
 from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead
@@ -68,17 +67,8 @@ def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tens
     Args:
         arrangement: of its processes.
         weight: of the LM head, sharded or not yet.
-
-    Raises:
-        ConfigurationError: ``all_rows`` over several copies of the weights.
     """
     chosen = recipe.parallel.vocabulary
-    if chosen == "all_rows" and arrangement.replicate > 1:
-        raise ConfigurationError(
-            needed="one copy of the weights for parallel.vocabulary: all_rows",
-            given=f"parallel.replicate={arrangement.replicate}",
-            remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
-        )
     if chosen != "auto" or arrangement.replicate > 1:
         return chosen == "all_rows"
     cut, tokens = arrangement.weights, math.ceil(recipe.train.tokens_per_micro_batch / arrangement.sequence)

@@ -125,8 +125,8 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     ]
     if section.quantize is not None:
         lines.append(
-            f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: log-probs of sampling and "
-            "training are not bitwise identical"
+            f"base in four bits a weight ({section.quantize}, uint8 above), by bitsandbytes: sampling is not "
+            "bitwise identical to training"
         )
     if device.type == "cuda":
         lines.append(f"allocator {allocator_of_environment() or 'default'}")

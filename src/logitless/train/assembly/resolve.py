@@ -4,7 +4,7 @@ Dtypes are resolved earlier, when a recipe is read (``precision.py``). A model o
 the recipe's device, so that ``--dry-run`` shows what a run would choose.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -13,18 +13,15 @@ from torch import nn
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import LogitlessError
-from logitless.models.lm_head import backbone, lm_head
-from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
+from logitless.models.lm_head import backbone
+from logitless.train.assembly.layers import SELF_CHECK, against_row_invariant, in_words, no_row_invariant
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, gpu
-from logitless.train.recipe.model import ModelSection
-from logitless.train.recipe.rule import Machine, Rule, check, unmet
+from logitless.train.recipe.model import WHOLE_LAYERS, ModelSection
+from logitless.train.recipe.rule import Machine, Processes, Rule, check, unmet
 
 LAYERS, ENGINE = "model.layers", "rollout.engine"
-
-SPLIT = "weights or sequences are split over processes"
-"""Why ``auto`` takes transformers' layers on several processes."""
 
 
 @dataclass(frozen=True)
@@ -33,35 +30,38 @@ class Resolved:
 
     Args:
         recipe: names layers and engine.
-        because: for ``LAYERS`` and ``ENGINE`` if they were ``auto``: why row-invariant layers or the GPU engine cannot
-            run, in words; empty if they were chosen.
-        remedies: for the same keys, what to do about it.
+        against: for ``LAYERS`` and ``ENGINE`` if they were ``auto``: why row-invariant layers or the GPU engine cannot
+            run; empty if they were chosen.
     """
 
     recipe: Recipe
-    because: Mapping[str, str] = field(default_factory=dict)
-    remedies: Mapping[str, str] = field(default_factory=dict)
+    against: Mapping[str, Sequence[LogitlessError]] = field(default_factory=dict)
 
     @property
     def layers_line(self) -> str:
         """The model's layers in words, with the reason if ``auto`` chose them."""
-        reason = self.because.get(LAYERS)
-        chosen = {"row_invariant": "row-invariant: a token is bitwise identical in any packed row"}
+        reason = in_words(self.against.get(LAYERS, ()))
+        chosen = {"row_invariant": "row-invariant: bitwise identical in any batch"}
         return chosen.get(self.recipe.model.layers, "transformers' own") + (f", for {reason}" if reason else "")
 
     @property
     def engine_line(self) -> str:
         """The engine in words, with the reason if ``auto`` chose it."""
-        name, reason = self.recipe.rollout.engine.name, self.because.get(ENGINE)
-        if reason is None:
+        name, against = self.recipe.rollout.engine.name, self.against.get(ENGINE)
+        if against is None:
             return f"{name}, set by the recipe"
-        return f"{name}, for {reason}" if reason else f"{name}, with the bits of training"
+        return f"{name}, for {in_words(against)}" if against else f"{name}, bitwise identical to training"
 
 
 def before_loading(recipe: Recipe, arrangement: Arrangement) -> Recipe:
-    """The recipe to load a model by: ``model.layers: auto`` is ``transformers`` if weights or sequences are split."""
-    is_split = arrangement.is_sharded or arrangement.sequence > 1
+    """The recipe to load a model by: ``model.layers: auto`` is ``transformers`` where weights are sharded."""
+    is_split = bool(against_whole(recipe, arrangement))
     return _with_layers(recipe, "transformers") if is_split and recipe.model.layers == "auto" else recipe
+
+
+def against_whole(recipe: Recipe, arrangement: Arrangement) -> list[LogitlessError]:
+    """Why row-invariant layers cannot run in this arrangement; empty where they can."""
+    return unmet((WHOLE_LAYERS,), Processes(recipe, arrangement.world, arrangement))
 
 
 def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Resolved:
@@ -73,30 +73,30 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
     Raises:
         UnavailableError: the recipe names layers or an engine that do not run on its device.
     """
-    device, because, remedies = device_of(recipe.model), dict[str, str](), dict[str, str]()
+    device, against = device_of(recipe.model), dict[str, Sequence[LogitlessError]]()
     found = before_loading(recipe, arrangement)
     if found is not recipe:
-        because[LAYERS] = SPLIT
+        against[LAYERS] = against_whole(recipe, arrangement)
     elif recipe.model.layers == "auto":
-        installed_by_engine = recipe.rollout.engine.bitwise
-        row_invariant = installed_by_engine or _is_row_invariant(recipe.model, device, model)
-        against = [] if row_invariant else against_row_invariant(recipe.model, model, device)
-        because[LAYERS] = in_words(against) or ("" if row_invariant else "this GPU's self-check found against them")
-        remedies[LAYERS] = " ".join(each.remedy for each in against)
-        found = _with_layers(recipe, "row_invariant" if row_invariant else "transformers")
-    elif recipe.model.layers == "row_invariant" and _device_type(model) == "meta":  # others are checked when loaded
-        against = against_row_invariant(recipe.model, model, device)
-        if against:
-            raise no_row_invariant(in_words(against))
+        if recipe.rollout.engine.bitwise or _is_row_invariant(recipe.model, device, model):  # the engine installs them
+            against[LAYERS] = ()
+        else:
+            against[LAYERS] = against_row_invariant(recipe.model, model, device) or (SELF_CHECK,)
+        found = _with_layers(recipe, "transformers" if against[LAYERS] else "row_invariant")
+    elif (
+        recipe.model.layers == "row_invariant"
+        and _device_type(model) == "meta"  # others are checked when loaded
+        and (reasons := against_row_invariant(recipe.model, model, device))
+    ):
+        raise no_row_invariant(in_words(reasons))
     choices = recipe.rollout.engine.choices
     if choices is None:
         check((_HERE,), Placed(found, model))
     else:
-        reason = against_gpu(found, model)
-        because[ENGINE], remedies[ENGINE] = ("", "") if reason is None else (reason.given, reason.remedy)
-        chosen = choices[reason is not None]
+        against[ENGINE] = unmet(GPU_RULES, Placed(found, model))[:1]
+        chosen = choices[bool(against[ENGINE])]
         found = found.model_copy(update={"rollout": found.rollout.model_copy(update={"engine": chosen})})
-    return Resolved(found, because, remedies)
+    return Resolved(found, against)
 
 
 @dataclass(frozen=True)
@@ -147,20 +147,9 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
         given=lambda _: "its layers are not row-invariant ones",
         remedy="Leave model.layers at auto; the run says what keeps them.",
     ),
-    _placed.needs(
-        "no adapter on the LM head",
-        holds=lambda placed: lm_head(placed.model).lora_a is None,
-        given=lambda _: "there is an adapter on the LM head",
-        remedy="Leave the LM head out of model.lora.targets.",
-    ),
     GPU_FUSED.on(_recipe),
 )
 """What the engine ``gpu`` needs of a policy; ``auto`` chooses it where all of them hold."""
-
-
-def against_gpu(recipe: Recipe, model: nn.Module) -> LogitlessError | None:
-    """The first reason against the engine ``gpu``; None if it can run."""
-    return next(iter(unmet(GPU_RULES, Placed(recipe, model))), None)
 
 
 def _is_row_invariant(section: ModelSection, device: torch.device, model: nn.Module) -> bool:

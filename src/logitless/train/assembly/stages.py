@@ -206,7 +206,7 @@ def load(
             model = made(empty=False)
         logger.info("every process reads the model, which transformers makes otherwise than it reads it")
     chosen = resolved(inputs.recipe, model, inputs.arrangement)
-    if ENGINE in chosen.because and device.type != "meta":
+    if ENGINE in chosen.against and device.type != "meta":
         logger.info("rollout engine: %s", chosen.engine_line)
     return Loaded(chosen, model)
 
@@ -337,7 +337,7 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"
     if recipe.parallel.sampling:
         yield f"{recipe.parallel.sampling} further processes sample"
-    yield from costly_choices(parts.chosen, policy.device)
+    yield from costly_choices(parts.chosen, parts.inputs.arrangement, policy.device)
     yield f"optimizer AdamW ({implementation(parts.learner.optimizer)})"
 
 

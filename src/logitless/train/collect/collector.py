@@ -25,7 +25,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock, have_signal
 from logitless.train.collect.group_json import decode_groups, encode_groups
-from logitless.train.collect.one_client import OneClientANode
+from logitless.train.collect.one_client import ranks_that_sample
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Group, Prompt
 
@@ -188,8 +188,8 @@ def sampled_and_judged(
     Raises:
         LogitlessError: on every rank, the error of the one that failed.
     """
-    clients = engine.clients if isinstance(engine, OneClientANode) else None
-    mine = [prompts[i] for i in ranks.shared(len(prompts), clients)]
+    taking = ranks_that_sample(engine, ranks)
+    mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
     groups: list[Group] = []
     with failing_together(ranks, "completions, sampled and judged"):
         if mine:
@@ -206,5 +206,4 @@ def sampled_and_judged(
         return groups
     rest, numbers = encode_groups(groups)
     of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
-    taking = range(ranks.world) if clients is None else clients
     return in_order([decode_groups(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from logitless.distributed.failing import SharedWork, failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import EngineError
-from logitless.rollout.engine import PushingEngine, Weights
+from logitless.rollout.engine import Engine, PushingEngine, Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -89,6 +89,11 @@ class OneClientANode:
     def close(self) -> None:
         """Close this rank's engine."""
         self._engine.close()
+
+
+def ranks_that_sample(engine: Engine, ranks: Ranks) -> Sequence[int]:
+    """The ranks that divide prompts among them: the engine's clients, or all."""
+    return engine.clients if isinstance(engine, OneClientANode) else range(ranks.world)
 
 
 class ShardedWeights:

@@ -134,7 +134,7 @@ def check_same(sampled: TokenScores, scored: TokenScores) -> int:
     if count:
         largest = float((sampled.logp - scored.logp).abs().max())
         raise TrainingError(
-            needed="log-probs of the sampler that are the trainer's in every bit",
+            needed="log-probs of the sampler, bitwise identical to training",
             given=f"{count} of {len(sampled.logp)} tokens that differ, by at most {largest:.3g} nats",
             remedy="Run `python benchmarks/bits.py` of the repository on this machine; sample with rollout.engine: "
             "{name: transformers}, which promises no such thing.",

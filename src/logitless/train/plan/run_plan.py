@@ -104,7 +104,7 @@ def plan_of(recipe: Recipe) -> Plan:
             f"engine {chosen.engine_line}",
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
         ),
-        warnings=tuple(costly_choices(chosen, device_of(recipe.model))),
+        warnings=tuple(costly_choices(chosen, inputs.arrangement, device_of(recipe.model))),
     )
 
 

@@ -14,7 +14,7 @@ from logitless.objective.own import OwnAdvantage, OwnSurrogate
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
-from logitless.train.recipe.rule import Composed, Rule, Setting, refusal
+from logitless.train.recipe.rule import Composed, Rule, Setting, given, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def _refused_by_correction(recipe: "Recipe") -> str:
 
 
 RULES: tuple[Rule["Recipe"], ...] = (
-    Setting["Recipe"]("algorithm.correction", lambda recipe: recipe.algorithm.correction is not None).needs(
+    given("algorithm.correction").needs(
         "sampling from the whole softmax",
         given=_refused_by_correction,
         remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
-from logitless.data.sources import MixedData
+from logitless.data.sources import sources_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe import (
     algorithm,
@@ -82,7 +82,7 @@ class Recipe(Section):
     @property
     def training_sources(self) -> tuple[str, ...]:
         """Names of the training sources; ``train`` where there is one."""
-        return tuple(self.data.train.sources) if isinstance(self.data.train, MixedData) else ("train",)
+        return tuple(sources_of(self.data.train))
 
     @field_validator("writers", mode="before")
     @classmethod

@@ -33,6 +33,11 @@ class EngineSection(Section):
     is_vllm: ClassVar[bool] = False
 
     @property
+    def decodes_in_rounds(self) -> bool:
+        """Whether it decodes with transformers: a set of completions to its end, then the next."""
+        return self.samples_policy and not self.bitwise
+
+    @property
     def choices(self) -> "tuple[GpuEngineSection, TransformersEngineSection] | None":
         """What ``auto`` chooses from: the bitwise engine where it can run, else the second. None for a named engine."""
         return None
@@ -225,6 +230,8 @@ GPU_FUSED = gpu.needs(
     remedy="Leave train.scoring_backend and train.training_backend at auto.",
 )
 
+_FOLDER = "Set rollout.engine.weights: {name: folder}."
+
 RULES: tuple[Rule["Recipe"], ...] = (
     gpu.needs(
         "model.layers: row_invariant or auto, through which it decodes",
@@ -232,6 +239,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.layers: {recipe.model.layers}",
         remedy="Leave model.layers out.",
     ),
+    gpu.excludes("model.lora.dropout"),
     GPU_FUSED,
     server.needs(
         "settings of sampling that vLLM applies in the same order: min_p without top_k and top_p, no logit_bias",
@@ -250,36 +258,16 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "model: null",
         remedy="Name the model as the servers do (--served-model-name).",
     ),
-    in_flight.needs(
-        "rollout.staleness of at least 1",
-        holds=lambda recipe: recipe.rollout.staleness > 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
-        remedy="Set it, or leave in_flight out.",
-    ),
+    in_flight.requires("rollout.staleness", remedy="Set it to 1 or more, or leave in_flight out."),
     in_flight.needs(
         "weights by folder: an adapter has a name of its own for each version",
         holds=lambda recipe: not recipe.rollout.engine.takes_adapters,
         given=lambda _: "weights: adapter",
         remedy="Leave weights or in_flight out.",
     ),
-    adapter.needs(
-        "model.lora",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "no model.lora",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no warm_start, which changes the base that the servers hold",
-        holds=lambda recipe: recipe.warm_start is None,
-        given=lambda _: "a warm_start",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
-    adapter.needs(
-        "no model.lora.modules_to_save, for vLLM loads low-rank factors alone",
-        holds=lambda recipe: recipe.model.lora is None or not recipe.model.lora.modules_to_save,
-        given=lambda _: "modules that are trained whole",
-        remedy="Set rollout.engine.weights: {name: folder}.",
-    ),
+    adapter.requires("model.lora", remedy=_FOLDER),
+    adapter.excludes("warm_start", ", which changes the base that the servers hold", remedy=_FOLDER),
+    adapter.excludes("model.lora.modules_to_save", ", for vLLM loads low-rank factors alone", remedy=_FOLDER),
 )
 
 PROCESS_RULES = (

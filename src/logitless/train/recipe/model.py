@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from logitless.train.recipe.rule import Rule, Setting, needs_gpu, needs_package, needs_whole_weights
+from logitless.train.recipe.rule import Rule, Setting, given, needs_gpu, needs_package, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -109,31 +109,33 @@ class ModelSection(Section):
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
-row_invariant = Setting[ModelSection]("model.layers row_invariant", lambda section: section.layers == "row_invariant")
+row_invariant = Setting[ModelSection](
+    "model.layers row_invariant", lambda section: section.layers == "row_invariant", of="model."
+)
 ROW_INVARIANT = (
-    row_invariant.needs(
-        "model.attention: packed",
-        holds=lambda section: section.attention == "packed",
-        given=lambda section: f"model.attention: {section.attention}",
-        remedy="Leave model.attention out.",
-    ),
-    row_invariant.needs(
-        "no model.autocast, for their products have the dtype of the weights",
-        holds=lambda section: section.autocast is None,
-        given=lambda section: f"model.autocast: {section.autocast}",
+    row_invariant.keeps("model.attention", "packed"),
+    row_invariant.excludes(
+        "model.autocast",
+        ", for their products have the dtype of the weights",
         remedy="Leave model.autocast out: weights in bfloat16 give products in it.",
     ),
-    row_invariant.needs(
-        "no model.compile",
-        holds=lambda section: not section.compile,
-        given=lambda _: "model.compile: true",
-        remedy="Leave model.compile out.",
+    row_invariant.excludes("model.compile"),
+    row_invariant.excludes(
+        "model.quantize",
+        ", whose products are not bitwise identical",
+        remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
     ),
     row_invariant.needs(
-        "no model.quantize, whose products are not bitwise identical",
-        holds=lambda section: section.quantize is None,
-        given=lambda section: f"model.quantize: {section.quantize}",
-        remedy="Leave model.quantize out where the GPU holds the base in 16 bits.",
+        "no model.lora.dropout",
+        holds=lambda section: section.lora is None or section.lora.dropout == 0,
+        given=lambda _: "dropout in an adapter",
+        remedy="Leave model.lora.dropout out.",
+    ),
+    row_invariant.needs(
+        "no model.lora.modules_to_save but lm_head",
+        holds=lambda section: section.lora is None or {*section.lora.modules_to_save} <= {"lm_head"},
+        given=lambda _: "modules of the decoder that are trained whole beside adapters",
+        remedy="Leave model.lora.modules_to_save out.",
     ),
 )
 """What row-invariant layers need of this section; assembly/layers.py has what they need of model and machine."""
@@ -143,12 +145,9 @@ def _model(recipe: "Recipe") -> ModelSection:
     return recipe.model
 
 
-quantize = Setting["Recipe"]("model.quantize", lambda recipe: recipe.model.quantize is not None)
-dropout = Setting["Recipe"](
-    "model.lora.dropout", lambda recipe: recipe.model.lora is not None and recipe.model.lora.dropout > 0
-)
+quantize = given("model.quantize")
 layers = row_invariant.on(_model)
-lora = Setting["Recipe"]("model.lora", lambda recipe: recipe.model.lora is not None)
+lora = given("model.lora")
 flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -158,15 +157,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",
     ),
-    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").needs(
-        "no model.autocast, for the products have the dtype of the weights",
-        holds=lambda recipe: recipe.model.autocast is None,
-        given=lambda recipe: f"model.autocast: {recipe.model.autocast}",
+    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").excludes(
+        "model.autocast",
+        ", for the products have the dtype of the weights",
         remedy="Leave model.autocast out: products of bfloat16 weights are in bfloat16 as they are.",
     ),
-    Setting["Recipe"](
-        "model.lora.modules_to_save", lambda recipe: bool(recipe.model.lora and recipe.model.lora.modules_to_save)
-    ).needs(
+    given("model.lora.modules_to_save").needs(
         "one dtype of the base model and of these modules, which stand between its layers",
         holds=lambda recipe: (
             recipe.model.trained_dtype == recipe.model.dtype
@@ -175,30 +171,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.dtype: {recipe.model.dtype}, model.trained_dtype: {recipe.model.trained_dtype}",
         remedy="Set both alike, or leave both at auto.",
     ),
-    dropout.needs(
-        "model.layers that leave dropout to training passes: not row_invariant",
-        holds=lambda recipe: recipe.model.layers != "row_invariant",
-        given=lambda recipe: f"model.layers: {recipe.model.layers}",
-        remedy="Leave model.layers at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
-    ),
-    dropout.needs(
-        "a rollout.engine that leaves dropout to training passes: not gpu",
-        holds=lambda recipe: not recipe.rollout.engine.bitwise,
-        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
-        remedy="Leave rollout.engine at auto, or set model.lora.dropout: 0 for the same bits in sampling and training.",
-    ),
-    quantize.needs(
-        "model.lora, for weights in four bits are not trained",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "full fine-tuning",
+    quantize.requires(
+        "model.lora",
+        ", for weights in four bits are not trained",
         remedy="Set model.lora: {}, or leave model.quantize out.",
     ),
-    quantize.needs(
-        "no warm_start, whose adapter would be merged into the base",
-        holds=lambda recipe: recipe.warm_start is None,
-        given=lambda _: "a warm_start",
-        remedy="Leave one of them out.",
-    ),
+    quantize.excludes("warm_start", ", whose adapter would be merged into the base", remedy="Leave one of them out."),
     quantize.needs(
         "a rollout.engine other than vLLM, or one that takes the adapter alone, for four bits cannot be merged into",
         holds=lambda recipe: not recipe.rollout.engine.is_vllm or recipe.rollout.engine.takes_adapters,
@@ -208,10 +186,15 @@ RULES: tuple[Rule["Recipe"], ...] = (
     *(rule.on(_model) for rule in ROW_INVARIANT),
 )
 
+WHOLE_LAYERS = needs_whole_weights(
+    layers,
+    "",
+    "Set parallel.replicate to the number of processes, or leave model.layers at auto, and sample with "
+    "rollout.engine: vllm_server.",
+)
+
 PROCESS_RULES = (
-    needs_whole_weights(
-        layers, "", "Set parallel.replicate to the number of processes, or leave model.layers at auto."
-    ),
+    WHOLE_LAYERS,
     needs_whole_weights(
         quantize,
         ", for four bits are not cut",

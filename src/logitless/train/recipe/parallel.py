@@ -15,7 +15,7 @@ class ParallelSection(Section):
     """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
 
     sampling: NonNegativeInt = Field(
-        0, description="processes that sample and do nothing else, beside those that train; 0: all do both in turns"
+        0, description="processes that sample beside those that train; 0: all do both in turns"
     )
     shard: PositiveInt | Literal["auto"] = Field(
         "auto",
@@ -50,7 +50,7 @@ sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel
 
 RULES: tuple[Rule["Recipe"], ...] = (
     sampling.needs(
-        "an engine of this run's own processes: gpu, transformers or auto",
+        "rollout.engine gpu, transformers or auto",
         holds=lambda recipe: recipe.rollout.engine.samples_policy,
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave rollout.engine or parallel.sampling out.",
@@ -77,8 +77,8 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
     ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
-        holds=lambda processes: processes.world & (processes.world - 1) == 0,
-        given=lambda processes: str(processes.world),
+        holds=lambda processes: processes.arrangement.world.bit_count() == 1,
+        given=lambda processes: str(processes.arrangement.world),
         remedy="Start another number of processes, or leave it out.",
     ),
     Setting[Processes]("parallel.sequence", lambda processes: processes.arrangement.sequence > 1).needs(
@@ -86,5 +86,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         holds=lambda processes: processes.recipe.model.attention == "packed",
         given=lambda processes: f"model.attention: {processes.recipe.model.attention}",
         remedy="Leave model.attention out.",
+    ),
+    Setting[Processes](
+        "parallel.vocabulary all_rows", lambda processes: processes.recipe.parallel.vocabulary == "all_rows"
+    ).needs(
+        "one copy of the weights",
+        holds=lambda processes: processes.arrangement.replicate == 1,
+        given=lambda processes: f"parallel.replicate={processes.arrangement.replicate}",
+        remedy="Set parallel.vocabulary: own_rows, or leave it at auto.",
     ),
 )

@@ -9,7 +9,7 @@ from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
-from logitless.train.recipe.rule import Rule, Setting, needs_one_process
+from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -90,17 +90,14 @@ staleness_on_servers = Setting["Recipe"](
 )
 
 RULES: tuple[Rule["Recipe"], ...] = (
-    Setting["Recipe"]("rollout.environment", lambda recipe: recipe.rollout.environment is not None).needs(
+    given("rollout.environment").needs(
         "rollout.limits.max_tokens of at least one turn, the largest max_new_tokens",
         holds=lambda recipe: (recipe.rollout.limits.max_tokens or 0) >= _longest_turn(recipe),
         given=lambda recipe: f"{recipe.rollout.limits.max_tokens}, and a turn of {_longest_turn(recipe)} tokens",
         remedy="Set it to the tokens of a whole episode, what the environment says included.",
     ),
-    Setting["Recipe"]("rollout.limits", lambda recipe: recipe.rollout.limits != Limits()).needs(
-        "a rollout.environment",
-        holds=lambda recipe: recipe.rollout.environment is not None,
-        given=lambda _: "single turns, which sampling.max_new_tokens bounds",
-        remedy="Leave rollout.limits out.",
+    Setting["Recipe"]("rollout.limits", lambda recipe: recipe.rollout.limits != Limits()).requires(
+        "rollout.environment", ", for sampling.max_new_tokens bounds single turns", remedy="Leave rollout.limits out."
     ),
     Setting["Recipe"]("rollout.sampling").needs(
         "a positive temperature, which also divides the logits in the loss",
@@ -120,10 +117,9 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
         remedy="Leave rollout.parity out, or those settings.",
     ),
-    parity.needs(
-        "rollout.staleness: 0, for it compares completions of the weights that are trained",
-        holds=lambda recipe: recipe.rollout.staleness == 0,
-        given=lambda recipe: f"rollout.staleness: {recipe.rollout.staleness}",
+    parity.excludes(
+        "rollout.staleness",
+        ", for it compares completions of the weights that are trained",
         remedy="Leave rollout.parity out; rollout.engine.probe compares after every push.",
     ),
 )

@@ -6,6 +6,7 @@ is the recipe, alone or with what is known later: ``Processes``, ``Machine`` or 
 """
 
 import importlib.util
+import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -29,6 +30,23 @@ def _nothing(_: Any) -> tuple[str, ...]:
     return ()
 
 
+def value_at(recipe: Any, key: str) -> Any:
+    """The value of a key in a recipe or section; None below a section that is left out."""
+    for name in key.split("."):
+        recipe = None if recipe is None else getattr(recipe, name)
+    return recipe
+
+
+def given(key: str) -> "Setting[Recipe]":
+    """The setting of a key: neither null nor false, 0 or empty."""
+    return Setting(key, lambda recipe: bool(value_at(recipe, key)))
+
+
+def _shown(value: Any) -> str:
+    """A value as in a recipe; a section is shortened."""
+    return json.dumps(value, default=lambda _: "...").strip('"')
+
+
 @dataclass(frozen=True)
 class Setting(Generic[Subject]):
     """A choice that a recipe may make.
@@ -36,10 +54,12 @@ class Setting(Generic[Subject]):
     Args:
         words: its name, as errors and docs/configuration.md show it.
         when: whether a subject makes this choice; by default every subject does.
+        of: what keys of a recipe begin with that are the subject's own; empty where it is the recipe.
     """
 
     words: str
     when: Callable[[Subject], bool] = _always
+    of: str = ""
 
     def needs(
         self,
@@ -56,6 +76,27 @@ class Setting(Generic[Subject]):
         Without ``holds`` the rule holds where ``given`` finds nothing to report (an empty text).
         """
         return Rule(self, needed, holds or (lambda subject: not given(subject)), given, remedy, instead, kind)
+
+    def keeps(self, key: str, value: Any, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
+        """The rule that this setting needs a key to have a value."""
+        return self._about(key, f"{key}: {_shown(value)}{why}", lambda found: found == value, remedy)
+
+    def excludes(self, key: str, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
+        """The rule that this setting needs a key to be left out: null, false, 0 or empty."""
+        return self._about(key, f"no {key}{why}", lambda found: not found, remedy)
+
+    def requires(self, key: str, why: str = "", *, remedy: str) -> "Rule[Subject]":
+        """The rule that this setting needs a key to be given."""
+        return self._about(key, f"{key}{why}", bool, remedy)
+
+    def _about(self, key: str, needed: str, holds: Callable[[Any], bool], remedy: str) -> "Rule[Subject]":
+        name = key.removeprefix(self.of)
+        return self.needs(
+            needed,
+            holds=lambda subject: holds(value_at(subject, name)),
+            given=lambda subject: f"{key}: {_shown(value_at(subject, name))}",
+            remedy=remedy or f"Leave {key} out.",
+        )
 
     def on(self, part: Callable[[Whole], Subject]) -> "Setting[Whole]":
         """The same setting, of a subject that contains this one's as a part."""
@@ -202,8 +243,8 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
     """The rule of a setting that works in a single process only."""
     return setting.on(_of_processes).needs(
         f"one process{why}",
-        holds=lambda processes: processes.world == 1,
-        given=lambda processes: str(processes.world),
+        holds=lambda processes: processes.arrangement.world == 1,
+        given=lambda processes: str(processes.arrangement.world),
         remedy=remedy,
     )
 

@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
 from logitless.rollout.environments.options import pays
-from logitless.train.recipe.rule import Processes, Rule, Setting, needs_whole_weights
+from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_weights, value_at
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -93,18 +93,13 @@ def _teaches_alone(recipe: "Recipe") -> bool:
     return recipe.teacher is not None and (recipe.teacher.alone or without)
 
 
-teacher = Setting["Recipe"]("teacher", lambda recipe: recipe.teacher is not None)
-
-
 def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
+teacher, divergence = given("teacher"), given("teacher.divergence")
 server = Setting["Recipe"](
     "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
-)
-divergence = Setting["Recipe"](
-    "teacher.divergence", lambda recipe: recipe.teacher is not None and recipe.teacher.divergence is not None
 )
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -114,48 +109,28 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda _: "neither, so that nothing is learnt from it",
         remedy="Set teacher.divergence: reverse_kl, or teacher.advantage: true.",
     ),
-    Setting["Recipe"]("teacher.weight", lambda recipe: recipe.teacher is not None and recipe.teacher.weight != 1).needs(
-        "teacher.divergence, which it multiplies",
-        holds=lambda recipe: _teacher(recipe).divergence is not None,
-        given=lambda _: "no divergence",
-        remedy="Set teacher.divergence; the coefficient of the advantage is teacher.advantage itself.",
+    Setting["Recipe"]("teacher.weight", lambda recipe: value_at(recipe, "teacher.weight") not in (None, 1)).requires(
+        "teacher.divergence",
+        ", which it multiplies",
+        remedy="Set it; the coefficient of the advantage is teacher.advantage itself.",
     ),
-    Setting["Recipe"]("teacher.gamma", lambda recipe: recipe.teacher is not None and recipe.teacher.gamma > 0).needs(
-        "teacher.advantage",
-        holds=lambda recipe: _teacher(recipe).advantage > 0,
-        given=lambda _: "no advantage",
-        remedy="Set teacher.advantage: true, or leave gamma out.",
+    given("teacher.gamma").requires(
+        "teacher.advantage", remedy="Set teacher.advantage: true, or leave teacher.gamma out."
     ),
-    Setting["Recipe"](
-        "teacher.beta", lambda recipe: recipe.teacher is not None and recipe.teacher.beta is not None
-    ).needs(
-        "teacher.divergence: jensen_shannon, which mixes student and teacher",
-        holds=lambda recipe: _teacher(recipe).divergence == "jensen_shannon",
-        given=lambda recipe: f"divergence: {_teacher(recipe).divergence}",
+    Setting["Recipe"]("teacher.beta", lambda recipe: value_at(recipe, "teacher.beta") is not None).keeps(
+        "teacher.divergence",
+        "jensen_shannon",
+        ", which mixes student and teacher",
         remedy="Leave beta out, or choose jensen_shannon.",
     ),
-    Setting["Recipe"]("a teacher alone", _teaches_alone).needs(
-        "rollout.zero_signal: keep, for rewards do not say what there is to learn",
-        holds=lambda recipe: recipe.rollout.zero_signal == "keep",
-        given=lambda recipe: f"rollout.zero_signal: {recipe.rollout.zero_signal}",
-        remedy="Leave rollout.zero_signal out.",
+    Setting["Recipe"]("a teacher alone", _teaches_alone).keeps(
+        "rollout.zero_signal", "keep", ", for rewards do not say what there is to learn"
     ),
-    _has(BASE).needs(
-        "model.lora, whose base it is",
-        holds=lambda recipe: recipe.model.lora is not None,
-        given=lambda _: "full fine-tuning",
-        remedy="Name the teacher's folder or hub name.",
-    ),
-    _has(START).needs(
-        "full fine-tuning",
-        holds=lambda recipe: recipe.model.lora is None,
-        given=lambda _: "model.lora",
-        remedy="Set teacher.source: base.",
-    ),
-    _has(SELF).needs(
+    _has(BASE).requires("model.lora", ", whose base it is", remedy="Name the teacher's folder or hub name."),
+    _has(START).excludes("model.lora", remedy="Set teacher.source: base."),
+    _has(SELF).requires(
         "teacher.template",
-        holds=lambda recipe: _teacher(recipe).template is not None,
-        given=lambda _: "none, so that it says what the policy says",
+        ", for without one it says what the policy says",
         remedy="Set teacher.template, for example to '{{ solution }} {{ prompt }}', or teacher.source: start.",
     ),
     Setting["Recipe"](
@@ -167,11 +142,10 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
         remedy="Leave both out; it has the weights of the policy or of the server.",
     ),
-    server.needs(
-        "teacher.advantage without divergence",
-        holds=lambda recipe: _teacher(recipe).divergence is None,
-        given=lambda recipe: f"{_teacher(recipe).divergence}, while a server gives log-probs of sampled tokens alone",
-        remedy="Leave divergence out, or load the teacher in this process.",
+    server.excludes(
+        "teacher.divergence",
+        ", for a server gives log-probs of sampled tokens alone",
+        remedy="Set teacher.advantage: true instead, or load the teacher in this process.",
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",
@@ -179,9 +153,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"{_teacher(recipe).temperature or recipe.rollout.sampling.temperature}",
         remedy="Set teacher.temperature: 1.",
     ),
-    Setting["Recipe"](
-        "teacher.column", lambda recipe: recipe.teacher is not None and recipe.teacher.column is not None
-    ).needs(
+    given("teacher.column").needs(
         "several teachers",
         holds=lambda recipe: not isinstance(_teacher(recipe).source, str),
         given=lambda recipe: f"source: {_teacher(recipe).source}",

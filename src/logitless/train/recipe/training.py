@@ -10,6 +10,7 @@ from logitless.train.recipe.rule import (
     Machine,
     Rule,
     Setting,
+    given,
     needs_gpu,
     needs_one_process,
     needs_package,
@@ -129,9 +130,7 @@ def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
     )
 
 
-activation_memory = Setting["Recipe"](
-    "train.activation_memory", lambda recipe: recipe.train.activation_memory is not None
-)
+activation_memory = given("train.activation_memory")
 host, eight_bit = _moments("host"), _moments("8bit")
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -143,23 +142,10 @@ RULES: tuple[Rule["Recipe"], ...] = (
         ),
         remedy="Raise it, or lower data.max_prompt_tokens or rollout.sampling.max_new_tokens (limits.max_tokens).",
     ),
-    activation_memory.needs(
-        "no model.gradient_checkpointing, which saves them too",
-        holds=lambda recipe: not recipe.model.gradient_checkpointing,
-        given=lambda _: "model.gradient_checkpointing: true",
-        remedy="Leave model.gradient_checkpointing out.",
-    ),
-    activation_memory.needs(
-        "no model.compile",
-        holds=lambda recipe: not recipe.model.compile,
-        given=lambda _: "model.compile: true",
-        remedy="Leave model.compile out.",
-    ),
-    _moments("8bit", "host").needs(
-        "implementation: auto, for torch.optim.AdamW has no such moments",
-        holds=lambda recipe: recipe.train.optimizer.implementation == "auto",
-        given=lambda recipe: f"implementation: {recipe.train.optimizer.implementation}",
-        remedy="Leave implementation out.",
+    activation_memory.excludes("model.gradient_checkpointing", ", which saves them too"),
+    activation_memory.excludes("model.compile"),
+    _moments("8bit", "host").keeps(
+        "train.optimizer.implementation", "auto", ", for torch.optim.AdamW has no such moments"
     ),
     host.needs(
         "model.trained_dtype: bfloat16, whose masters go to the host",
@@ -167,12 +153,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"model.trained_dtype: {recipe.model.trained_dtype}",
         remedy="Set it, or leave moments at float32.",
     ),
-    host.needs(
-        "no parallel.deterministic",
-        holds=lambda recipe: not recipe.parallel.deterministic,
-        given=lambda _: "parallel.deterministic: true",
-        remedy="Leave it out, or leave moments at float32.",
-    ),
+    host.excludes("parallel.deterministic", remedy="Leave it out, or leave moments at float32."),
 )
 
 PROCESS_RULES = (

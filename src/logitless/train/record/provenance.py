@@ -7,11 +7,9 @@ error; data are compared by digests of their contents.
 import hashlib
 import json
 import platform
-import re
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -19,6 +17,7 @@ from typing import Any
 import torch
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError
+from logitless.installed import gpu_driver, version_of
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
 from logitless.types import Prompt
@@ -110,10 +109,10 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in PACKAGES if (version := version_of(name)) is not None},
         "commit": _commit(),
         "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "driver": _driver() if on_gpu else None,
+        "driver": gpu_driver() if on_gpu else None,
     }
 
 
@@ -144,7 +143,7 @@ def digest_of_log(folder: Path) -> str:
     Raises:
         DataError: there is no log.
     """
-    files = sorted(folder.glob("block-*.json"))
+    files = sorted(folder.glob("block-*"))
     if not files:
         raise DataError(
             needed=f"a log of collected blocks at {folder}",
@@ -174,13 +173,6 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _commit() -> str | None:
     """The commit of the current folder's repository; None outside of one."""
     try:
@@ -189,11 +181,3 @@ def _commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return found.stdout.strip()
-
-
-def _driver() -> str | None:
-    try:
-        found = re.search(r"\d+\.\d+(\.\d+)?", Path("/proc/driver/nvidia/version").read_text())
-    except OSError:
-        return None
-    return None if found is None else found[0]

@@ -1,0 +1,510 @@
+"""The service over HTTP on loopback: routes, keys, bodies, and errors as statuses in words."""
+
+import asyncio
+import hashlib
+import hmac
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+from logitless.errors import LogitlessError
+from logitless.tinker import wire
+from logitless.tinker.service import FailedError, Service, Session, owner_of
+from logitless.tinker.store import KINDS, Checkpoint
+from logitless.tinker.wire import MAX_BODY_BYTES, RefusedError
+
+logger = logging.getLogger("logitless")
+
+PROTOBUF = "application/x-protobuf"
+
+POLL_SECONDS = 20.0
+"""``retrieve_future`` answers ``try_again`` after so long; the SDK waits 45 s."""
+
+URL_SECONDS = 900
+"""For so long a download URL is valid."""
+
+_HOSTS = ("127.0.0.1", "localhost")
+
+Handler: TypeAlias = Callable[["Call"], Awaitable[Any]]
+
+
+class Call:
+    """One request, as endpoints read it.
+
+    Args:
+        service: that answers.
+        key: of the client; another client's key sees nothing of it.
+        body: not compressed.
+        http: Starlette's request, for path and query.
+    """
+
+    def __init__(self, service: Service, key: str, body: bytes, http: Request) -> None:
+        self.service, self.key, self.body, self.http = service, key, body, http
+
+    @property
+    def digest(self) -> bytes:
+        """Tells a request that is sent again from another one."""
+        return hashlib.blake2b(self.http.url.path.encode() + b"\0" + self.body, digest_size=16).digest()
+
+    def path(self, name: str) -> str:
+        """A part of the URL."""
+        return str(self.http.path_params[name])
+
+    def number(self, name: str, default: int) -> int:
+        """A number of the query."""
+        given = self.http.query_params.get(name, str(default))
+        if not given.isdecimal():
+            raise RefusedError(400, f"{name}: a number of at least 0 is needed")
+        return int(given)
+
+
+# --- endpoints
+
+
+async def healthz(_: Call) -> Any:
+    """The service runs."""
+    return {"status": "ok"}
+
+
+async def client_config(call: Call) -> Any:
+    """Flags of the SDK; those that are left out have its defaults."""
+    wire.parsed(wire.Anything, call.body)
+    # On loopback bodies need no compression, and httpx is there without a second HTTP client.
+    return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False}
+
+
+async def dynamic_config(_: Call) -> Any:
+    """Flags that the SDK asks for again and again."""
+    return {"sample_cancel_enabled": True}
+
+
+async def capabilities(call: Call) -> Any:
+    """The base model under each of its names."""
+    return {
+        "supported_models": [
+            {
+                "model_name": name,
+                "max_context_length": call.service.trainer.limit,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name in call.service.names
+        ]
+    }
+
+
+async def telemetry(_: Call) -> Any:
+    """The SDK's events, which are dropped."""
+    return {"status": "accepted"}
+
+
+async def create_session(call: Call) -> Any:
+    """See ``Service.create_session``."""
+    return call.service.create_session(wire.parsed(wire.CreateSession, call.body), call.key)
+
+
+async def session_heartbeat(call: Call) -> Any:
+    """See ``Service.heartbeat``."""
+    return call.service.heartbeat(wire.parsed(wire.OfSession, call.body), call.key)
+
+
+async def finish_session(call: Call) -> Any:
+    """See ``Service.finish``."""
+    wire.parsed(wire.Anything, call.body)
+    call.service.finish(call.path("session"), call.key)
+
+
+async def create_model(call: Call) -> Any:
+    """See ``Service.create_model``."""
+    return call.service.create_model(wire.parsed(wire.CreateModel, call.body), call.key, call.digest)
+
+
+async def get_info(call: Call) -> Any:
+    """See ``Service.info``."""
+    return call.service.info(wire.parsed(wire.OfModel, call.body), call.key)
+
+
+async def forward_backward(call: Call) -> Any:
+    """See ``Service.forward_backward``."""
+    return call.service.forward_backward(call.body, call.key, call.digest)
+
+
+async def optim_step(call: Call) -> Any:
+    """See ``Service.optim_step``."""
+    return _in_turn(call, wire.OptimStep, call.service.optim_step)
+
+
+def _in_turn(call: Call, kind: type[wire.M], serve: Callable[[wire.M, str, bytes], Any]) -> Any:
+    """Serve a request that has a place in a model's order, or refuse it there."""
+    try:
+        return serve(wire.parsed(kind, call.body), call.key, call.digest)
+    except RefusedError as refused:
+        if refused.status not in (400, 404, 422):
+            raise
+        return call.service.refuse_in_turn(refused, call.body, call.key, call.digest)
+
+
+def _save(kind: str) -> Handler:
+    async def save(call: Call) -> Any:
+        return _in_turn(call, wire.SaveWeights, partial(call.service.save, kind))
+
+    return save
+
+
+async def load_weights(call: Call) -> Any:
+    """See ``Service.load``."""
+    return _in_turn(call, wire.LoadWeights, call.service.load)
+
+
+async def create_sampling_session(call: Call) -> Any:
+    """See ``Service.create_sampler``."""
+    return call.service.create_sampler(wire.parsed(wire.CreateSamplingSession, call.body), call.key)
+
+
+async def asample(call: Call) -> Any:
+    """See ``Service.sample``."""
+    return call.service.sample(wire.parsed(wire.Sample, call.body), call.key, call.digest)
+
+
+async def retrieve_future(call: Call) -> Any:
+    """The result of a request; ``try_again`` if it has none yet."""
+    request_id = wire.parsed(wire.RetrieveFuture, call.body).request_id
+    future = call.service.future(request_id, call.key)
+    await _done(future, POLL_SECONDS)
+    if not future.done():
+        return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
+    call.service.retrieved(request_id, call.key)
+    error = future.exception()
+    if isinstance(error, FailedError):
+        return {"error": str(error), "category": error.category}
+    answer = future.result()
+    return Response(answer, media_type=PROTOBUF) if isinstance(answer, bytes) else answer
+
+
+async def _done(future: "Future[Any]", seconds: float) -> None:
+    """Wait for a future of another thread, which is not cancelled if the client leaves."""
+    await asyncio.wait({asyncio.wrap_future(_shadow(future))}, timeout=seconds)
+
+
+def _shadow(future: "Future[Any]") -> "Future[None]":
+    """A future that is done when the other is: cancelling it leaves the other alone."""
+    shadow: Future[None] = Future()
+
+    def told(_: "Future[Any]") -> None:
+        if shadow.set_running_or_notify_cancel():
+            shadow.set_result(None)
+
+    future.add_done_callback(told)
+    return shadow
+
+
+async def cancel_future(call: Call) -> Any:
+    """See ``Service.cancel``."""
+    call.service.cancel(wire.parsed(wire.RetrieveFuture, call.body).request_id, call.key)
+
+
+async def get_sampler(call: Call) -> Any:
+    """What the SDK knows of a sampling session."""
+    sampler = call.service.sampler(call.path("sampler"), call.key)
+    path = None if sampler.checkpoint is None else sampler.checkpoint.path
+    return {"sampler_id": sampler.id, "base_model": sampler.base_model, "model_path": path}
+
+
+async def weights_info(call: Call) -> Any:
+    """What a checkpoint was trained with."""
+    found = call.service.checkpoint(wire.parsed(wire.WeightsInfo, call.body).tinker_path, call.key)
+    shape = found.shape
+    return {
+        "base_model": found.base_model,
+        "is_lora": True,
+        "lora_rank": shape.rank,
+        "train_unembed": shape.unembed,
+        "train_mlp": shape.mlp,
+        "train_attn": shape.attention,
+    }
+
+
+async def list_sessions(call: Call) -> Any:
+    """The client's sessions."""
+    return {"sessions": _page(call, [session.id for session in call.service.sessions(call.key)])[0]}
+
+
+async def get_session(call: Call) -> Any:
+    """A session's models and samplers."""
+    session = call.service.session(call.path("session"), call.key)
+    return {
+        "training_run_ids": list(session.models),
+        "sampler_ids": list(session.samplers),
+        "user_metadata": _texts(session.user_metadata),
+        "display_name": session.display_name,
+    }
+
+
+async def training_runs(call: Call) -> Any:
+    """The client's models, and runs of which there are checkpoints, newest first."""
+    chosen, cursor = _page(call, _runs(call))
+    return {"training_runs": chosen, "cursor": cursor}
+
+
+async def training_run(call: Call) -> Any:
+    """One of them."""
+    wanted = call.path("run")
+    for run in _runs(call):
+        if run["training_run_id"] == wanted:
+            return run
+    raise RefusedError(404, f"there is no training run {wanted!r:.120}")
+
+
+async def checkpoints_of_run(call: Call) -> Any:
+    """The checkpoints of a training run."""
+    return {"checkpoints": [_checkpoint(c) for c in call.service.store.all(_owner(call), call.path("run"))]}
+
+
+async def checkpoints(call: Call) -> Any:
+    """All checkpoints."""
+    chosen, cursor = _page(call, call.service.store.all(_owner(call)))
+    return {"checkpoints": [_checkpoint(each) for each in chosen], "cursor": cursor}
+
+
+def _named(call: Call) -> Checkpoint:
+    return call.service.checkpoint(f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}", call.key)
+
+
+async def delete_checkpoint(call: Call) -> Any:
+    """Delete a checkpoint."""
+    call.service.store.delete(_named(call))
+
+
+async def set_ttl(call: Call) -> Any:
+    """Set when a checkpoint expires."""
+    found, body = _named(call), json.loads(call.body or b"{}")
+    seconds = body.get("ttl_seconds") if isinstance(body, dict) else 0
+    if seconds is not None and not (isinstance(seconds, int) and seconds >= 1):
+        raise RefusedError(422, "ttl_seconds: null or a positive number of seconds is needed")
+    call.service.store.expire(found, None if seconds is None else time.time() + seconds)
+
+
+async def download_urls(call: Call) -> Any:
+    """A URL for each file of a checkpoint, valid without a key for a while."""
+    found, until = _named(call), int(time.time()) + URL_SECONDS
+    place = call.service.store.place(found.run, found.kind, found.name)
+    base = f"{str(call.http.base_url).rstrip('/')}/files/{found.run}/{found.kind}/{found.name}"
+    files = [file.name for file in sorted(place.iterdir()) if file.name != "checkpoint.json"]
+    urls = {name: f"{base}/{name}?until={until}&signature={_signature(call, found, name, until)}" for name in files}
+    return {"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()}
+
+
+async def download(call: Call) -> Any:
+    """A file of a checkpoint, for a URL of ``download_urls``."""
+    found, name, until = (
+        call.service.store.find(f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}"),
+        call.path("file"),
+        call.number("until", 0),
+    )
+    signature = call.http.query_params.get("signature", "")
+    if until < time.time() or not hmac.compare_digest(signature, _signature(call, found, name, until)):
+        raise RefusedError(403, "the URL has expired or was not made here")
+    return FileResponse(Path(call.service.store.place(found.run, found.kind, found.name)) / name)
+
+
+def _signature(call: Call, checkpoint: Checkpoint, file: str, until: int) -> str:
+    secret: bytes = call.http.app.state.secret
+    return hmac.new(secret, f"{checkpoint.path}/{file}/{until}".encode(), hashlib.sha256).hexdigest()
+
+
+def _not_served(why: str) -> Handler:
+    async def refuse(_: Call) -> Any:
+        raise RefusedError(400, why)  # of 5xx the SDK would try again for minutes
+
+    return refuse
+
+
+_ALONE = "one machine without accounts: there is no billing, no audit log, no project and no console"
+
+ROUTES: dict[str, Handler] = {
+    "GET /healthz": healthz,
+    "POST /client/config": client_config,
+    "POST /client/dynamic_config": dynamic_config,
+    "GET /get_server_capabilities": capabilities,
+    "POST /telemetry": telemetry,
+    "POST /create_session": create_session,
+    "POST /session_heartbeat": session_heartbeat,
+    "POST /sessions/{session}/finish": finish_session,
+    "GET /sessions": list_sessions,
+    "GET /sessions/{session}": get_session,
+    "POST /create_model": create_model,
+    "POST /get_info": get_info,
+    "POST /forward_backward": forward_backward,
+    "POST /optim_step": optim_step,
+    "POST /save_weights": _save("weights"),
+    "POST /save_weights_for_sampler": _save("sampler_weights"),
+    "POST /save_weights_external": _save("external_weights"),
+    "POST /load_weights": load_weights,
+    "POST /create_sampling_session": create_sampling_session,
+    "POST /asample": asample,
+    "POST /retrieve_future": retrieve_future,
+    "POST /cancel_future": cancel_future,
+    "GET /samplers/{sampler}": get_sampler,
+    "POST /weights_info": weights_info,
+    "GET /training_runs": training_runs,
+    "GET /training_runs/{run}": training_run,
+    "GET /training_runs/{run}/checkpoints": checkpoints_of_run,
+    "GET /checkpoints": checkpoints,
+    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}": delete_checkpoint,
+    "PUT /training_runs/{run}/checkpoints/{kind}/{name}/ttl": set_ttl,
+    "GET /training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": download_urls,
+    "POST /retrieve_futures": _not_served("futures are polled one by one (retrieve_future)"),
+    "POST /join_sampling_session": _not_served("clones of a sampler choose their ids themselves"),
+    "POST /create_custom_loss": _not_served("custom losses run in the client, by forward_backward_custom"),
+    "POST /copy_weights": _not_served(_ALONE),
+    "POST /auth/token": _not_served("API keys are taken as they are"),
+    "GET /auth/apikey/me": _not_served(_ALONE),
+    "DELETE /auth/apikey/me": _not_served(_ALONE),
+    "GET /audit": _not_served(_ALONE),
+    "GET /billing/usage/events": _not_served(_ALONE),
+    "GET /billing/usage/checkpoints/current": _not_served(_ALONE),
+    "POST /training_runs/{run}/checkpoints/{kind}/{name}/publish": _not_served(_ALONE),
+    "DELETE /training_runs/{run}/checkpoints/{kind}/{name}/publish": _not_served(_ALONE),
+    "PUT /sessions/{session}/project": _not_served(_ALONE),
+    "GET /sessions/{session}/trace_export": _not_served("no trace is kept"),
+    "POST /sessions/search": _not_served("sessions are listed (GET sessions), not searched"),
+}
+"""Every operation of the SDK, below ``/api/v1``."""
+
+
+# --- what they share
+
+
+def _owner(call: Call) -> str:
+    return owner_of(call.key)
+
+
+def _page(call: Call, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    offset, limit = call.number("offset", 0), call.number("limit", 20)
+    return every[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(every)}
+
+
+def _time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _texts(metadata: dict[str, Any] | None) -> dict[str, str] | None:
+    return None if metadata is None else {name: str(value) for name, value in metadata.items()}
+
+
+def _checkpoint(found: Checkpoint) -> dict[str, Any]:
+    return {
+        "checkpoint_id": f"{found.kind}/{found.name}",
+        "checkpoint_type": KINDS[found.kind],
+        "time": _time(found.created),
+        "tinker_path": found.path,
+        "size_bytes": found.size,
+        "user_metadata": found.user_metadata,
+        "expires_at": None if found.expires is None else _time(found.expires),
+    }
+
+
+def _runs(call: Call) -> list[dict[str, Any]]:
+    saved: dict[str, list[Checkpoint]] = {}
+    for each in call.service.store.all(_owner(call)):
+        saved.setdefault(each.run, []).append(each)
+    found: dict[str, tuple[float, dict[str, Any]]] = {}
+    sessions: list[Session] = call.service.sessions(call.key)
+    for model in [model for session in sessions for model in session.models.values() if model.adapter is not None]:
+        assert model.adapter is not None
+        about = {
+            "base_model": model.base_model,
+            "lora_rank": model.adapter.shape.rank,
+            "user_metadata": _texts(model.user_metadata),
+        }
+        found[model.id] = model.last_request, about
+    for run, kept in saved.items():
+        found.setdefault(run, (kept[0].created, {"base_model": kept[0].base_model, "lora_rank": kept[0].shape.rank}))
+
+    def last(run: str, kind: str) -> dict[str, Any] | None:
+        return next((_checkpoint(each) for each in saved.get(run, []) if each.kind == kind), None)
+
+    newest_first = sorted(found.items(), key=lambda item: item[1][0], reverse=True)
+    return [
+        {
+            "training_run_id": run,
+            "model_owner": "local",
+            "is_lora": True,
+            "last_request_time": _time(when),
+            "last_checkpoint": last(run, "weights"),
+            "last_sampler_checkpoint": last(run, "sampler_weights"),
+            **about,
+        }
+        for run, (when, about) in newest_first
+    ]
+
+
+def app(service: Service, *, secret: bytes) -> Starlette:
+    """The service as an ASGI application.
+
+    Args:
+        service: that answers.
+        secret: signs download URLs.
+    """
+
+    def endpoint(handler: Handler, *, keyed: bool = True) -> Callable[[Request], Awaitable[Response]]:
+        async def answer(http: Request) -> Response:
+            try:
+                key = http.headers.get("x-api-key", "")
+                if (http.headers.get("host") or "").rpartition(":")[0] not in _HOSTS:
+                    # A web page can reach loopback under a name of its own (DNS rebinding).
+                    raise RefusedError(403, "asked for by another name than loopback's")
+                if keyed and not key:
+                    raise RefusedError(401, "no X-API-Key: set TINKER_API_KEY to tml- and anything")
+                body = wire.inflated(await _body(http), http.headers.get("content-encoding", ""))
+                said = await handler(Call(service, key, body, http))
+                return said if isinstance(said, Response) else JSONResponse({} if said is None else said)
+            except RefusedError as refused:
+                return _error(refused.status, str(refused))
+            except LogitlessError as error:
+                return _error(400 if isinstance(error, ValueError) else 503, str(error))
+            except ClientDisconnect:
+                return Response(status_code=400)
+            except Exception as error:
+                logger.exception("%s failed", http.url.path)
+                return _error(500, f"{type(error).__name__}: {error}")
+
+        return answer
+
+    routes = []
+    for name, handler in ROUTES.items():
+        method, path = name.split()
+        routes.append(Route(f"/api/v1{path}", endpoint(handler, keyed=handler is not healthz), methods=[method]))
+    routes.append(Route("/files/{run}/{kind}/{name}/{file}", endpoint(download, keyed=False), methods=["GET"]))
+    made = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+    made.state.secret = secret
+    return made
+
+
+async def _unknown(http: Request, _: Exception) -> Response:
+    return _error(404, f"{http.method} {http.url.path} is no operation of this service; is the SDK a newer one?")
+
+
+def _error(status: int, message: str) -> Response:
+    return JSONResponse({"error": message, "detail": message}, status)
+
+
+async def _body(http: Request) -> bytes:
+    parts, size = [], 0
+    async for part in http.stream():
+        size += len(part)
+        if size > MAX_BODY_BYTES:
+            raise RefusedError(413, f"more than {MAX_BODY_BYTES} bytes")
+        parts.append(part)
+    return b"".join(parts)

@@ -1,0 +1,723 @@
+"""Sessions, models, samplers and futures, and the order in which one thread serves them.
+
+    request -> future, at once              training requests of a model run in the order of ``seq_id``, whenever they
+    retrieve_future -> result or try_again  arrive; samples run as they arrive, together where they have one call of the
+                                            engine in common
+
+Sessions take turns, so that a busy one delays another by one call. A request fails alone: its future says why.
+Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
+lock; the thread that serves holds it only between calls.
+"""
+
+import hashlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from logitless.errors import InputError, LogitlessError
+from logitless.rollout.sampling import SamplingOptions
+from logitless.seeds import derived_seed
+from logitless.tinker import wire
+from logitless.tinker.store import Checkpoint, Store
+from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
+from logitless.tinker.wire import RefusedError
+
+logger = logging.getLogger("logitless")
+
+Answer: TypeAlias = bytes | dict[str, Any]
+"""Protobuf, or what becomes JSON."""
+
+PENDING = 4096
+"""The most requests of a session that wait, or whose answer was not retrieved."""
+
+RETRIEVED = 1024
+"""Answers of a session that are kept after they were retrieved, for a client that lost one on its way."""
+
+SNAPSHOTS = 16
+"""Weights of unnamed samplers that are kept for each model; older ones are dropped, and samples from them refused."""
+
+KEPT_CHECKPOINTS = 4
+"""Checkpoints whose weights stay in memory after they were sampled from."""
+
+GATHER_SECONDS = 0.02
+"""A sample waits so long for others of the same batch, which come one by one."""
+
+
+class FailedError(Exception):
+    """Why a future has no result.
+
+    Args:
+        message: in words.
+        category: ``user`` if the request was wrong, else ``server``.
+    """
+
+    def __init__(self, message: str, category: str) -> None:
+        super().__init__(message)
+        self.category = category
+
+
+@dataclass
+class _Job:
+    """A request that waits, with the future of its answer."""
+
+    id: str
+    digest: bytes
+    number: int
+    run: Callable[[], Answer]
+    answer: "Future[Answer]" = field(default_factory=Future)
+
+
+@dataclass
+class _SampleJob(_Job):
+    """A request for samples."""
+
+    request: Request | None = None
+    sampler: "Sampler | None" = None
+    arrived: float = field(default_factory=time.monotonic)
+
+    @property
+    def batch(self) -> tuple[Any, ...]:
+        """What jobs of one call of the engine have in common."""
+        assert self.request is not None
+        assert self.sampler is not None
+        return self.sampler.version, self.request.shared
+
+
+@dataclass
+class Model:
+    """A model that a client trains.
+
+    Args:
+        id: of it, and of its training run.
+        session: that it belongs to.
+        adapter: None until it was made.
+        next_seq: of the request that runs next; 0 makes the model.
+        waiting: requests by ``seq_id``.
+        snapshots: of its unnamed samplers, oldest first.
+    """
+
+    id: str
+    session: "Session"
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    adapter: Adapter | None = None
+    next_seq: int = 0
+    waiting: dict[int, _Job] = field(default_factory=dict)
+    snapshots: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
+    last_request: float = field(default_factory=time.time)
+
+
+@dataclass
+class Sampler:
+    """A sampling session: of the base model, of a saved adapter, or of a snapshot.
+
+    Args:
+        version: of the weights; 0 for the base model.
+        checkpoint: that is read when it is sampled from.
+        weights: of a snapshot; None once they were dropped.
+    """
+
+    id: str
+    session: "Session"
+    base_model: str
+    version: int = 0
+    checkpoint: Checkpoint | None = None
+    weights: Snapshot | None = None
+
+
+@dataclass
+class Session:
+    """A client.
+
+    Args:
+        owner: digest of its key.
+        jobs: by request id, waiting or done; those that were retrieved are the first to go.
+        samples: requests for samples that wait.
+    """
+
+    id: str
+    owner: str
+    created: float
+    seen: float
+    user_metadata: dict[str, Any] | None = None
+    display_name: str | None = None
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+    jobs: dict[str, _Job] = field(default_factory=dict)
+    retrieved: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
+    samples: list[_SampleJob] = field(default_factory=list)
+
+    @property
+    def num_pending(self) -> int:
+        """Requests that wait, or whose answer was not retrieved."""
+        return len(self.jobs) - len(self.retrieved)
+
+
+class Service:
+    """What the endpoints call. Its methods return at once, but for the thread that ``close`` ends.
+
+    Args:
+        trainer: used by the service's thread alone.
+        store: of checkpoints.
+        names: of the base model, as clients may call it; the first is told them.
+        tokenizer_name: hub name or folder that clients load the tokenizer from.
+        seed: of samples without a seed of their own.
+        session_seconds: without a heartbeat after which a session is gone.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        store: Store,
+        *,
+        names: Sequence[str],
+        tokenizer_name: str,
+        seed: int = 0,
+        session_seconds: float = 600.0,
+    ) -> None:
+        self.trainer, self.store = trainer, store
+        self.names, self.tokenizer_name, self.seed = tuple(names), tokenizer_name, seed
+        self.session_seconds = session_seconds
+        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._state = threading.Condition()
+        self._numbers = itertools.count()
+        self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="logitless-tinker", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the call under way; futures that wait fail."""
+        with self._state:
+            self._closed = True
+            self._state.notify_all()
+        self._thread.join()
+        for session in self._sessions.values():
+            self._fail_all(session, "the service has ended")
+
+    # --- sessions
+
+    def create_session(self, request: wire.CreateSession, key: str) -> dict[str, Any]:
+        """A new session of this key."""
+        now = time.time()
+        with self._state:
+            self._drop_silent(now)
+            number = hashlib.blake2b(f"{now}/{next(self._numbers)}".encode(), digest_size=12).hexdigest()
+            session = Session(f"s-{number}", owner_of(key), now, now, request.user_metadata, request.display_name)
+            self._sessions[session.id] = session
+        return {"type": "create_session", "session_id": session.id}
+
+    def heartbeat(self, request: wire.OfSession, key: str) -> dict[str, Any]:
+        """Keep a session.
+
+        Raises:
+            RefusedError: 410, it is gone, which ends the SDK's heartbeats.
+        """
+        with self._state:
+            self._session(request.session_id, key).seen = time.time()
+        return {"type": "session_heartbeat"}
+
+    def finish(self, session_id: str, key: str) -> None:
+        """End a session: what waits fails, models and samplers are freed, checkpoints stay."""
+        with self._state:
+            session = self._session(session_id, key)
+            del self._sessions[session_id]
+            self._fail_all(session, "the session was finished")
+
+    def sessions(self, key: str) -> list[Session]:
+        """The sessions of a key."""
+        with self._state:
+            return [session for session in self._sessions.values() if session.owner == owner_of(key)]
+
+    def session(self, session_id: str, key: str) -> Session:
+        """A session of a key."""
+        with self._state:
+            return self._session(session_id, key)
+
+    def _session(self, session_id: str, key: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise RefusedError(
+                410, f"session {session_id!r:.80} is gone: it was finished, silent, or of a service that was restarted"
+            )
+        if session.owner != owner_of(key):
+            raise RefusedError(403, f"session {session_id!r:.80} belongs to another key")
+        return session
+
+    def _drop_silent(self, now: float) -> None:
+        for session in [each for each in self._sessions.values() if now - each.seen > self.session_seconds]:
+            logger.info("session %s is dropped after %.0f seconds without a heartbeat", session.id, now - session.seen)
+            del self._sessions[session.id]
+            self._fail_all(session, "the session is gone: no heartbeat came")
+
+    def _fail_all(self, session: Session, why: str) -> None:
+        waiting = [*session.samples, *(job for model in session.models.values() for job in model.waiting.values())]
+        session.samples.clear()
+        for model in session.models.values():
+            model.waiting.clear()
+        for job in waiting:
+            _fail(job, FailedError(why, "server"))
+
+    # --- models
+
+    def create_model(self, request: wire.CreateModel, key: str, digest: bytes) -> dict[str, Any]:
+        """Make an adapter; the answer's future has the model's id."""
+        self._check_name(request.base_model)
+        lora = request.lora_config
+        if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
+            raise RefusedError(400, "lora_config: train_attn, train_mlp or train_unembed is needed")
+        with self._state:
+            session = self._session(request.session_id, key)
+            model = self._new_model(session, request.model_seq_id, request.base_model, request.user_metadata)
+            seed = derived_seed(self.seed, "adapter", request.model_seq_id) if lora.seed is None else lora.seed
+
+            def run() -> Answer:
+                model.adapter = self.trainer.create(Shape.of(lora), seed=seed)
+                return {"type": "create_model", "model_id": model.id}
+
+            return self._arrived(model, 0, digest, run)
+
+    def _new_model(self, session: Session, number: int, base_model: str, metadata: dict[str, Any] | None) -> Model:
+        identity = f"{session.id}:train:{number}"
+        return session.models.setdefault(identity, Model(identity, session, base_model, metadata))
+
+    def _check_name(self, name: str) -> None:
+        if name not in self.names:
+            raise RefusedError(400, f"base_model {name!r:.200}: this service has {', '.join(self.names)}")
+
+    def model(self, model_id: str, key: str) -> Model:
+        """A model of a key.
+
+        Raises:
+            RefusedError: unknown, gone, or of another key.
+        """
+        with self._state:
+            return self._model(model_id, key)
+
+    def _model(self, model_id: str, key: str) -> Model:
+        session = self._session(model_id.partition(":")[0], key)
+        if model_id not in session.models:
+            raise RefusedError(404, f"there is no model {model_id!r:.120}")
+        return session.models[model_id]
+
+    def info(self, request: wire.OfModel, key: str) -> dict[str, Any]:
+        """What the SDK knows of a model."""
+        model = self.model(request.model_id, key)
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": {"model_name": model.base_model, "tokenizer_id": self.tokenizer_name},
+            "is_lora": True,
+            "lora_rank": None if model.adapter is None else model.adapter.shape.rank,
+            "model_name": model.base_model,
+        }
+
+    def forward_backward(self, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
+        """Add to a model's gradient, or only score."""
+        message, trainer = wire.forward_backward_request(body), self.trainer
+
+        def run(adapter: Adapter) -> Answer:
+            try:
+                request = wire.forward_backward(message, vocabulary=trainer.vocabulary, limit=trainer.limit)
+                return wire.forward_backward_output(*trainer.forward_backward(adapter, request))
+            except Exception as error:
+                if not message.forward_only:
+                    adapter.broken = f"request {message.seq_id}: {error}"
+                raise
+
+        return self._train(message.model_id, message.seq_id, key, digest, run)
+
+    def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
+        """The future of a request that cannot be served. Its ``seq_id`` is used up: the SDK sends no other with it.
+
+        Raises:
+            RefusedError: ``refused`` itself, if the request names no model of this key and no place in its order.
+        """
+        try:
+            place = json.loads(body)
+            model_id, seq_id = str(place["model_id"]), int(place["seq_id"])
+        except (ValueError, TypeError, LookupError):
+            raise refused from None
+
+        def run(_: Adapter) -> Answer:
+            raise refused
+
+        return self._train(model_id, seq_id, key, digest, run)
+
+    def optim_step(self, request: wire.OptimStep, key: str, digest: bytes) -> dict[str, Any]:
+        """Take a step."""
+
+        def run(adapter: Adapter) -> Answer:
+            return {"metrics": self.trainer.optim_step(adapter, request.adam_params)}
+
+        return self._train(request.model_id, request.seq_id, key, digest, run)
+
+    def save(self, kind: str, request: wire.SaveWeights, key: str, digest: bytes) -> dict[str, Any]:
+        """Save a model's weights as a checkpoint of this kind, or for an unnamed sampler."""
+        model = self.model(request.model_id, key)
+
+        def run(adapter: Adapter) -> Answer:
+            if request.path is None and kind == "sampler_weights" and request.sampling_session_seq_id is not None:
+                return self._unnamed_sampler(model, adapter, request.sampling_session_seq_id)
+            if request.path is None:
+                raise RefusedError(400, "path: a name of the checkpoint is needed")
+            now = time.time()
+            made = self.store.save(
+                Checkpoint(
+                    run=model.id,
+                    kind=kind,
+                    name=request.path,
+                    base_model=model.base_model,
+                    shape=adapter.shape,
+                    owner=model.session.owner,
+                    created=now,
+                    expires=None if request.ttl_seconds is None else now + request.ttl_seconds,
+                    user_metadata=request.user_metadata,
+                ),
+                self.trainer.tensors(adapter),
+                self.trainer.optimizer_state(adapter) if kind == "weights" else {},
+                self.trainer.peft_config(adapter.shape),
+                overwrite=request.overwrite,
+            )
+            size = {"size_bytes": made.size} if kind == "external_weights" else {}
+            return {"path": made.path, **size}
+
+        return self._train(request.model_id, request.seq_id, key, digest, run)
+
+    def _unnamed_sampler(self, model: Model, adapter: Adapter, number: int) -> Answer:
+        weights = adapter.snapshot()
+        sampler = Sampler(
+            f"{model.session.id}:sample:{number}", model.session, model.base_model, weights.version, None, weights
+        )
+        with self._state:
+            model.session.samplers[sampler.id] = sampler
+            model.snapshots[sampler.id] = None
+            while len(model.snapshots) > SNAPSHOTS:
+                model.session.samplers[model.snapshots.popitem(last=False)[0]].weights = None
+        return {"path": None, "sampling_session_id": sampler.id}
+
+    def load(self, request: wire.LoadWeights, key: str, digest: bytes) -> dict[str, Any]:
+        """Load a checkpoint into a model, or into a new one."""
+        checkpoint = self.checkpoint(request.path, key)
+        if checkpoint.kind != "weights" and request.optimizer:
+            raise RefusedError(400, f"{request.path}: checkpoints of samplers have no optimizer state")
+        if request.base_model is not None:
+            self._check_name(request.base_model)
+        with self._state:
+            if request.model_id is not None and request.seq_id is not None and request.session_id is None:
+                model, seq_id = self._model(request.model_id, key), request.seq_id
+            elif request.session_id is not None and request.model_seq_id is not None and request.model_id is None:
+                session = self._session(request.session_id, key)
+                base = request.base_model or checkpoint.base_model
+                model, seq_id = self._new_model(session, request.model_seq_id, base, request.user_metadata), 0
+            else:
+                raise RefusedError(400, "model_id with seq_id, or session_id with model_seq_id is needed")
+
+            def run() -> Answer:
+                tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
+                model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
+                return {"type": "load_weights", "path": request.path, "model_id": model.id}
+
+            return self._arrived(model, seq_id, digest, run)
+
+    def checkpoint(self, path: str, key: str) -> Checkpoint:
+        """A checkpoint of a key.
+
+        Raises:
+            RefusedError: unknown, or of another key.
+        """
+        try:
+            found = self.store.find(path)
+        except InputError as error:
+            raise RefusedError(404, str(error)) from error
+        if found.owner != owner_of(key):
+            raise RefusedError(403, f"{path!r:.200} belongs to another key")
+        return found
+
+    def _train(
+        self, model_id: str, seq_id: int, key: str, digest: bytes, run: Callable[[Adapter], Answer]
+    ) -> dict[str, Any]:
+        with self._state:
+            model = self._model(model_id, key)
+
+            def with_adapter() -> Answer:
+                if model.adapter is None:
+                    raise FailedError("the model could not be made", "user")
+                return run(model.adapter)
+
+            return self._arrived(model, seq_id, digest, with_adapter)
+
+    def _arrived(self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Answer]) -> dict[str, Any]:
+        """Put a request in its place; one that came before gets the same future."""
+        request_id = f"{model.id}:{seq_id}"
+        promise = {"request_id": request_id, "model_id": model.id}
+        known = model.session.jobs.get(request_id)
+        if known is not None:
+            if known.digest != digest:
+                raise RefusedError(400, f"seq_id {seq_id} of {model.id} was another request")
+            return promise
+        if seq_id < model.next_seq:
+            raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run: {model.next_seq} is next")
+        if seq_id > model.next_seq + PENDING:
+            raise RefusedError(400, f"seq_id {seq_id} of {model.id} is out of order: {model.next_seq} is next")
+        self._check_room(model.session)
+        job = _Job(request_id, digest, next(self._numbers), run)
+        model.session.jobs[request_id] = model.waiting[seq_id] = job
+        model.last_request = time.time()
+        self._state.notify_all()
+        return promise
+
+    def _check_room(self, session: Session) -> None:
+        if session.num_pending >= PENDING:
+            raise RefusedError(429, f"{PENDING} requests of the session wait already, or their answers were not read")
+
+    # --- sampling
+
+    def create_sampler(self, request: wire.CreateSamplingSession, key: str) -> dict[str, Any]:
+        """A sampling session of the base model or of a saved adapter."""
+        with self._state:
+            session = self._session(request.session_id, key)
+        checkpoint = None if request.model_path is None else self.checkpoint(request.model_path, key)
+        if checkpoint is None:
+            self._check_name(request.base_model or "")
+        base = request.base_model or (self.names[0] if checkpoint is None else checkpoint.base_model)
+        version = 0
+        if checkpoint is not None:  # negative: no adapter's; the same for all samplers of a checkpoint
+            said = f"{checkpoint.path}/{checkpoint.created}".encode()
+            version = -1 - int.from_bytes(hashlib.blake2b(said, digest_size=7).digest())
+        name = f"{session.id}:sample:{request.sampling_session_seq_id}"
+        sampler = Sampler(name, session, base, version, checkpoint)
+        with self._state:
+            session.samplers.setdefault(sampler.id, sampler)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def _weights(self, sampler: Sampler) -> Snapshot | None:
+        """What to sample with; the weights of the last few checkpoints stay in memory."""
+        checkpoint = sampler.checkpoint
+        if checkpoint is None:
+            return sampler.weights
+        if sampler.version not in self._read:
+            self.store.find(checkpoint.path)
+            tensors, _ = self.store.tensors(checkpoint, optimizer=False)
+            weights = Snapshot(checkpoint.shape, list(tensors.values()), sampler.version, tuple(tensors))
+            self._read[sampler.version] = weights
+            if len(self._read) > KEPT_CHECKPOINTS:
+                self._read.popitem(last=False)
+        return self._read[sampler.version]
+
+    def sampler(self, sampler_id: str, key: str) -> Sampler:
+        """A sampling session of a key."""
+        with self._state:
+            session = self._session(sampler_id.partition(":")[0], key)
+            if sampler_id not in session.samplers:
+                raise RefusedError(404, f"there is no sampling session {sampler_id!r:.120}")
+            return session.samplers[sampler_id]
+
+    def sample(self, request: wire.Sample, key: str, digest: bytes) -> dict[str, Any]:
+        """Sample from a prompt."""
+        sampler = self.sampler(request.sampling_session_id, key)
+        if sampler.version > 0 and sampler.weights is None:
+            raise RefusedError(
+                410,
+                f"the weights of {sampler.id} were dropped: those of the last {SNAPSHOTS} unnamed samplers of a model "
+                "are kept; save_weights_for_sampler keeps a named one",
+            )
+        wanted = self._request(request, sampler)
+        request_id = f"{sampler.id}:{request.seq_id}"
+        promise = {
+            "request_id": request_id,
+            "sample_sequence_ids": [f"{request_id}:{index}" for index in range(request.num_samples)],
+        }
+        with self._state:
+            session = self._session(sampler.session.id, key)
+            known = session.jobs.get(request_id)
+            if known is not None and known.digest != digest:
+                raise RefusedError(400, f"seq_id {request.seq_id} of {sampler.id} was another request")
+            if known is None:
+                self._check_room(session)
+                number = next(self._numbers)
+                job = _SampleJob(request_id, digest, number, dict, request=wanted, sampler=sampler)
+                session.jobs[request_id] = job
+                session.samples.append(job)
+                self._state.notify_all()
+        return promise
+
+    def _request(self, request: wire.Sample, sampler: Sampler) -> Request:
+        params, tokens = request.sampling_params, tuple(request.prompt.tokens)
+        try:
+            wire.check_tokens(torch.tensor(tokens).numpy(), self.trainer.vocabulary)
+        except ValueError as error:
+            raise RefusedError(400, f"prompt: {error}") from error
+        limit = self.trainer.limit
+        room = params.max_tokens if limit is None else limit - len(tokens)
+        if not tokens or room is None or room < (params.max_tokens or 1):
+            raise RefusedError(
+                400, f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions"
+            )
+        last = request.prompt_logprobs_last_n
+        if last is not None and not (request.prompt_logprobs and last < len(tokens)):
+            raise RefusedError(400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens")
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+        if params.stop is not None and not stops:
+            raise RefusedError(400, "stop: [] is not served; an EOS token always ends a sequence")
+        greedy = params.temperature == 0
+        options = SamplingOptions(
+            max_new_tokens=params.max_tokens or room,
+            temperature=params.temperature,
+            top_p=1.0 if greedy else params.top_p,
+            top_k=None if greedy or params.top_k in (-1, 0) else params.top_k,
+            stop=tuple(each for each in stops if isinstance(each, str)),
+            stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
+        )
+        try:
+            wire.check_tokens(torch.tensor(options.stop_token_ids).numpy(), self.trainer.vocabulary)
+        except ValueError as error:
+            raise RefusedError(400, f"stop: {error}") from error
+        # With a seed of its own a request gives the same samples again, whoever asks.
+        name = f"{sampler.id.partition(':')[2]}:{request.seq_id}" if params.seed is None else repr(tokens)
+        seed = self.seed if params.seed is None else params.seed
+        return Request(name, tokens, request.num_samples, options, seed, bool(request.prompt_logprobs), last)
+
+    # --- futures
+
+    def future(self, request_id: str, key: str) -> "Future[Answer]":
+        """The future of a request.
+
+        Raises:
+            RefusedError: 404, there is none; 410, its answer was retrieved and dropped, or its session is gone.
+        """
+        with self._state:
+            session = self._session(request_id.partition(":")[0], key)
+            if request_id not in session.jobs:
+                raise RefusedError(404, f"no request {request_id!r:.120}, or its answer was retrieved long ago")
+            return session.jobs[request_id].answer
+
+    def retrieved(self, request_id: str, key: str) -> None:
+        """Note that an answer is on its way to the client."""
+        with self._state:
+            session = self._session(request_id.partition(":")[0], key)
+            session.retrieved[request_id] = None
+            session.retrieved.move_to_end(request_id)
+            while len(session.retrieved) > RETRIEVED:
+                session.jobs.pop(session.retrieved.popitem(last=False)[0], None)
+
+    def cancel(self, request_id: str, key: str) -> None:
+        """Drop a request for samples that waits still."""
+        with self._state:
+            session = self._session(request_id.partition(":")[0], key)
+            for job in [each for each in session.samples if each.id == request_id]:
+                session.samples.remove(job)
+                session.retrieved[job.id] = None  # nobody will ask
+                _fail(job, FailedError("cancelled by the client", "user"))
+
+    # --- the thread that serves
+
+    def _serve(self) -> None:
+        while True:
+            with self._state:
+                while not self._closed and not (jobs := self._next()):
+                    self._state.wait(timeout=self._patience())
+                    self._drop_silent(time.time())
+                if self._closed:
+                    return
+            if isinstance(jobs[0], _SampleJob):
+                self._sample(jobs)  # type: ignore[arg-type]
+            else:
+                self._run(jobs[0])
+
+    def _patience(self) -> float:
+        """Seconds to wait for work: short if samples wait for others."""
+        return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
+
+    def _next(self) -> Sequence[_Job]:
+        """The next request, or several for samples, of the session that was served longest ago; empty if none."""
+        now = time.monotonic()
+        for session in list(self._sessions.values()):
+            due: list[_Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
+            due += session.samples[:1]
+            if not due:
+                continue
+            first = min(due, key=lambda job: job.number)
+            if isinstance(first, _SampleJob):
+                if now - session.samples[-1].arrived < GATHER_SECONDS:  # more may come
+                    continue
+                found = self._together(first)
+            else:
+                found = [first]
+                model = next(m for m in session.models.values() if m.waiting.get(m.next_seq) is first)
+                del model.waiting[model.next_seq]
+                model.next_seq += 1
+            self._sessions.move_to_end(session.id)
+            return found
+        return []
+
+    def _together(self, first: "_SampleJob") -> list[_Job]:
+        """Requests of all sessions that one call of the engine serves; removed from the queues."""
+        found: list[_Job] = []
+        names = set[str]()  # the engine takes distinct ones; equal ones give equal samples, and wait for another call
+        for session in self._sessions.values():
+            rest = []
+            for job in session.samples:
+                assert job.request is not None
+                if job.batch == first.batch and job.request.id not in names:
+                    names.add(job.request.id)
+                    found.append(job)
+                else:
+                    rest.append(job)
+            session.samples[:] = rest
+        return found
+
+    def _run(self, job: _Job) -> None:
+        try:
+            job.answer.set_result(job.run())
+        except Exception as error:
+            _fail(job, _failure(error))
+
+    def _sample(self, jobs: Sequence[_SampleJob]) -> None:
+        requests = [job.request for job in jobs if job.request is not None]
+        sampler = jobs[0].sampler
+        assert sampler is not None
+        try:
+            results = self.trainer.sample(self._weights(sampler), requests)
+        except Exception as error:
+            if len(jobs) > 1:  # find out whose fault it is
+                for job in jobs:
+                    self._sample([job])
+                return
+            _fail(jobs[0], _failure(error))
+            return
+        for job, result in zip(jobs, results, strict=True):
+            job.answer.set_result(wire.sample_output(*result))
+
+
+def owner_of(key: str) -> str:
+    """What is kept of a client's key."""
+    return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
+
+
+def _fail(job: _Job, error: FailedError) -> None:
+    if not job.answer.done():
+        job.answer.set_exception(error)
+
+
+def _failure(error: Exception) -> FailedError:
+    if isinstance(error, FailedError):
+        return error
+    if isinstance(error, RefusedError):
+        return FailedError(str(error), "user")
+    if isinstance(error, torch.OutOfMemoryError):
+        torch.cuda.empty_cache()
+        return FailedError(f"out of memory: {error}; send less at once, or start with fewer --tokens-per-row", "server")
+    if isinstance(error, LogitlessError):
+        return FailedError(str(error), "user" if isinstance(error, ValueError) else "server")
+    logger.exception("a request failed")
+    return FailedError(f"{type(error).__name__}: {error}", "server")

@@ -1,0 +1,193 @@
+"""Saved adapters as folders that PEFT reads.
+
+    <folder>/<training run>/<kind>/<name>/   adapter_model.safetensors, adapter_config.json, checkpoint.json
+                                             and, of ``weights``, optimizer.safetensors after the first step
+
+A folder is written beside its place and renamed, so that one that exists is whole, also after the process was killed.
+One that is overwritten is kept beside its place until the new one stands there.
+"""
+
+import json
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from logitless.errors import CheckpointError, InputError
+from logitless.tinker.trainer import Shape
+
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+"""The second part of a path, and what the SDK calls such a checkpoint."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_RUN = re.compile(r"[A-Za-z0-9][A-Za-z0-9:_-]{0,127}")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What is known of a saved adapter.
+
+    Args:
+        run: training run, which is the id of its model.
+        kind: from ``KINDS``.
+        name: in its kind.
+        base_model: name of it.
+        shape: of the adapter.
+        owner: digest of the key of who saved it.
+        created, expires: in seconds since 1970; None: never.
+        size: bytes of its files.
+        user_metadata: of the client.
+    """
+
+    run: str
+    kind: str
+    name: str
+    base_model: str
+    shape: Shape
+    owner: str
+    created: float
+    expires: float | None = None
+    size: int = 0
+    user_metadata: dict[str, str] | None = None
+
+    @property
+    def path(self) -> str:
+        """As clients name it."""
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+
+class Store:
+    """The checkpoints of a folder, which is created."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for old in folder.glob("*/*/.*.old"):  # killed between two renames
+                place = old.with_name(old.name[1:].removesuffix(".old"))
+                if place.exists():
+                    shutil.rmtree(old)
+                else:
+                    old.rename(place)
+        except OSError as error:
+            raise CheckpointError(
+                needed="a folder for checkpoints", given=f"{str(folder)!r}: {error}", remedy="Name another --folder."
+            ) from error
+
+    def place(self, run: str, kind: str, name: str) -> Path:
+        """The folder of a checkpoint, which need not exist.
+
+        Raises:
+            InputError: a name that could lead elsewhere.
+        """
+        if kind not in KINDS or not _RUN.fullmatch(run) or not _NAME.fullmatch(name):
+            raise InputError(
+                needed="a checkpoint as tinker://RUN/weights/NAME, NAME of letters, digits, dot, dash and underscore",
+                given=f"tinker://{run}/{kind}/{name}"[:200],
+                remedy="Choose a plain name of at most 128 characters.",
+            )
+        return self.folder / run / kind / name
+
+    def save(
+        self,
+        checkpoint: Checkpoint,
+        tensors: Mapping[str, Tensor],
+        state: Mapping[str, Tensor],
+        peft_config: Any,
+        *,
+        overwrite: bool = False,
+    ) -> Checkpoint:
+        """Write a checkpoint; returns it with its size.
+
+        Raises:
+            InputError: there is one of this name already, or the name is not allowed.
+            CheckpointError: the folder cannot be written.
+        """
+        place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
+        if place.exists() and not overwrite:
+            raise InputError(
+                needed="a name that is free", given=checkpoint.path, remedy="Pass overwrite=True, or choose another."
+            )
+        part = place.with_name(f".{place.name}.part")
+        try:
+            shutil.rmtree(part, ignore_errors=True)
+            part.mkdir(parents=True)
+            save_file(dict(tensors), part / "adapter_model.safetensors")
+            if state:
+                save_file({name: value.contiguous() for name, value in state.items()}, part / "optimizer.safetensors")
+            peft_config.save_pretrained(str(part))
+            size = sum(file.stat().st_size for file in part.iterdir())
+            made = Checkpoint(**{**vars(checkpoint), "size": size})
+            (part / "checkpoint.json").write_text(json.dumps(asdict(made)))
+            old = place.with_name(f".{place.name}.old")
+            if place.exists():
+                place.rename(old)
+            part.rename(place)
+            shutil.rmtree(old, ignore_errors=True)
+        except OSError as error:
+            raise CheckpointError(
+                needed="a folder that can be written",
+                given=f"{str(place)!r}: {error}",
+                remedy="Free disk space, or start the service with another --folder.",
+            ) from error
+        return made
+
+    def find(self, path: str) -> Checkpoint:
+        """The checkpoint of a ``tinker://`` path.
+
+        Raises:
+            InputError: there is none.
+        """
+        parts = path.removeprefix("tinker://").split("/")
+        if not path.startswith("tinker://") or len(parts) != 3:
+            parts = ["", "", path]
+        found = self._read(self.place(*parts))
+        if found is None:
+            raise InputError(
+                needed="a checkpoint that was saved here",
+                given=path[:200],
+                remedy="List them with the SDK's RestClient.",
+            )
+        return found
+
+    def tensors(self, checkpoint: Checkpoint, *, optimizer: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        """The factors, and Adam's state if wanted and saved; empty otherwise."""
+        place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
+        state = place / "optimizer.safetensors"
+        factors = load_file(place / "adapter_model.safetensors")
+        return factors, load_file(state) if optimizer and state.is_file() else {}
+
+    def all(self, owner: str, run: str | None = None) -> list[Checkpoint]:
+        """The checkpoints of an owner, newest first; those that have expired are deleted."""
+        found = [self._read(file.parent) for file in self.folder.glob("*/*/*/checkpoint.json")]
+        own = [each for each in found if each is not None and each.owner == owner and run in (None, each.run)]
+        return sorted(own, key=lambda each: each.created, reverse=True)
+
+    def delete(self, checkpoint: Checkpoint) -> None:
+        """Delete a checkpoint."""
+        shutil.rmtree(self.place(checkpoint.run, checkpoint.kind, checkpoint.name), ignore_errors=True)
+
+    def expire(self, checkpoint: Checkpoint, expires: float | None) -> None:
+        """Set when a checkpoint expires."""
+        place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
+        made = Checkpoint(**{**vars(checkpoint), "expires": expires})
+        part = place / ".checkpoint.part"
+        part.write_text(json.dumps(asdict(made)))
+        part.rename(place / "checkpoint.json")
+
+    def _read(self, place: Path) -> Checkpoint | None:
+        try:
+            raw = json.loads((place / "checkpoint.json").read_text())
+        except (OSError, ValueError):
+            return None
+        found = Checkpoint(**{**raw, "shape": Shape(**raw["shape"])})
+        if found.expires is not None and found.expires < time.time():
+            self.delete(found)
+            return None
+        return found

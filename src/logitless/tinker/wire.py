@@ -1,0 +1,504 @@
+"""Bodies of the Tinker SDK: requests in protobuf and JSON, results in protobuf.
+
+The message classes are those of the installed package ``tinker``. A field or value that the service does not serve is
+refused in words; none is ignored.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, TypeVar
+
+import numpy as np
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from logitless.errors import UnavailableError
+from logitless.tinker.losses import INPUTS
+
+MAX_BODY_BYTES = 64 << 20
+"""Of a request, compressed or not."""
+
+_DTYPES = {"DTYPE_FLOAT32": np.float32, "DTYPE_INT64": np.int64, "DTYPE_INT32": np.int32}
+
+
+class RefusedError(Exception):
+    """A request that is answered with a status other than 200, in words."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def messages() -> Any:
+    """The SDK's module of protobuf messages.
+
+    Raises:
+        UnavailableError: the package is not installed.
+    """
+    try:
+        from tinker.proto import tinker_public_pb2
+    except ImportError as error:
+        raise UnavailableError(
+            needed="the package tinker, whose messages the service reads",
+            given=str(error),
+            remedy="pip install 'logitless[tinker]'",
+        ) from error
+    return tinker_public_pb2
+
+
+def inflated(body: bytes, encoding: str) -> bytes:
+    """A body without its Content-Encoding.
+
+    Raises:
+        RefusedError: an unknown encoding, a broken body, or one of more than ``MAX_BODY_BYTES``.
+    """
+    if encoding in ("", "identity"):
+        return body
+    if encoding != "zstd":
+        raise RefusedError(415, f"Content-Encoding {encoding!r}: the service reads zstd and plain bodies")
+    import zstandard
+
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
+            plain = reader.read(MAX_BODY_BYTES + 1)
+    except zstandard.ZstdError as error:
+        raise RefusedError(400, f"a body that is not zstd: {error}") from error
+    if len(plain) > MAX_BODY_BYTES:
+        raise RefusedError(413, f"more than {MAX_BODY_BYTES} bytes")
+    return bytes(plain)
+
+
+# --- JSON
+
+
+class Message(BaseModel):
+    """A JSON request. Fields that it does not name are refused."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    type: str | None = None
+
+
+M = TypeVar("M", bound=Message)
+
+
+def parsed(kind: type[M], body: bytes) -> M:
+    """A JSON body as a request.
+
+    Raises:
+        RefusedError: names each wrong field.
+    """
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        wrong = {".".join(map(str, each["loc"])) or "body": each for each in error.errors()}
+        said = {
+            name: "not served" if each["type"] == "extra_forbidden" else each["msg"].removeprefix("Value error, ")
+            for name, each in wrong.items()
+        }
+        raise RefusedError(422, "; ".join(f"{name}: {what}" for name, what in said.items())) from error
+
+
+def _only(*allowed: object) -> BeforeValidator:
+    """A field whose other values ask for what the service does not have."""
+
+    def check(value: object) -> object:
+        if value not in allowed:
+            raise ValueError(f"not served with {value!r}")
+        return value
+
+    return BeforeValidator(check)
+
+
+Off = Annotated[Any, _only(None, False, 0, [], "")]
+"""A feature that can only be left out."""
+
+
+class CreateSession(Message):
+    """``create_session``."""
+
+    tags: list[str] = []
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(Message):
+    """``session_heartbeat``."""
+
+    session_id: str
+
+
+class Optimizer(Message):
+    """The optimizer of a model."""
+
+    type: Literal["adamw"] = "adamw"
+
+
+class LoraConfig(Message):
+    """The adapter of a model."""
+
+    rank: int = Field(ge=1, le=512)
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class CreateModel(Message):
+    """``create_model``."""
+
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig = LoraConfig(rank=32)
+    optimizer_config: Optimizer = Optimizer()
+
+
+class OfModel(Message):
+    """``get_info``, ``unload_model``."""
+
+    model_id: str
+
+
+class AdamParams(Message):
+    """Adam's numbers for one step, with the service's defaults."""
+
+    learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
+    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    grad_clip_norm: float = Field(0.0, ge=0)
+
+
+class OptimStep(OfModel):
+    """``optim_step``."""
+
+    seq_id: int = Field(ge=1)
+    adam_params: AdamParams = AdamParams()
+
+
+class SaveWeights(OfModel):
+    """``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``."""
+
+    seq_id: int = Field(ge=1)
+    path: str | None = None
+    ttl_seconds: int | None = Field(None, ge=1)
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Annotated[Any, _only("snapshot")] = "snapshot"
+    age_encryption_recipients: Off = None
+
+
+class LoadWeights(Message):
+    """``load_weights``: into a model, or as the first request of a new one."""
+
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = Field(None, ge=1)
+    session_id: str | None = None
+    model_seq_id: int | None = Field(None, ge=0)
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: Optimizer | None = None
+    weights_access_token: Off = None
+
+
+class CreateSamplingSession(Message):
+    """``create_sampling_session``."""
+
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class TextChunk(Message):
+    """Tokens of a prompt; images and audio are not served."""
+
+    type: Literal["encoded_text"] = "encoded_text"
+    tokens: list[int]
+
+
+class ModelInput(Message):
+    """A prompt."""
+
+    chunks: list[TextChunk]
+
+    @property
+    def tokens(self) -> list[int]:
+        """All tokens."""
+        return [token for chunk in self.chunks for token in chunk.tokens]
+
+
+class SamplingParams(Message):
+    """How to sample."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(-1, ge=-1)
+    top_p: float = Field(1.0, gt=0, le=1)
+
+
+class Sample(Message):
+    """``asample``."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: int = Field(1, ge=1, le=4096)
+    sampling_session_id: str
+    seq_id: int = Field(ge=0)
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    base_model: Off = None
+    model_path: Off = None
+    topk_prompt_logprobs: Off = 0
+    topk_sample_logprobs: Off = 0
+    target_prompt_logprobs: Off = None
+    prompt_alt_tokens_k: Off = 0
+    record_stability_info: Off = None
+
+
+class RetrieveFuture(Message):
+    """``retrieve_future`` and ``cancel_future``."""
+
+    request_id: str
+    allow_metadata_only: bool = False
+
+
+class WeightsInfo(Message):
+    """``weights_info``."""
+
+    tinker_path: str
+
+
+class Anything(Message):
+    """A request whose fields have no effect: ``client/config``, ``telemetry``, ``finish``."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+
+# --- protobuf
+
+
+@dataclass(frozen=True)
+class Datum:
+    """One sequence with targets.
+
+    Args:
+        tokens: [L] read by the model.
+        targets: [L, K] predicted at each position; they are given shifted.
+        inputs: [L, K] each, of the loss.
+        is_flat: whether the request had targets [L], not [L, 1].
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: dict[str, np.ndarray]
+    is_flat: bool
+
+
+@dataclass(frozen=True)
+class ForwardBackward:
+    """The data of ``forward_backward``."""
+
+    loss: str
+    config: dict[str, float | str]
+    forward_only: bool
+    data: tuple[Datum, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that are read."""
+        return sum(len(datum.tokens) for datum in self.data)
+
+
+def forward_backward_request(body: bytes) -> Any:
+    """The SDK's ``ForwardBackwardRequest``, of which ``forward_backward`` reads the data.
+
+    Raises:
+        RefusedError: a body that is no such message.
+    """
+    from google.protobuf.message import DecodeError
+
+    message = messages().ForwardBackwardRequest()
+    try:
+        message.ParseFromString(body)
+    except DecodeError as error:
+        raise RefusedError(400, f"a body that is no ForwardBackwardRequest: {error}") from error
+    return message
+
+
+def forward_backward(message: Any, *, vocabulary: int, limit: int | None) -> ForwardBackward:
+    """The data of a request.
+
+    Args:
+        message: of ``forward_backward_request``.
+        vocabulary: number of tokens of the model.
+        limit: its number of positions, or None.
+
+    Raises:
+        RefusedError: data that do not fit together; names the datum.
+    """
+    if not message.data:
+        raise RefusedError(400, "a request without data")
+    if message.loss_fn not in INPUTS:
+        raise RefusedError(
+            400, f"loss_fn {message.loss_fn!r} is not served: {', '.join(INPUTS)}, or forward_backward_custom"
+        )
+    config: dict[str, float | str] = dict(message.loss_fn_config)
+    for key, value in message.loss_fn_config_v2.items():
+        config[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    wanted = INPUTS[message.loss_fn]
+    data = []
+    for index, each in enumerate(message.data):
+        try:
+            data.append(_datum(each, wanted, vocabulary, limit))
+        except ValueError as error:
+            raise RefusedError(400, f"datum {index}: {error}") from error
+    if message.loss_fn != "cross_entropy" and any(datum.targets.shape[1] > 1 for datum in data):
+        raise RefusedError(400, f"{message.loss_fn} with several targets at a position: cross_entropy alone has them")
+    return ForwardBackward(message.loss_fn, config, message.forward_only, tuple(data))
+
+
+def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | None) -> Datum:
+    parts = []
+    for chunk in message.model_input:
+        if chunk.WhichOneof("chunk") != "encoded_text":
+            raise ValueError(f"a chunk {chunk.WhichOneof('chunk')}: encoded_text alone is served")
+        parts.append(_array(chunk.encoded_text.tokens, np.dtype(np.int32)))
+    tokens = np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+    check_tokens(tokens, vocabulary)
+    if not len(tokens) or (limit is not None and len(tokens) > limit):
+        raise ValueError(f"{len(tokens)} tokens: from 1 to the model's {limit} positions are needed")
+    given = {name: _tensor(tensor) for name, tensor in message.loss_fn_inputs.items()}
+    missing = {"target_tokens", *wanted} - {"weights"} - given.keys()
+    unknown = given.keys() - {"target_tokens", *wanted}
+    if missing or unknown:
+        raise ValueError(
+            f"loss_fn_inputs {', '.join(sorted(given)) or 'none'}: target_tokens, {', '.join(wanted)} are read"
+        )
+    targets = given.pop("target_tokens")
+    shape, is_flat = targets.shape, targets.ndim == 1
+    if targets.ndim not in (1, 2) or shape[0] != len(tokens) or targets.size == 0:
+        raise ValueError(f"target_tokens of shape {shape} beside {len(tokens)} tokens: one row a token is needed")
+    if not np.issubdtype(targets.dtype, np.integer):
+        raise ValueError("target_tokens that are no integers")
+    check_tokens(targets, vocabulary)
+    if "weights" in wanted:
+        given.setdefault("weights", np.ones(shape, np.float32))
+    for name, value in given.items():
+        if value.shape != shape:
+            raise ValueError(f"{name} of shape {value.shape} beside target_tokens of shape {shape}")
+        if not np.isfinite(value).all():
+            raise ValueError(f"{name} with numbers that are not finite")
+    rows = {name: value.reshape(len(tokens), -1).astype(np.float32) for name, value in given.items()}
+    return Datum(tokens, targets.reshape(len(tokens), -1).astype(np.int64), rows, is_flat)
+
+
+def check_tokens(ids: np.ndarray, vocabulary: int) -> None:
+    """Refuse token ids out of range.
+
+    Raises:
+        ValueError: says the range.
+    """
+    if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: 0 to {vocabulary - 1} are needed")
+
+
+def _array(raw: bytes, dtype: np.dtype) -> np.ndarray:
+    if len(raw) % dtype.itemsize:
+        raise ValueError(f"{len(raw)} bytes for numbers of {dtype.itemsize} bytes")
+    return np.frombuffer(raw, dtype)
+
+
+def _tensor(message: Any) -> np.ndarray:
+    """A tensor; of a sparse one the absent cells are 0."""
+    name = messages().DType.Name(message.dtype)
+    if name not in _DTYPES:
+        raise ValueError(f"a tensor of {name}")
+    dtype, shape = np.dtype(_DTYPES[name]), tuple(message.shape)
+    if message.WhichOneof("encoding") == "sparse_csr":
+        return _from_csr(message.sparse_csr, dtype, shape)
+    values = _array(message.dense, dtype)
+    if not shape:
+        return values
+    if min(shape) < 0 or int(np.prod(shape)) != len(values):
+        raise ValueError(f"{len(values)} numbers for shape {shape}")
+    return values.reshape(shape)
+
+
+def _from_csr(csr: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    values = _array(csr.values, dtype)
+    rows, columns = (_array(raw, np.dtype(np.int64)) for raw in (csr.crow_indices, csr.col_indices))
+    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_BODY_BYTES:
+        raise ValueError(f"a sparse tensor of shape {shape}")
+    fits = len(rows) == shape[0] + 1 and len(columns) == len(values) and (np.diff(rows) >= 0).all()
+    if not fits or rows[0] != 0 or rows[-1] != len(values):
+        raise ValueError("a sparse tensor whose indices do not fit together")
+    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
+        raise ValueError("a sparse tensor with columns out of range")
+    dense = np.zeros(shape, dtype)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
+    """The result of ``forward_backward`` in protobuf.
+
+    Args:
+        outputs: float32 arrays [L] or [L, K] of each datum, under the same names.
+        metrics: numbers; the SDK combines those of several requests by the end of their names.
+    """
+    pb = messages()
+    message = pb.ForwardBackwardOutput(loss_fn_output_type="ArrayRecord", metrics=dict(metrics))
+    start = 0
+    while start < len(outputs):  # one record for datums of one trailing shape
+        trailing = {name: value.shape[1:] for name, value in outputs[start].items()}
+        stop = start
+        while stop < len(outputs) and {n: v.shape[1:] for n, v in outputs[stop].items()} == trailing:
+            stop += 1
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=stop - start)
+        for name, shape in trailing.items():
+            parts = [np.ascontiguousarray(each[name], np.float32) for each in outputs[start:stop]]
+            field = record.fields[name]
+            field.data = b"".join(part.tobytes() for part in parts)
+            field.offsets = np.cumsum([0, *(part.nbytes for part in parts)]).astype(np.int64).tobytes()
+            field.dtype = pb.DTYPE_FLOAT32
+            field.trailing_shape.extend(shape)
+        start = stop
+    return bytes(message.SerializeToString())
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One sampled sequence."""
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    stopped: bool
+
+
+def sample_output(sequences: Sequence[Sampled], prompt_logprobs: np.ndarray | None) -> bytes:
+    """The result of ``asample`` in protobuf.
+
+    Args:
+        sequences: sampled.
+        prompt_logprobs: [L] with NaN where there is none; or None.
+    """
+    pb = messages()
+    message = pb.SampleResponse()
+    for each in sequences:
+        message.sequences.add(
+            stop_reason=pb.STOP_REASON_STOP if each.stopped else pb.STOP_REASON_LENGTH,
+            tokens=each.tokens.astype(np.int32).tobytes(),
+            logprobs=each.logprobs.astype(np.float32).tobytes(),
+        )
+    if prompt_logprobs is not None:
+        message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
+    return bytes(message.SerializeToString())

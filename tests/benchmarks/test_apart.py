@@ -1,0 +1,41 @@
+"""Rows of arrangements are compared with one GPU that does the same work in turns."""
+
+import json
+import sys
+
+import pytest
+import torch
+
+import apart
+from script import main
+
+
+def row(arrangement, staleness, speed, weights=1):
+    place = {"model": "tiny", "workload": "4x2-16-4:12", "arrangement": arrangement, "staleness": staleness}
+    return {**place, "tokens_per_second": speed, "weights": weights}
+
+
+def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_staleness():
+    rows = [row("1", 0, 10.0, weights=1), row("1", 1, 20.0, weights=2), {**row("1", 0, 1.0), "model": "other"}]
+    found = [apart._compared(row("1+1", staleness, 15.0, weights=2), rows) for staleness in (0, 1, 2)]
+    assert [each["over_one_gpu"] for each in found] == [1.5, 1.5, 1.5]
+    assert [each["same_weights"] for each in found] == [False, True, None]
+    assert apart._compared(row("1", 0, 5.0), rows)["over_one_gpu"] == 1.0
+
+
+def test_one_bit_changes_the_checksum():
+    weights = torch.ones(5)
+    other = weights.clone()
+    other.view(torch.int32)[3] += 1
+    assert apart._checksum([weights, weights]) == apart._checksum([weights, weights.clone()])
+    assert apart._checksum([weights, weights]) != apart._checksum([weights, other])
+
+
+@pytest.mark.slow
+def test_the_tool_runs_on_a_cpu_and_both_arrangements_end_with_the_same_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    given = ["--models", "tiny", "--device", "cpu", "--workload", "4x2-16-4:12", "--blocks", "1", "--turns"]
+    assert main(sys.modules["apart"], [*given, "--output", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "apart-cpu.json").read_text())["rows"]
+    found = [(each["arrangement"], each["staleness"], each["same_weights"]) for each in rows]
+    assert found == [("1", 0, True), ("1", 1, True), ("1+1", 0, True), ("1+1", 1, True)]

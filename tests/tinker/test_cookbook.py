@@ -1,0 +1,92 @@
+"""Recipes of the cookbook, unmodified, against the service on a CPU, to their end. `make test-tinker`.
+
+They find tiny data sets and the tokenizer under the names of the hub in the folder that they run in.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tinker", reason="the Tinker SDK is not installed: make test-tinker")
+pytest.importorskip("tinker_cookbook", reason="the cookbook is not installed: make test-tinker")
+
+from tests.tinker.served import served
+from tests.tinker.tiny import write_model
+
+pytestmark = pytest.mark.tinker
+
+MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook knows
+TEXTS = [f"\n\nHuman: Say {i}.\n\nAssistant: {i}" for i in range(8)]
+DATA = {
+    "openai/gsm8k": ("main", [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]),
+    "HuggingFaceH4/no_robots": (
+        "default",
+        [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}] * 8,
+    ),
+    "Salesforce/wikitext": ("wikitext-103-raw-v1", [{"text": "after that time many were over, until then " * 20}] * 60),
+    "Anthropic/hh-rlhf": ("default", [{"chosen": text + " yes", "rejected": text + " no"} for text in TEXTS]),
+    "zwhe99/DeepMath-103K": ("default", [{"question": f"What is {i} + 1?"} for i in range(8)]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("cookbook")
+    write_model(made / MODEL)
+    for name, (config, rows) in DATA.items():
+        (made / name).mkdir(parents=True)
+        splits = ["train", "test"]
+        files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
+        (made / name / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
+        for split in splits:
+            (made / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return made
+
+
+@pytest.fixture(scope="module")
+def url(folder):
+    with served(MODEL, folder / "saved", cwd=folder) as (_, found):
+        yield found
+
+
+RECIPES = {
+    "recipes.sl_loop": ["batch_size=4", "max_length=256", "lora_rank=4"],
+    "recipes.rl_loop": ["batch_size=4", "group_size=4", "max_tokens=16", "lora_rank=4", "loss_fn=importance_sampling"],
+    "recipes.preference.shorter.train": [
+        *("renderer_name=qwen3_disable_thinking", "max_tokens=16", "max_steps=3", "group_size=4", "batch_size=2"),
+        *("eval_every=0", "learning_rate=0.001"),
+    ],
+    "recipes.rl_numerics_check.train": [
+        *("renderer_name=qwen3_5_disable_thinking", "group_size=4", "groups_per_batch=2", "max_tokens=32"),
+        *("max_trajectory_tokens=3000", "task.num_pages_min=2", "task.num_pages_max=3", "task.page_chars=200"),
+        *("max_steps=2", "lora_rank=4"),
+    ],
+    "recipes.preference.dpo.train": ["renderer_name=role_colon", "batch_size=4", "max_length=256"],
+    "recipes.distillation.on_policy_distillation": [
+        *(f"teacher_model={MODEL}", "renderer_name=qwen3_disable_thinking", "group_size=2", "groups_per_batch=2"),
+        *("max_tokens=8", "lora_rank=4", "max_steps=2"),
+    ],
+}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_recipe_runs_to_its_end_and_sampler_and_trainer_agree_in_every_bit(recipe, folder, url, tmp_path):
+    command = [sys.executable, "-W", "ignore", "-m", f"tinker_cookbook.{recipe}", f"model_name={MODEL}"]
+    environment = {"TINKER_API_KEY": "tml-a", "TINKER_BASE_URL": url, "HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
+    ran = subprocess.run(
+        [*command, f"log_path={tmp_path / 'log'}", *RECIPES[recipe]],
+        cwd=folder,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+    rows = [json.loads(line) for line in (tmp_path / "log" / "metrics.jsonl").read_text().splitlines()]
+    kl = [value for row in rows for name, value in row.items() if "kl_sample_train" in name and "time" not in name]
+    assert len([row for row in rows if len(row) > 1]) >= 2
+    assert all(value == 0.0 for value in kl)
+    assert bool(kl) == (recipe not in ("recipes.sl_loop", "recipes.rl_loop", "recipes.preference.dpo.train"))

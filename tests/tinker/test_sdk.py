@@ -1,0 +1,254 @@
+"""The public SDK against the service: its operations, its log-probs, and what goes wrong. `make test-tinker`."""
+
+import json
+import re
+import signal
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+tinker = pytest.importorskip("tinker", reason="the Tinker SDK is not installed: make test-tinker")
+pytest.importorskip("starlette", reason="starlette is not installed: make test-tinker")
+
+import httpx  # noqa: E402
+import zstandard  # noqa: E402
+from safetensors.numpy import load_file  # noqa: E402
+from tinker.proto import tinker_public_pb2 as pb  # noqa: E402
+
+from logitless.tinker.app import ROUTES  # noqa: E402
+from logitless.tinker.wire import MAX_BODY_BYTES  # noqa: E402
+from tests.tinker import operations  # noqa: E402
+from tests.tinker.operations import made  # noqa: E402
+from tests.tinker.served import served  # noqa: E402
+from tests.tinker.tiny import write_model  # noqa: E402
+from tinker import types  # noqa: E402
+
+# The SDK's threads and connections are its own: they end with the process.
+pytestmark = [pytest.mark.tinker, pytest.mark.filterwarnings("default")]
+
+TEXT = [72, 101, 108, 108, 111]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TINKER_API_KEY", "tml-a")
+        yield
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def url(model, tmp_path_factory):
+    with served(model, tmp_path_factory.mktemp("saved"), "--name", "tiny", "--name", str(model)) as (_, found):
+        yield found
+
+
+@pytest.fixture(scope="module")
+def service(url):
+    return tinker.ServiceClient(base_url=url)
+
+
+def trained(service, rank=4, seed=0, num_steps=3):
+    trainer = made(service.create_lora_training_client(base_model="tiny", rank=rank, seed=seed))
+    for _ in range(num_steps):
+        trainer.forward_backward([operations.datum(TEXT, weights=1.0)], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    return trainer
+
+
+def test_every_operation_of_the_sdk_is_served_or_refused_as_the_page_says(url, model):
+    written = json.loads(operations.RESULTS.read_text())
+    found = operations.results(url, model)
+    if tinker.__version__ == written["sdk"]:
+        assert found == written["operations"]
+    known = {name: result for name, result in found.items() if name in written["operations"]}
+    assert len(known) > 60
+    assert {n: w == "served" for n, w in known.items()} == {n: written["operations"][n] == "served" for n in known}
+
+
+def test_every_path_in_the_sdks_source_has_a_route():
+    known = {re.sub(r"\{\w+\}", "{}", name.split()[1]) for name in ROUTES}
+    known |= {path.replace("{}/{}", "{}", 1) for path in known if "{}/{}" in path}  # the SDK's id of a checkpoint
+    named = set()
+    for file in Path(tinker.__file__).parent.rglob("*.py"):
+        if file.stem.endswith("_test"):
+            continue
+        named |= set(re.findall(r'f?"/api/v1(/[^"?`\s]*)"', file.read_text()))
+    named = {re.sub(r"\{[\w.]+\}", "{}", path) for path in named}
+    assert len(named) > 30
+    paths = known | {path.replace("/checkpoints/{}/", "/checkpoints/{}/{}/") for path in known}
+    assert {path for path in named if path not in paths} == set()
+
+
+def test_log_probs_of_sample_forward_and_compute_logprobs_are_the_same_bits(service):
+    trainer = trained(service)
+    sampler = made(trainer.save_weights_and_get_sampling_client())
+    asked = types.SamplingParams(max_tokens=12)
+    response = sampler.sample(types.ModelInput.from_ints(TEXT), 4, asked).result()
+    for sequence in response.sequences:
+        whole = TEXT + sequence.tokens
+        out = trainer.forward([operations.datum(whole, weights=1.0)], "cross_entropy").result()
+        assert out.loss_fn_outputs[0]["logprobs"].tolist()[len(TEXT) - 1 :] == sequence.logprobs
+        scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+        assert scored[len(TEXT) :] == sequence.logprobs
+    assert len({sequence.sequence_id for sequence in response.sequences}) == 4
+
+
+def weights(trainer, url, folder):
+    """Saved in the external format, and downloaded."""
+    path = trainer.save_weights_external("w").result().path
+    urls = tinker.ServiceClient(base_url=url).create_rest_client().get_external_weights_urls(path).result().urls
+    with urllib.request.urlopen(urls["adapter_model.safetensors"]) as said:
+        (folder / "w.safetensors").write_bytes(said.read())
+    return load_file(folder / "w.safetensors")
+
+
+def test_two_clients_get_the_bits_of_running_alone(url, model, tmp_path):
+    clients = [tinker.ServiceClient(base_url=url) for _ in range(2)]
+    trainers = [made(c.create_lora_training_client("tiny", rank=2 + n, seed=n)) for n, c in enumerate(clients)]
+    for _ in range(3):
+        for trainer in trainers:
+            trainer.forward_backward([operations.datum(TEXT, weights=1.0)], "cross_entropy")
+        for trainer in trainers:
+            trainer.optim_step(types.AdamParams(learning_rate=0.02)).result()
+    together = [weights(trainer, url, tmp_path) for trainer in trainers]
+    with served(model, tmp_path / "alone", "--name", "tiny") as (_, other):
+        alone = weights(trained(tinker.ServiceClient(base_url=other), rank=3, seed=1), other, tmp_path)
+    assert together[1].keys() == alone.keys()
+    assert all(together[1][name].tobytes() == alone[name].tobytes() for name in alone)
+
+
+def test_a_custom_loss_in_two_passes_has_the_gradient_of_the_built_in_one(service):
+    outs = []
+    for custom in (False, True):
+        trainer, data = trained(service, seed=3, num_steps=0), [operations.datum(TEXT, weights=1.0)]
+        if custom:
+            trainer.forward_backward_custom(data, operations.minus_sum)
+        else:
+            trainer.forward_backward(data, "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        outs.append(trainer.forward(data, "cross_entropy").result().loss_fn_outputs[0]["logprobs"].tolist())
+    assert outs[0] == outs[1]
+
+
+def test_what_was_saved_is_there_after_the_server_was_killed_and_sessions_are_gone(model, tmp_path):
+    with served(model, tmp_path / "saved", "--name", "tiny") as (process, url):
+        trainer = trained(tinker.ServiceClient(base_url=url))
+        path = trainer.save_state("kept").result().path
+        before = trainer.forward([operations.datum(TEXT, weights=1.0)], "cross_entropy").result()
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    with served(model, tmp_path / "saved", "--name", "tiny") as (_, url):
+        session = path.removeprefix("tinker://").partition(":")[0]
+        reply = post(url, "session_heartbeat", {"session_id": session})
+        assert reply.status_code == 410
+        assert "restarted" in reply.json()["error"]
+        again = made(tinker.ServiceClient(base_url=url).create_training_client_from_state_with_optimizer(path))
+        after = again.forward([operations.datum(TEXT, weights=1.0)], "cross_entropy").result()
+    assert after.loss_fn_outputs[0]["logprobs"].tolist() == before.loss_fn_outputs[0]["logprobs"].tolist()
+
+
+def test_a_client_that_leaves_amid_a_future_disturbs_nobody(url, service):
+    session = post(url, "create_session", {}).json()["session_id"]
+    about = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+    sampler = post(url, "create_sampling_session", about).json()["sampling_session_id"]
+    asked = {"prompt": {"chunks": [{"tokens": TEXT}]}, "sampling_params": {"max_tokens": 200}, "num_samples": 64}
+    promise = post(url, "asample", {**asked, "sampling_session_id": sampler, "seq_id": 0}).json()
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{url}/api/v1/retrieve_future", json=promise_of(promise), headers=KEY, timeout=0.05)
+    assert post(url, f"sessions/{session}/finish", {}).status_code == 200
+    assert trained(service, num_steps=1)
+
+
+KEY = {"x-api-key": "tml-a"}
+
+
+def promise_of(promise):
+    return {"request_id": promise["request_id"]}
+
+
+def post(url, path, body, headers=(), **options):
+    content = {"json": body} if isinstance(body, dict) else {"content": body}
+    return httpx.post(f"{url}/api/v1/{path}", **content, headers={**KEY, **dict(headers)}, timeout=60, **options)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers", "status", "said"),
+    [
+        ("forward_backward", b"\xff\xff", {}, 400, "no ForwardBackwardRequest"),
+        ("forward_backward", b"abc", {"content-encoding": "zstd"}, 400, "not zstd"),
+        ("forward_backward", b"abc", {"content-encoding": "br"}, 415, "zstd and plain"),
+        ("forward_backward", lambda: b"\0" * (MAX_BODY_BYTES + 1), {}, 413, "more than"),
+        (
+            "forward_backward",
+            lambda: zstandard.ZstdCompressor().compress(b"\0" * (MAX_BODY_BYTES + 1)),
+            {"content-encoding": "zstd"},
+            413,
+            "more than",
+        ),
+        ("create_session", {}, {"host": "evil.example:80"}, 403, "loopback"),
+        ("create_session", {}, {"x-api-key": ""}, 401, "TINKER_API_KEY"),
+        ("create_session", b"[]", {}, 422, "body"),
+        ("create_model", {"session_id": "s-1", "model_seq_id": 0, "base_model": "other"}, {}, 400, "has tiny"),
+        ("create_model", {"session_id": "s-1", "model_seq_id": 0, "base_model": "tiny"}, {}, 410, "gone"),
+        ("retrieve_future", {"request_id": "../../etc"}, {}, 410, "gone"),
+        ("weights_info", {"tinker_path": "tinker://../weights/x"}, {}, 404, "plain name"),
+        ("from_the_future", {}, {}, 404, "no operation"),
+    ],
+)
+def test_what_is_hostile_or_too_large_is_answered_in_words(url, path, body, headers, status, said):
+    reply = post(url, path, body() if callable(body) else body, headers)
+    assert (reply.status_code, said in reply.json()["error"]) == (status, True), reply.text
+
+
+def dense(values, dtype):
+    name = pb.DTYPE_INT64 if dtype == np.int64 else pb.DTYPE_FLOAT32
+    return pb.Tensor(dense=np.array(values, dtype).tobytes(), dtype=name, shape=np.shape(values))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda d: d.model_input.add().image.SetInParent(), "encoded_text alone"),
+        (lambda d: d.ClearField("model_input"), "0 tokens"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1], np.int64)), "one row a token"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1, 2, 3, 999], np.int64)), "0 to 271"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1.0] * 4, np.float32)), "no integers"),
+        (lambda d: d.loss_fn_inputs["weights"].CopyFrom(dense([np.nan] * 4, np.float32)), "not finite"),
+        (lambda d: d.loss_fn_inputs["weights"].CopyFrom(dense([1.0], np.float32)), "shape"),
+        (lambda d: d.loss_fn_inputs["mask"].CopyFrom(dense([1.0] * 4, np.float32)), "are read"),
+        (lambda d: d.loss_fn_inputs["weights"].shape.append(-1), "for shape"),
+        (lambda d: setattr(d.loss_fn_inputs["weights"], "dense", b"abc"), "bytes"),
+        (lambda d: setattr(d.loss_fn_inputs["weights"], "dtype", pb.DTYPE_BFLOAT16), "BFLOAT16"),
+        (lambda d: d.loss_fn_inputs["weights"].sparse_csr.SetInParent(), "a sparse tensor"),
+    ],
+)
+def test_data_that_do_not_fit_together_fail_in_words_and_the_next_step_is_refused(url, change, said):
+    session = post(url, "create_session", {}).json()["session_id"]
+    model = f"{session}:train:0"
+    create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny", "lora_config": {"rank": 2}}
+    answer(url, post(url, "create_model", create))
+    message = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = np.array(TEXT[:-1], np.int32).tobytes()
+    datum.loss_fn_inputs["target_tokens"].CopyFrom(dense(TEXT[1:], np.int64))
+    datum.loss_fn_inputs["weights"].CopyFrom(dense([1.0] * 4, np.float32))
+    change(datum)
+    failed = answer(url, post(url, "forward_backward", message.SerializeToString()))
+    assert said in failed["error"]
+    assert failed["category"] == "user"
+    step = answer(url, post(url, "optim_step", {"model_id": model, "seq_id": 2, "adam_params": {}}))
+    assert "the whole gradient" in step["error"]
+    step = answer(url, post(url, "optim_step", {"model_id": model, "seq_id": 3, "adam_params": {"beta1": 2.0}}))
+    assert "beta1" in step["error"]
+    assert "metrics" in answer(url, post(url, "optim_step", {"model_id": model, "seq_id": 4}))
+
+
+def answer(url, promise):
+    return post(url, "retrieve_future", promise_of(promise.json())).json()

@@ -1,0 +1,77 @@
+"""Checkpoints are whole folders below one folder."""
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from logitless.errors import InputError
+from logitless.tinker.store import Checkpoint, Store
+from logitless.tinker.trainer import Shape
+
+
+class Config:
+    """PEFT's configuration, as far as it is saved."""
+
+    def save_pretrained(self, folder):
+        Path(folder, "adapter_config.json").write_text("{}")
+
+
+def checkpoint(name="a", **options):
+    about = {"run": "s-1:train:0", "kind": "weights", "base_model": "m", "owner": "me", "created": 1.0}
+    return Checkpoint(name=name, shape=Shape(2, True, True, False), **{**about, **options})
+
+
+def save(store, value=1.0, overwrite=False, **options):
+    return store.save(checkpoint(**options), {"w": torch.full((2,), value)}, {}, Config(), overwrite=overwrite)
+
+
+def test_a_checkpoint_is_found_listed_loaded_and_deleted(tmp_path):
+    store = Store(tmp_path)
+    made, later = save(store), save(store, name="b", created=2.0)
+    assert store.find("tinker://s-1:train:0/weights/a") == made
+    assert store.all("me") == [later, made]
+    assert store.all("me", "another") == store.all("somebody else") == []
+    assert store.tensors(made, optimizer=True)[0]["w"].tolist() == [1.0, 1.0]
+    store.delete(made)
+    with pytest.raises(InputError, match="that was saved here"):
+        store.find(made.path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["tinker://../weights/a", "tinker://s/weights/..", "tinker://s/../a", "tinker://s/weights/a/b", "/etc/passwd", ""],
+)
+def test_a_name_that_leads_elsewhere_is_refused(tmp_path, path):
+    with pytest.raises(InputError):
+        Store(tmp_path / "inner").find(path)
+    with pytest.raises(InputError, match="plain name"):
+        save(Store(tmp_path / "inner"), name="../../a")
+    assert list(tmp_path.iterdir()) == [tmp_path / "inner"]
+
+
+def test_a_name_is_taken_until_it_is_overwritten(tmp_path):
+    store = Store(tmp_path)
+    save(store)
+    with pytest.raises(InputError, match="a name that is free"):
+        save(store, 2.0)
+    made = save(store, 2.0, overwrite=True)
+    assert store.tensors(made, optimizer=False)[0]["w"].tolist() == [2.0, 2.0]
+
+
+def test_what_was_saved_is_there_after_a_kill_between_the_renames(tmp_path):
+    made = save(Store(tmp_path))
+    place = Store(tmp_path).place(made.run, made.kind, made.name)
+    place.rename(place.with_name(".a.old"))
+    assert Store(tmp_path).find(made.path) == made
+
+
+def test_an_expired_checkpoint_is_deleted(tmp_path):
+    store = Store(tmp_path)
+    made = save(store, expires=time.time() + 1000)
+    store.expire(made, None)
+    assert store.find(made.path).expires is None
+    store.expire(made, time.time() - 1)
+    assert store.all("me") == []
+    assert not store.place(made.run, made.kind, made.name).exists()

@@ -1,0 +1,193 @@
+"""Adapters on one base: log-probs of sampling are those of training, and nobody changes another's bits."""
+
+import numpy as np
+import pytest
+import torch
+
+from logitless.errors import TrainingError, UnavailableError
+from logitless.head import fused
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
+from logitless.rollout.gpu import steps
+from logitless.rollout.sampling import SamplingOptions
+from logitless.tinker.trainer import Request, Shape, Trainer
+from logitless.tinker.wire import AdamParams, Datum, ForwardBackward
+from tests.models.mixtures import MIXTURES
+
+CONFIG = {
+    "model_type": "qwen3",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "vocab_size": 11,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": True,
+}
+SHAPES = [Shape(4, True, True, True), Shape(2, True, False, False), Shape(4, True, True, True)]
+
+
+@pytest.fixture
+def row_invariant(request, monkeypatch):
+    """Whether layers are row-invariant; the kernels of a GPU then run under the interpreter, with its head."""
+    if request.param:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(steps, "STEPS", 3)
+        monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    return request.param
+
+
+def with_both_layers(*marks):
+    """Runs a test with either kind of layers; the marks are of the interpreted one."""
+    params = [pytest.param(False, id="transformers"), pytest.param(True, id="row-invariant", marks=marks)]
+    return pytest.mark.parametrize("row_invariant", params, indirect=True)
+
+
+def trainer_of(row_invariant, **options):
+    model = load_model(CONFIG, random_weights=True, seed=1)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(20)  # distributions that are not flat
+    return Trainer(model, character_tokenizer("abcdefgh"), row_invariant=row_invariant, **options)
+
+
+def batch(sequences, loss="cross_entropy", forward_only=False, config=None, **inputs):
+    """Sequences of tokens as data whose targets are the next tokens."""
+    data = []
+    for ids in sequences:
+        given = {name: np.full((len(ids) - 1, 1), value, np.float32) for name, value in inputs.items()}
+        data.append(Datum(np.array(ids[:-1]), np.array(ids[1:])[:, None], given or {"weights": ones(ids)}, True))
+    return ForwardBackward(loss, config or {}, forward_only, tuple(data))
+
+
+def ones(ids):
+    return np.ones((len(ids) - 1, 1), np.float32)
+
+
+def data_of(seed):
+    rng = np.random.default_rng(seed)
+    return [rng.integers(3, 11, size=n).tolist() for n in (6, 9, 4)]
+
+
+def trained(trainer, adapter, seed, num_steps=2):
+    for step in range(num_steps):
+        trainer.forward_backward(adapter, batch(data_of(seed + step)))
+        trainer.optim_step(adapter, AdamParams(learning_rate=0.02))
+    return adapter
+
+
+def requests(name):
+    options = SamplingOptions(max_new_tokens=4)
+    return [Request(f"{name}{i}", tuple(ids), 2, options, 7, True) for i, ids in enumerate(((3, 4, 5), (6,)))]
+
+
+def tokens_and_logprobs(samples):
+    return [(s.tokens.tolist(), s.logprobs.tolist()) for sequences, _ in samples for s in sequences]
+
+
+@with_both_layers()
+def test_log_probs_of_samples_are_those_of_forward_in_every_bit(row_invariant):
+    trainer = trainer_of(row_invariant)
+    assert trainer.exact == row_invariant
+    adapter = trained(trainer, trainer.create(SHAPES[0], seed=0), 5, num_steps=1)
+    asked = requests("a")
+    found = trainer.sample(adapter.snapshot(), asked)
+    whole = [[*r.tokens, *s.tokens.tolist()] for r, (sequences, _) in zip(asked, found, strict=True) for s in sequences]
+    outputs, _ = trainer.forward_backward(adapter, batch(whole, forward_only=True))
+    starts = [len(request.tokens) - 1 for request in asked for _ in range(2)]
+    scored = [output["logprobs"][start:].tolist() for output, start in zip(outputs, starts, strict=True)]
+    assert scored == [logprobs for _, logprobs in tokens_and_logprobs(found)]
+    prompts = trainer.sample(adapter, [Request("p", tuple(whole[0]), 1, SamplingOptions(max_new_tokens=1), 0, True)])
+    assert prompts[0][1][1:].tolist() == outputs[0]["logprobs"].tolist()
+    assert np.isnan(prompts[0][1][0])
+    assert sum(map(len, scored)) > 8
+
+
+@with_both_layers(pytest.mark.slow)
+def test_each_of_several_adapters_has_the_bits_of_running_alone(row_invariant):
+    def alone(index):
+        trainer = trainer_of(row_invariant)
+        adapter = trained(trainer, trainer.create(SHAPES[index], seed=index), 10 * index)
+        return adapter, tokens_and_logprobs(trainer.sample(adapter, requests("a")))
+
+    trainer = trainer_of(row_invariant)
+    adapters = [trainer.create(shape, seed=index) for index, shape in enumerate(SHAPES)]
+    base = tokens_and_logprobs(trainer.sample(None, requests("a")))
+    for step in range(2):  # gradients of all are under way at once
+        for index, adapter in enumerate(adapters):
+            trainer.forward_backward(adapter, batch(data_of(10 * index + step)))
+            trainer.sample(adapters[index - 1], requests("b"))
+        for adapter in reversed(adapters):
+            trainer.optim_step(adapter, AdamParams(learning_rate=0.02))
+    for index, adapter in enumerate(adapters):
+        by_itself, samples = alone(index)
+        assert all(torch.equal(a, b) for a, b in zip(adapter.weights, by_itself.weights, strict=True))
+        assert tokens_and_logprobs(trainer.sample(adapter, requests("a"))) == samples
+    assert tokens_and_logprobs(trainer.sample(None, requests("a"))) == base
+
+
+def test_requests_add_to_one_gradient_and_the_step_is_adams_in_float64():
+    trainer = trainer_of(False)
+    adapter = trained(trainer, trainer.create(SHAPES[1], seed=0), 1)
+    before = [(w.detach().double(), *(adapter.optimizer.state[w][k].double() for k in ("exp_avg", "exp_avg_sq")))
+              for w in adapter.weights]  # fmt: skip
+    first, second = data_of(3), data_of(4)
+    trainer.forward_backward(adapter, batch(first))
+    trainer.forward_backward(adapter, batch(second, forward_only=True))
+    trainer.forward_backward(adapter, batch(second))
+    gradients = [w.grad.double() for w in adapter.weights]
+    trainer.optim_step(adapter, AdamParams(learning_rate=0.01, weight_decay=0.1))
+    for weight, (old, m, v), gradient in zip(adapter.weights, before, gradients, strict=True):
+        m, v = 0.9 * m + 0.1 * gradient, 0.95 * v + 0.05 * gradient**2
+        step = (m / (1 - 0.9**3)) / ((v / (1 - 0.95**3)).sqrt() + 1e-12)
+        expected = (1 - 0.01 * 0.1) * old - 0.01 * step
+        # The update is at most a few times the rate; float32 rounds weight and update a dozen times.
+        assert (weight.detach().double() - expected).abs().max() < 32 * torch.finfo(torch.float32).eps
+    assert all(weight.grad is None for weight in adapter.weights)
+
+
+def test_targets_in_several_columns_are_scored_each():
+    trainer = trainer_of(False)
+    adapter = trainer.create(SHAPES[0], seed=0)
+    ids, targets = np.array([3, 4, 5, 6]), np.array([[4, 5], [5, 6], [6, 7], [7, 8]])
+    datum = Datum(ids, targets, {"weights": np.full((4, 2), 0.5, np.float32)}, False)
+    outputs, metrics = trainer.forward_backward(adapter, ForwardBackward("cross_entropy", {}, True, (datum,)))
+    for k in range(2):
+        one = Datum(ids, targets[:, k : k + 1], {"weights": np.ones((4, 1), np.float32)}, True)
+        alone, _ = trainer.forward_backward(adapter, ForwardBackward("cross_entropy", {}, True, (one,)))
+        assert outputs[0]["logprobs"][:, k].tolist() == alone[0]["logprobs"].tolist()
+    assert metrics["loss:sum"] == pytest.approx(-0.5 * outputs[0]["logprobs"].sum(), rel=1e-6)
+
+
+def test_an_adapter_that_is_saved_and_loaded_goes_on_with_the_same_bits():
+    trainer = trainer_of(False)
+    adapter = trained(trainer, trainer.create(SHAPES[0], seed=0), 1)
+    tensors, state = trainer.tensors(adapter), trainer.optimizer_state(adapter)
+    again = trainer.loaded(SHAPES[0], tensors, state)
+    fresh = trainer.loaded(SHAPES[0], tensors, {})
+    for each in (adapter, again, fresh):
+        trained(trainer, each, 9, num_steps=1)
+    assert all(torch.equal(a, b) for a, b in zip(adapter.weights, again.weights, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(adapter.weights, fresh.weights, strict=True))
+
+
+def test_a_step_whose_gradient_is_not_whole_or_not_finite_is_left_out():
+    trainer = trainer_of(False)
+    adapter = trained(trainer, trainer.create(SHAPES[0], seed=0), 1)
+    before = [weight.detach().clone() for weight in adapter.weights]
+    trainer.forward_backward(adapter, batch(data_of(2)))
+    adapter.broken = "request 5: out of memory"
+    with pytest.raises(TrainingError, match="request 5"):
+        trainer.optim_step(adapter, AdamParams(learning_rate=1.0))
+    trainer.forward_backward(adapter, batch(data_of(2), weights=float("inf")))
+    with pytest.raises(TrainingError, match="a finite gradient"):
+        trainer.optim_step(adapter, AdamParams(learning_rate=1.0))
+    assert all(torch.equal(a, b) for a, b in zip(adapter.weights, before, strict=True))
+    assert all(weight.grad is None for weight in adapter.weights)
+
+
+def test_a_mixture_of_experts_is_refused_in_words():
+    model = load_model(next(iter(MIXTURES.values())), random_weights=True)
+    with pytest.raises(UnavailableError, match="a mixture of experts"):
+        Trainer(model, character_tokenizer("abcdefgh"), row_invariant=False)

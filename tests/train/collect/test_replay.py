@@ -1,0 +1,95 @@
+"""A run that is repeated is the same in every bit, or ends at the first token, metric or weight that is not."""
+
+from functools import partial
+
+import pytest
+
+from logitless.cli.main import main
+from logitless.errors import TrainingError
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.block import JudgedBlock
+from logitless.train.collect.replay import check_same_block
+from logitless.train.record.run_folder import RunFolder
+from logitless.types import Completion, Group, Prompt, Verdict
+from tests.train.interrupting import before
+from tests.train.tiny import assert_same_run, finished_run
+
+
+def block_of(token_ids=(4, 5), logp=(-0.5, -0.25), version=3, score=1.0):
+    """A block of two completions, of which the second is so."""
+    completions = [
+        Completion("7", (4, 5), "ab", "stop", (-0.5, -0.25), weights_version=3),
+        Completion("7", token_ids, "ab", "stop", logp, weights_version=version),
+    ]
+    verdicts = ({"exact": Verdict.graded(1.0)}, {"exact": Verdict.graded(score)})
+    return JudgedBlock((Group(Prompt("7", "", (3,)), tuple(completions), verdicts, (1.0, score)),), (True,), 1)
+
+
+AT = "block 3, prompt '7', completion 2, token"
+
+
+@pytest.mark.parametrize(
+    ("other", "recorded", "here"),
+    [
+        ({"token_ids": (4, 6)}, f"{AT} 2: id 5 by version 3, log-prob -0.25", "id 6 by version 3, log-prob -0.25"),
+        ({"logp": (-0.5, -0.25000003)}, f"{AT} 2: id 5", "log-prob -0.25000002"),
+        ({"version": 2}, f"{AT} 1: id 4 by version 3", "id 4 by version 2"),
+        ({"token_ids": (4,), "logp": (-0.5,)}, f"{AT} 2: id 5", "none, it ended before"),
+        ({"score": 0.5}, "block 3: the recorded prompts, rewards and texts", "others, of the same tokens"),
+    ],
+    ids=str,
+)
+def test_the_first_difference_is_named_with_both_tokens(other, recorded, here):
+    check_same_block(2, block_of(), block_of())
+    with pytest.raises(TrainingError) as error:
+        check_same_block(2, block_of(**other), block_of())
+    assert recorded in error.value.needed
+    assert here in error.value.given
+
+
+@pytest.fixture
+def repeated(tmp_path):
+    """A run with a log, and a function that repeats it."""
+    run = finished_run(tmp_path, rollout__staleness=1, train__blocks=5)
+    return run, partial(main, ["train", "--replay", str(run.path)])
+
+
+def test_a_run_is_repeated_with_its_own_recipe_beside_it(repeated):
+    run, repeat = repeated
+    assert repeat() == 0
+    assert_same_run(run, RunFolder(run.path.with_name("tiny-replay")))
+
+
+def test_the_first_token_that_differs_is_named(repeated, capsys, monkeypatch):
+    _, repeat = repeated
+    calls = []
+
+    def spoil(self, prompts, *_, **__):
+        calls.append(1)
+        if len(calls) == 4:  # after the evaluation and two blocks
+            self._version -= 1
+
+    before(monkeypatch, TransformersEngine, "sample", spoil)
+    assert repeat() == 1
+    said = capsys.readouterr().err
+    assert "block 3, prompt" in said
+    assert "completion 1, token 1: id" in said
+    assert "by version" in said
+
+
+def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):
+    run, _ = repeated
+    assert main(["train", "--replay", str(run.path), "--set", "evaluation.success_at=7"]) == 1
+    assert "evaluation/accuracy of block 1, step 0: 1.0; given 0.0" in capsys.readouterr().err
+
+
+def test_a_run_without_a_log_of_all_its_blocks_is_not_repeated(tmp_path, capsys):
+    run = finished_run(tmp_path, train__blocks=1)
+    assert main(["train", "--replay", str(run.path)]) == 2
+    assert "Only rollout.staleness and parallel.sampling write one" in capsys.readouterr().err
+
+
+def test_a_recipe_beside_a_run_to_repeat_is_one_too_many(capsys):
+    assert main(["train", "recipe.yaml", "--replay", "runs/x"]) == 2
+    assert main(["train"]) == 2
+    assert capsys.readouterr().err.count("a recipe, or a run to --replay") == 2
