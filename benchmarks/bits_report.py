@@ -82,12 +82,7 @@ def price_table(documents: Sequence[Mapping[str, Any]]) -> str:
     for row, gpu in rows:
         cells.setdefault((row["kind"], row["model"], gpu), []).append(row)
     names = [model if len(documents) == 1 else f"{model}, {gpu.split()[1]}" for model, gpu in columns]
-    lines = [
-        _title(documents),
-        "",
-        f"| Time over the reference's | {' | '.join(names)} |",
-        "|---|" + "--:|" * len(names),
-    ]
+    lines = [f"| Time over the reference's | {' | '.join(names)} |", "|---|" + "--:|" * len(names)]
     for kind in dict.fromkeys(row["kind"] for row, _ in rows):
         sizes = [row["num_rows"] for row, _ in rows if row["kind"] == kind == "decode"]
         title = f"{_KINDS[kind]}{f', {min(sizes)} to {max(sizes)} sequences' if sizes else ''}"

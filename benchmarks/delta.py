@@ -1,30 +1,25 @@
 """One gated delta net, in Qwen3.5's shape: bits of decoding and of packed rows, and its time beside fla.
 
-    python benchmarks/delta.py --out FILE.json            # on a GPU
-    python benchmarks/delta.py --out FILE.json --tiny     # tries the script itself
+    python benchmarks/delta.py                            # results/delta-GPU.json, on a GPU
+    python benchmarks/delta.py --tiny --output FOLDER     # tries the script itself
+    python benchmarks/delta.py --table [--check]          # the table of docs/bits.md
 
 Bits: outputs of tokens decoded from their first token, or from a prompt's end, against the same tokens in packed rows;
 packed rows against other orders and sequences alone. Time: a decoding step in CUDA graphs, and forward and forward +
 backward of a packed row, beside flash-linear-attention's (``fla``) where it is installed, and beside the time that the
-memory takes. Error: of outputs and gradients against the float64 recurrence. Tiles: each one's bits and time, in a
-process of their own, and a packed row with the fastest.
-
-A kernel that fails is named: where bits are compared, each launch is waited for.
+memory takes. Error: of outputs and gradients against the float64 recurrence.
 """
 
 import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from threading import Timer
 from typing import Any, NamedTuple
 
 import torch
@@ -33,12 +28,9 @@ from torch import Tensor
 from logitless.bench.machine import environment, write_result
 from logitless.models.kernels import delta_launch as delta
 from logitless.models.kernels.compiling import compiled_together
-from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile, DeltaTiles
+from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTiles
 from logitless.models.row_invariant.delta_net import DeltaRule
-from logitless.quick_launch import QuickKernel
-from script import command_line, milliseconds
-
-BEGAN = time.perf_counter()
+from script import command_line, milliseconds, parsed, short_name, short_name_of
 
 
 class Case(NamedTuple):
@@ -71,21 +63,6 @@ REAL = Case(
 )  # fmt: skip
 TINY = Case(1, 2, 16, 16, 96, 4, 37, {"2 x 40": [40, 40]}, (2,), 20)
 
-# Two warps multiply without Hopper's products of warp groups (wgmma), which assemblers have miscompiled.
-SCANS = [(64, 4, 2), (64, 4, 1), (64, 4, 3), (32, 4, 2), (32, 4, 3), (64, 8, 2), (128, 8, 1), (128, 8, 2),
-         (32, 2, 1), (32, 2, 2)]  # fmt: skip
-REVERSES = [(64, 4, 2), (64, 4, 1), (32, 4, 2), (32, 4, 3), (64, 8, 2), (128, 8, 1), (32, 2, 1)]
-OUTPUTS = [(64, 4, 1), (128, 4, 1), (128, 8, 1), (32, 4, 1)]
-SOLVES = [(0, 2, 1), (0, 4, 1), (0, 8, 1)]
-GRADIENTS = [  # columns, warps, stages, depth
-    (64, 8, 2, 64), (64, 8, 1, 64), (64, 4, 2, 64), (32, 8, 2, 64), (32, 4, 2, 64), (64, 8, 2, 128), (32, 8, 2, 128),
-    (128, 8, 1, 64), (64, 4, 2, 32), (128, 4, 1, 32),
-]  # fmt: skip
-STEPS = [  # columns, warps, stages, whether the state is read before the solve
-    (128, 4, 1, False), (64, 4, 1, False), (32, 4, 1, False), (128, 8, 1, False), (128, 4, 1, True), (128, 8, 1, True),
-]  # fmt: skip
-ADVANCES = [(64, 4, 1), (128, 8, 1), (32, 4, 1)]
-
 
 class Record:
     """The result file, written after each row."""
@@ -96,7 +73,7 @@ class Record:
 
     def add(self, **row: Any) -> None:
         """One more row."""
-        self.rows.append(row | {"at": round(time.perf_counter() - BEGAN, 1)})
+        self.rows.append(row)
         print(json.dumps(self.rows[-1]), flush=True)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_result(self.path, {"environment": self.machine, "rows": self.rows})
@@ -280,60 +257,6 @@ def of_fla(fla: Any, inputs: Sequence[Tensor], lengths: Sequence[int], device: s
     return out
 
 
-# --- launches
-
-
-@contextmanager
-def after_each_launch(do: Callable[[str], None]) -> Iterator[None]:
-    """``do`` gets each launch of our kernels, by name, grid and constants; none under the interpreter."""
-    launch = QuickKernel._launch
-
-    def launched(kernel: Any, grid: Any, *args: Any, **named: Any) -> None:
-        launch(kernel, grid, *args, **named)
-        do(f"{kernel.__name__} {grid} {named}")
-
-    QuickKernel._launch = launched  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        QuickKernel._launch = launch  # type: ignore[method-assign]
-
-
-def waited(device: str) -> AbstractContextManager[None]:
-    """Waits for each kernel, so that one that fails is named."""
-
-    def wait(launch: str) -> None:
-        try:
-            torch.cuda.synchronize()
-        except Exception as error:
-            raise RuntimeError(f"failed: {launch}") from error
-
-    return after_each_launch(wait) if device == "cuda" else nullcontext()
-
-
-def kernel_ms(run: Callable[[], object], device: str, times: int = 3) -> dict[str, float]:
-    """Milliseconds of each kernel that a run launches, the mean of some runs; on the CPU of the whole."""
-    if device != "cuda":
-        return {"all": timed(run, device)}
-
-    def event() -> torch.cuda.Event:
-        made = torch.cuda.Event(enable_timing=True)
-        made.record()
-        return made
-
-    found = dict[str, list[float]]()
-    run()
-    for _ in range(times):
-        torch.cuda._sleep(4_000_000)  # two milliseconds, in which the host runs ahead
-        marks = [("", event())]
-        with after_each_launch(lambda launch: marks.append((launch.split()[0], event()))):  # noqa: B023
-            run()
-        torch.cuda.synchronize()
-        for (_, before), (name, after) in pairwise(marks):
-            found.setdefault(name, []).append(before.elapsed_time(after))
-    return {name: sum(ms) / times for name, ms in found.items()}
-
-
 # --- time
 
 
@@ -357,34 +280,17 @@ class Work(NamedTuple):
         inputs = draw(case, sum(lengths), device)
         return cls(inputs, Chunks.of(lengths, case.size, device), torch.randn_like(inputs[2]))
 
-    def forward(self, tiles: DeltaTiles) -> tuple[Tensor, delta.Inner]:
-        """Outputs, and what the backward reads."""
-        return delta.forward(*self.inputs, self.chunks, tiles)
 
-    def backward(self, made: delta.Inner, tiles: DeltaTiles) -> tuple[Tensor, ...]:
-        """Gradients of all inputs."""
-        query, key, value, _, beta = self.inputs
-        return delta.backward(query, key, value, beta, made, self.grad, self.chunks, tiles)
-
-
-def train(case: Case, record: Record, device: str, tiles: DeltaTiles) -> None:
-    """Packed rows, forward and forward + backward, and each kernel's time."""
+def train(case: Case, record: Record, device: str) -> None:
+    """Packed rows, forward and forward + backward."""
     for name, lengths in case.workloads.items():
         work = Work.of(case, lengths, device)
-        with waited(device), torch.no_grad():
-            work.backward(work.forward(tiles)[1], tiles)
-        run = partial(_ours, chunks=work.chunks, tiles=tiles)
         with reported(record, f"ours: {name}"):
-            record.add(train=name, who="ours", tiles=repr(tiles), **trained(work, run, device))
-        with reported(record, f"kernels: {name}"):
-            made = work.forward(tiles)[1]
-            ms = kernel_ms(lambda w=work: w.forward(tiles), device)  # type: ignore[misc]
-            ms |= kernel_ms(lambda w=work, m=made: w.backward(m, tiles), device)  # type: ignore[misc]
-            record.add(kernels=name, ms=ms)
+            record.add(train=name, who="ours", **trained(work, partial(_ours, chunks=work.chunks), device))
 
 
-def _ours(*inputs: Tensor, chunks: Chunks, tiles: DeltaTiles) -> Tensor:
-    out: Tensor = DeltaRule.apply(*inputs, chunks, None, tiles)
+def _ours(*inputs: Tensor, chunks: Chunks) -> Tensor:
+    out: Tensor = DeltaRule.apply(*inputs, chunks)
     return out
 
 
@@ -400,16 +306,6 @@ def trained(work: Work, run: Callable[..., Tensor], device: str) -> dict[str, fl
     with torch.no_grad():
         forward = timed(lambda: run(*work.inputs), device)
     return {"forward_ms": forward, "both_ms": timed(both, device)}
-
-
-def with_step(tile: tuple[int, int, int, bool]) -> Callable[[DeltaTiles], DeltaTiles]:
-    """Changes the tile of a step."""
-    return lambda tiles: tiles._replace(step=DeltaTile(*tile[:3]), step_early=tile[3])
-
-
-def with_advance(tile: tuple[int, int, int]) -> Callable[[DeltaTiles], DeltaTiles]:
-    """Changes the tile of a state's advance."""
-    return lambda tiles: tiles._replace(advance=DeltaTile(*tile))
 
 
 def bandwidth(device: str) -> float:
@@ -435,7 +331,7 @@ def graphed(runs: Sequence[Callable[[], object]], device: str) -> float:
     return timed(graph.replay, device) / len(runs)
 
 
-def step_ms(case: Case, rows: int, device: str, tiles: DeltaTiles) -> float:
+def step_ms(case: Case, rows: int, device: str) -> float:
     """Milliseconds of a step of some rows: the mean over a chunk's rows."""
     inputs = draw(case, rows, device, seed=4)
     held = DeltaCache.empty(rows, case.key_heads, case.heads, case.width, case.width, size=case.size, device=device)
@@ -444,7 +340,7 @@ def step_ms(case: Case, rows: int, device: str, tiles: DeltaTiles) -> float:
     places = [(slot * case.size + index).int() for index in indices]
 
     def step(n: int) -> object:
-        return delta.delta_step(*inputs, held, slot, indices[n], places[n], tiles)
+        return delta.delta_step(*inputs, held, slot, indices[n], places[n])
 
     return graphed([lambda n=n: step(n) for n in range(case.size)], device)  # type: ignore[misc]
 
@@ -454,7 +350,7 @@ def decode(case: Case, record: Record, device: str) -> None:
     rate = bandwidth(device)
     record.add(bandwidth_gb=rate / 1e6)
     for rows in case.decoded:
-        ms = step_ms(case, rows, device, DeltaTiles())
+        ms = step_ms(case, rows, device)
         width, mean = case.width, (case.size + 1) / 2
         state = case.heads * width * width * 4
         io = (2 * case.key_heads + 2 * case.heads) * width * 2
@@ -508,25 +404,27 @@ def _of_fla(*inputs: Tensor, fla: Any, lengths: Sequence[int], device: str) -> T
     return of_fla(fla, inputs, lengths, device)
 
 
-def beside_fla(case: Case, record: Record) -> None:
+def of_this_script(*arguments: str) -> subprocess.Popen[str]:
+    """A process of this script whose ``fla`` keeps no result of an earlier call."""
+    return subprocess.Popen(
+        [sys.executable, __file__, *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env=os.environ | {"FLA_CACHE_RESULTS": "0"},
+    )  # fmt: skip
+
+
+def beside_fla(record: Record) -> None:
     """The rows of a process for each way to run ``fla``, and why one ended."""
     for who in FLA:
-        command = [sys.executable, __file__, "--out", str(record.path), "--size", str(case.size), "--fla", who]
-        environ = os.environ | {"FLA_CACHE_RESULTS": "0"}
-        child = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ, check=False, timeout=240
-        )
+        child = of_this_script("--fla", who)
+        printed, _ = child.communicate(timeout=240)
         said = list[str]()
-        for line in child.stdout.splitlines():
+        for line in printed.splitlines():
             if line.startswith("{"):
                 record.add(**json.loads(line))
             else:
                 said.append(line)
         if child.returncode:
             record.add(failed=who, code=child.returncode, error_message=reason("\n".join(said)))
-
-
-# --- the whole
 
 
 def warm_fla(case: Case, part: int) -> None:
@@ -559,273 +457,100 @@ WARMERS = 8
 """Processes that compile the kernels of ``fla``, which takes one two minutes."""
 
 
-def compile_all(case: Case, device: str, tried: Sequence[DeltaTiles]) -> None:
-    """Our kernels with all these tiles, in parallel; executes none."""
+def compile_ours(case: Case, device: str) -> None:
+    """Our kernels, in parallel; executes none."""
     if device != "cuda":
         return
-    small = Work.of(case, [case.size + 5] * 2, device)
+    small, tiles = Work.of(case, [case.size + 5] * 2, device), DeltaTiles()
     continued = Chunks.of([case.size + 5] * 2, case.size, device, [0, 1])
     cache = DeltaCache.empty(2, case.key_heads, case.heads, case.width, case.width, size=case.size, device=device)
     slot = torch.zeros(2, dtype=torch.int32, device=device)
-    some = at(small.inputs, torch.arange(2, device=device))
-
-    def launch(tiles: DeltaTiles) -> None:
-        small.backward(small.forward(tiles)[1], tiles)
-        delta.forward(*small.inputs, continued, tiles, cache=cache)
-        delta.delta_step(*some, cache, slot, slot, slot, tiles)
-
     with compiled_together(torch.device("cuda", torch.cuda.current_device())):
-        for tiles in tried:
-            launch(tiles)
+        query, key, value, _, beta = small.inputs
+        made = delta.forward(*small.inputs, small.chunks, tiles)[1]
+        delta.backward(query, key, value, beta, made, small.grad, small.chunks, tiles)
+        delta.forward(*small.inputs, continued, tiles, cache=cache)
+        delta.delta_step(*at(small.inputs, torch.arange(2, device=device)), cache, slot, slot, slot, tiles)
 
 
-# --- tiles
+# --- pages
 
 
-class Trial(NamedTuple):
-    """Tiles that differ from the default in one part."""
+def table(documents: Sequence[Mapping[str, Any]]) -> str:
+    """What was measured, as Markdown.
 
-    part: str
-    tiles: DeltaTiles
-
-
-def trials() -> list[Trial]:
-    """All that are tried."""
-    base, of = DeltaTiles(), DeltaTile
-    return [
-        *(Trial("scan", base._replace(scan=of(*t))) for t in SCANS),
-        *(Trial("output", base._replace(scan=of(*s), output=of(*t))) for s in SCANS[:3] for t in OUTPUTS),
-        *(Trial("solve", base._replace(solve=of(*t))) for t in SOLVES),
-        *(Trial("scan_again", base._replace(scan_again=of(*t))) for t in SCANS),
-        *(Trial("reverse", base._replace(reverse=of(*t))) for t in REVERSES),
-        *(Trial("gradient", base._replace(gradient=of(*t[:3]), gradient_depth=t[3])) for t in GRADIENTS),
-        *(Trial("step", with_step(t)(base)) for t in STEPS),
-        *(Trial("advance", with_advance(t)(base)) for t in ADVANCES),
+    Example:
+        >>> here = {"environment": {"gpu": "x"}}
+        >>> laws = [{"law": "packed", "tokens": 8, "differ": {"alone": 0}}]
+        >>> laws += [{"law": "decoded from the prompt's end", "tokens": 4, "differ": 0}]
+        >>> ours = [{"train": "1 x 8", "who": "ours", "forward_ms": 1.0, "both_ms": 2.0}]
+        >>> ours += [{"decode": 16, "who": "ours", "ms": 3.0}]
+        >>> fla = [row | {"who": FLA[1], "forward_ms": 2.0, "both_ms": 4.0, "ms": 4.0} for row in ours]
+        >>> print(table([here | {"rows": laws + ours + fla}]).splitlines()[-1])
+        | x | 0 of 12 | 0.50 to 0.50 | 0.50 to 0.50 | 0.75 to 0.75 |
+    """
+    lines = [
+        "| | tokens that differ | forward | and backward | decoding step, 16 to 256 rows |",
+        "|---|--:|--:|--:|--:|",
     ]
-
-
-def try_tiles(case: Case, device: str, first: int, last: int, add: Callable[..., None]) -> None:
-    """Bits and milliseconds of the trials from the ``first`` to the ``last``."""
-    from triton.runtime.errors import OutOfResources
-
-    every, base = trials()[first : last + 1], DeltaTiles()
-    compile_all(case, device, [base, *(trial.tiles for trial in every)])
-    works = [Work.of(case, lengths, device) for lengths in list(case.workloads.values())[:2]]
-    default = [(out, made, work.backward(made, base)) for work in works for out, made in [work.forward(base)]]
-    lengths = [case.longest - n % case.size for n in range(8)]
-    starts = [sum(lengths[:n]) for n in range(len(lengths))]
-    inputs = draw(case, sum(lengths), device, seed=6)
-    out = packed(case, inputs, lengths, base, device)
-
-    def outputs_of(tiles: DeltaTiles) -> dict[str, Any]:
-        with waited(device):
-            differ = [
-                differing(work.forward(tiles)[0], right) for work, (right, *_) in zip(works, default, strict=True)
-            ]
-        return {"differ": sum(differ), "ms": [kernel_ms(lambda w=work: w.forward(tiles), device) for work in works]}  # type: ignore[misc]
-
-    def gradients_of(tiles: DeltaTiles) -> dict[str, Any]:
-        differ, ms = 0, []
-        for work, (_, made, right) in zip(works, default, strict=True):
-            with waited(device):
-                differ += sum(int((a != b).sum()) for a, b in zip(work.backward(made, tiles), right, strict=True))
-            ms.append(kernel_ms(lambda w=work, m=made: w.backward(m, tiles), device))  # type: ignore[misc]
-        return {"differ": differ, "ms": ms}
-
-    def steps_of(tiles: DeltaTiles) -> dict[str, Any]:
-        with waited(device):
-            begins = [length - length // 4 for length in lengths]
-            bits = decoded(case, inputs, out, starts, lengths, begins, len(lengths), device, tiles)
-        differ = bits["differ"] + sum(bits["kept_differ"].values())
-        return {"differ": differ, "ms": {rows: step_ms(case, rows, device, tiles) for rows in case.decoded}}
-
-    for n, (part, tiles) in enumerate(every, first):
-        add(trying=n)
-        of = (
-            steps_of
-            if part in ("step", "advance")
-            else outputs_of
-            if part in ("scan", "output", "solve")
-            else gradients_of
+    for document in documents:
+        rows = document["rows"]
+        laws = [row for row in rows if "law" in row]
+        differ = sum(sum(x.values()) if isinstance(x, dict) else x for x in (row["differ"] for row in laws))
+        cells = [f"{min(found):.2f} to {max(found):.2f}" for found in ratios(rows)]
+        tokens = sum(row["tokens"] for row in laws)
+        lines.append(
+            f"| {short_name_of(document['environment']['gpu'])} | {differ} of {tokens:,} | {' | '.join(cells)} |"
         )
-        row = {"trial": n, "part": part, "tiles": repr(tiles)}
-        try:
-            add(**row, **of(tiles))
-        except OutOfResources as error:
-            add(**row, too_large=str(error))
+    return "\n".join(lines)
 
 
-def other_assembler() -> Path:
-    """Triton's second ``ptxas``, newer than the one that it takes for this GPU."""
-    import triton
-
-    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas-blackwell"
-
-
-def in_child(
-    case: Case, path: Path, span: tuple[int, int], until: float,
-    took: Callable[[dict[str, Any]], None] | None = None, environ: dict[str, str] | None = None,
-) -> tuple[list[dict[str, Any]], str, int]:  # fmt: skip
-    """Trials in a process of their own, which ends at a time: rows, what else it printed, and its exit code."""
-    command = [sys.executable, __file__, "--out", str(path), "--size", str(case.size), "--trials", *map(str, span)]
-    command += ["--tiny"] if case.heads == TINY.heads else []
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | (environ or {})
-    )
-    clock = Timer(max(1.0, until - (time.perf_counter() - BEGAN)), child.kill)
-    clock.start()
-    rows, said = list[dict[str, Any]](), list[str]()
-    for line in child.stdout or ():
-        if not line.startswith("{"):
-            said.append(line)
-            continue
-        rows.append(json.loads(line))
-        if "trial" in rows[-1] and took is not None:
-            took(rows[-1])
-    code = child.wait()
-    clock.cancel()
-    return rows, reason("".join(said)), code
+def ratios(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[float]]:
+    """Our time over that of ``fla``: forward, forward and backward, and a step; by workload."""
+    for identity, what in (("train", "forward_ms"), ("train", "both_ms"), ("decode", "ms")):
+        ms = {(row[identity], row["who"]): row[what] for row in rows if identity in row and what in row}
+        yield [mine / ms[name, FLA[1]] for (name, who), mine in ms.items() if who == "ours" and (name, FLA[1]) in ms]
 
 
-def search(case: Case, record: Record, device: str, until: float) -> DeltaTiles:
-    """The fastest tiles with the default's bits; trials have a process of their own, which a failing kernel ends."""
-    every, tried, first = trials(), dict[int, float](), 0
-
-    def took(row: dict[str, Any]) -> None:
-        record.add(**row)
-        if row.get("differ") == 0:
-            ms = row["ms"].values() if isinstance(row["ms"], dict) else [sum(x.values()) for x in row["ms"]]
-            tried[row["trial"]] = sum(ms)
-
-    if device != "cuda":
-        try_tiles(case, device, 0, len(every), lambda **row: took(row) if "trial" in row else None)
-    while device == "cuda" and first < len(every) and time.perf_counter() - BEGAN < until:
-        rows, said, code = in_child(case, record.path, (first, len(every)), until, took)
-        if code == 0:
-            break
-        trying = max((row["trying"] for row in rows if "trying" in row), default=None)
-        name = "trials" if trying is None else f"trial {trying}: {every[trying]}"
-        if time.perf_counter() - BEGAN >= until:
-            record.add(out_of_time=name)
-            break
-        record.add(failed=name, code=code, error_message=said)
-        if trying is None:
-            break
-        if time.perf_counter() - BEGAN < until:  # is it the assembler?
-            assembler = other_assembler()
-            other = {"TRITON_PTXAS_PATH": str(assembler)}
-            rows, said, code = in_child(case, record.path, (trying, trying), until, None, other)
-            record.add(
-                again=name,
-                assembler=assembler.name,
-                code=code,
-                error_message=said,
-                found=[r for r in rows if "trial" in r],
-            )
-        first = trying + 1
-    best = DeltaTiles()
-    for part in dict.fromkeys(trial.part for trial in every):
-        numbers = [n for n in tried if every[n].part == part]
-        if (
-            part == "output"
-            and numbers
-            and min(tried[n] for n in numbers)
-            >= min((ms for n, ms in tried.items() if every[n].part == "scan"), default=float("inf"))
-        ):
-            continue
-        if numbers:
-            chosen = every[min(numbers, key=lambda n: tried[n])].tiles
-            changed = {f: x for f, x in chosen._asdict().items() if x != getattr(DeltaTiles(), f)}
-            best = best._replace(**changed)
-    record.add(best=repr(best))
-    return best
-
-
-def summary(record: Record) -> str:
-    """A short table."""
-    lines = [str(record.machine)]
-    for row in record.rows:
-        if "law" in row or "error" in row or "failed" in row:
-            lines.append(json.dumps(row))
-    measured = {(row["train"], row["who"]): row for row in record.rows if "train" in row}
-    steps = {(row["decode"], row["who"]): row for row in record.rows if "decode" in row}
-    for name in dict.fromkeys(name for name, _ in measured):
-        for what in ("forward_ms", "both_ms"):
-            ours, *theirs = (measured.get((name, who), {}).get(what) for who in ("ours", *FLA))
-            beside = [f"{who} {ms:.3f}, ratio {ours / ms:.2f}" for who, ms in zip(FLA, theirs, strict=True) if ms]
-            lines.append(f"{name}, {what}: {'; '.join([f'{ours:.3f}', *beside])}")
-    for (rows, who), row in steps.items():
-        if who == "ours":
-            line = f"step of {rows}: {row['ms']:.4f} ms, {row['ms'] / row['recurrent_memory_ms']:.2f} of the recurrent"
-            line += f" form's memory time, {row['ms'] / row['own_memory_ms']:.2f} of its own"
-            for other in FLA:
-                if (rows, other) in steps:
-                    theirs = steps[rows, other]["ms"]
-                    line += f"; {other} {theirs:.4f}, ratio {row['ms'] / theirs:.2f}"
-            lines.append(line)
-    lines += [f"best tiles: {row['best']}" for row in record.rows if "best" in row]
-    return "\n".join([*lines, f"{time.perf_counter() - BEGAN:.0f} s"])
+def tables(results: Path) -> dict[str, str]:
+    """The table of the GPUs that were measured."""
+    files = sorted(path for path in results.glob("delta-*.json") if path.stem != "delta-cpu")
+    return {"": table([json.loads(path.read_text()) for path in files])} if files else {}
 
 
 def main() -> None:
     """Measures, prints and writes."""
     parser = command_line(__doc__)
-    parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--size", type=int, help="of chunks")
     parser.add_argument("--warm-fla", type=int, help=warm_fla.__doc__)
     parser.add_argument("--fla", choices=FLA, help="only measure it, as lines of JSON")
-    parser.add_argument("--trials", type=int, nargs=2, help="only trials from the first to the last, as lines of JSON")
-    parser.add_argument("--until", type=float, default=95.0, help="seconds since the start; then no more tiles")
-    options = parser.parse_args()
+    options = parsed(parser, tables)
     case = TINY if options.tiny else REAL
-    case = case._replace(size=options.size or case.size)
     if options.warm_fla is not None:
         warm_fla(case, options.warm_fla)
         return
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if options.trials is not None:
-        with torch.no_grad():
-            try_tiles(case, device, *options.trials, lambda **row: print(json.dumps(row), flush=True))
-        return
     if options.fla is not None:
         measure_fla(case, options.fla, device, lambda **row: print(json.dumps(row), flush=True))
         return
-    record = Record(options.out, device)
+    record = Record(options.output / f"delta-{short_name(device)}.json", device)
     children = []
     if device == "cuda" and not options.tiny and find_spec("fla"):
-        environ = os.environ | {"FLA_CACHE_RESULTS": "0"}
-        command = [sys.executable, __file__, "--out", str(options.out), "--warm-fla"]
-        children = [
-            subprocess.Popen(
-                [*command, str(n)], env=environ, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True
-            )
-            for n in range(WARMERS)
-        ]
-    tiles = DeltaTiles()
-    with reported(record, "compilation"):
-        compile_all(case, device, [tiles])
-        record.add(compiled=True)
-    with reported(record, "laws"), waited(device), torch.no_grad() if device == "cuda" else nullcontext():
+        children = [of_this_script("--warm-fla", str(n)) for n in range(WARMERS)]
+    compile_ours(case, device)
+    with torch.no_grad() if device == "cuda" else nullcontext():
         laws(case, record, device)
     for n, child in enumerate(children):
         said, _ = child.communicate()
-        record.add(warmer=n, code=child.returncode, said="" if child.returncode == 0 else reason(said))
-    with reported(record, "errors"), waited(device):
-        chunks = Chunks.of([case.error_tokens] * 2, case.size, device)
-        record.add(error="ours", **errors_of(case, device, partial(_ours, chunks=chunks, tiles=tiles)))
-    with reported(record, "decode"):
-        decode(case, record, device)
-    with reported(record, "train"):
-        train(case, record, device, tiles)
+        if child.returncode:
+            record.add(failed=f"compilation {n} of fla", code=child.returncode, error_message=reason(said))
+    chunks = Chunks.of([case.error_tokens] * 2, case.size, device)
+    record.add(error="ours", **errors_of(case, device, partial(_ours, chunks=chunks)))
+    decode(case, record, device)
+    train(case, record, device)
     if children:
         with reported(record, "fla"):
-            beside_fla(case, record)
-    with reported(record, "tiles"):
-        best = search(case, record, device, options.until)
-        if best != tiles:
-            train(case, record, device, best)
-    print(summary(record))
+            beside_fla(record)
 
 
 if __name__ == "__main__":

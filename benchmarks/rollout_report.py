@@ -16,9 +16,9 @@ def tables(folder: Path) -> dict[str, str]:
     made = {
         "speed": ("rollout", speed_table),
         "block": ("block", block_table),
-        "law": ("sampled-bits", law_table),
     }
-    return {part: "\n\n".join(map(table, documents(folder, kind))) for part, (kind, table) in made.items()}
+    found = {part: "\n\n".join(map(table, documents(folder, kind))) for part, (kind, table) in made.items()}
+    return found | {"law": law_table(documents(folder, "sampled-bits"))}
 
 
 def speed_table(document: Mapping[str, Any]) -> str:
@@ -71,23 +71,20 @@ def block_table(document: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def law_table(document: Mapping[str, Any]) -> str:
-    """Tokens sampled, blocks between which weights changed, and tokens with other bits than training's.
+def law_table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Tokens sampled, and tokens with other bits than training's; by GPU.
 
     Example:
         >>> row = {"model": "m", "tokens": 1000000, "blocks": 7, "mismatched_tokens": 0}
-        >>> print(law_table({"environment": {"gpu": "x"}, "rows": [row]}).splitlines()[-1])
-        | m | 1,000,000 | 7 | 0 |
+        >>> print(law_table([{"environment": {"gpu": "x"}, "rows": [row]}]).splitlines()[-1])
+        | m | 1,000,000 | 0 |
     """
-    lines = [
-        f"**{document['environment']['gpu']}**",
-        "",
-        "| model | tokens | blocks | with other bits |",
-        "|---|--:|--:|--:|",
-    ]
-    for row in document["rows"]:
-        lines.append(f"| {row['model']} | {row['tokens']:,} | {row['blocks']} | {row['mismatched_tokens']} |")
-    return "\n".join(lines)
+    lines = []
+    for gpu in dict.fromkeys(document["environment"]["gpu"] for document in found):
+        lines += ["", f"**{gpu}**", "", "| model | tokens | with other bits |", "|---|--:|--:|"]
+        for row in (row for document in found if document["environment"]["gpu"] == gpu for row in document["rows"]):
+            lines.append(f"| {row['model']} | {row['tokens']:,} | {row['mismatched_tokens']} |")
+    return "\n".join(lines[1:])
 
 
 def plot_step(document: Mapping[str, Any], path: Path) -> None:

@@ -29,7 +29,7 @@ def step_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
         >>> row |= {"tokens_per_second": 1e4, "efficiency": 0.9, "peak_bytes": 2**31, "forecast_bytes": 2**31}
         >>> here = dict.fromkeys(("gpu", "driver", "torch", "triton"), "x")
         >>> print("\\n".join(list(step_table([{"environment": here, "rows": [row]}]))[-3:]))
-        | m | 2 | – | 10,000 (90%), 2.0 | – | – | – |
+        | m | 2 |  | 10,000 (90%), 2.0 |  |  |  |
         <BLANKLINE>
         Forecast memory is 1.00 to 1.00 of these peaks.
     """
@@ -50,28 +50,28 @@ def step_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _step(row: Mapping[str, Any] | None) -> str:
     if row is None:
-        return "–"
+        return ""
     efficiency = "" if row["efficiency"] is None else f" ({row['efficiency']:.0%})"
     return f"{row['tokens_per_second']:,.0f}{efficiency}, {row['peak_bytes'] / 2**30:.1f}"
 
 
 def block_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tokens a second of a whole block, and seconds of its phases.
+    """Tokens a second of a whole block, and seconds of its longest phases.
 
     Example:
         >>> row = {"gpus": 2, "model": "m", "layout": "block_replicate", "engine": "gpu", "tokens": 8192}
         >>> row |= {"tokens_per_second": 1e4, "efficiency": 0.9}
         >>> row |= {"seconds": {"handing_over": 0.1, "rollout": 1.0, "scoring": 0.2, "training": 0.34}}
         >>> list(block_table([{"rows": [row]}]))[-1]
-        '| m | 2 | replicate | gpu | 8,192 | 10,000 | 90% | 0.10 | 1.00 | 0.20 | 0.34 |'
+        '| m | 2 | replicate | gpu | 10,000 | 90% | 1.00 | 0.34 |'
     """
-    columns = ["model", "GPUs", "layout", "engine", "tokens a GPU", "tokens/s", "efficiency"]
-    yield f"| {' | '.join([*columns, 'sync, s', 'rollout', 'packing, scoring', 'training'])} |"
-    yield "|---|--:|---|---|--:|--:|--:|--:|--:|--:|--:|"
+    columns = ["model", "GPUs", "layout", "engine", "tokens/s", "efficiency"]
+    yield f"| {' | '.join([*columns, 'rollout, s', 'training, s'])} |"
+    yield "|---|--:|---|---|--:|--:|--:|--:|"
     for row in (row for result in results for row in result["rows"] if row["layout"].startswith("block")):
         efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.0%}"
-        seconds = " | ".join(f"{value:.2f}" for value in row["seconds"].values())
+        seconds = " | ".join(f"{value:.2f}" for value in (row["seconds"]["rollout"], row["seconds"]["training"]))
         yield (
             f"| {row['model']} | {row['gpus']} | {row['layout'].removeprefix('block_')} | {row['engine']} |"
-            f" {row['tokens']:,} | {row['tokens_per_second']:,.0f} | {efficiency} | {seconds} |"
+            f" {row['tokens_per_second']:,.0f} | {efficiency} | {seconds} |"
         )

@@ -27,6 +27,11 @@ CLASSES: tuple[tuple[str, str], ...] = (
     ("rotary positions", r"^rotary"),
     ("gate", r"^gate_(backward_)?kernel|silu"),
     ("experts", r"^(grouped|gated|gated_backward|outer|combine|by_expert|route|route_backward)_kernel$"),
+    (
+        "gated delta nets",
+        r"^(unit|decay|inverse|solve|scan|step|advance|reverse|gradient|gated_norm|convolution|decay_and_beta)"
+        r"(_step|_backward)?_kernel$",
+    ),
     ("optimizer", r"adamw|multi_tensor_apply|squares_kernel|[Aa]dam"),
     ("products", r"^low_rank_kernel|nvjet|gemm|cutlass|xmma|product_kernel|cublas|splitK|gemv"),
     ("embedding", r"embedding|index_select|indexSelect|gather|scatter|index_elementwise|radix|sort|Sort|unique"),

@@ -11,6 +11,7 @@ import attention
 import bits
 import commands
 import common_beginnings
+import delta
 import distillation
 import evidence
 import first_contact
@@ -20,7 +21,7 @@ import recipe_memory
 import sampler_bias
 import scale_report
 import trl_parity
-from bits_cases import MODELS, Results
+from bits_cases import HYBRIDS, MODELS, Results
 from docs.generate.objectives import COST
 from logitless.distributed.arrangement import Arrangement
 from logitless.train.optim.master_weights import lower_to
@@ -76,8 +77,20 @@ def test_every_law_of_bits_holds_for_every_model():
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("sampled-bits-*.json")), ids=lambda path: path.name)
 def test_no_token_of_a_million_of_each_model_is_sampled_with_other_bits_than_training_has(path):
     for row in json.loads(path.read_text())["rows"]:
-        assert row["tokens"] >= 10**6
+        assert row["tokens"] >= (200_000 if row["model"] in HYBRIDS else 10**6)
         assert row["mismatched_tokens"] == 0
+
+
+def test_gated_delta_nets_have_the_same_bits_and_are_no_slower_than_their_library():
+    rows = committed("delta-H200")["rows"]
+    laws = [row for row in rows if "law" in row]
+    assert len(laws) == 3
+    for row in laws:
+        found = row["differ"].values() if isinstance(row["differ"], dict) else [row["differ"]]
+        assert not any([*found, *row.get("kept_differ", {}).values()])
+    for ratios in delta.ratios(rows):
+        assert len(ratios) == 3
+        assert max(ratios) <= 1.11
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("mixture-*.json")), ids=lambda path: path.name)

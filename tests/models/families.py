@@ -27,6 +27,8 @@ DELTA_NET = {
     "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 4, "linear_value_head_dim": 6,
     "linear_conv_kernel_dim": 3, "layer_types": ["linear_attention", "full_attention"],
 }  # fmt: skip
+WIDE_NET = {**DELTA_NET, "linear_key_head_dim": 16, "linear_value_head_dim": 32}
+"""With heads that row-invariant layers cover."""
 MAMBA2 = {
     "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 6, "mamba_n_groups": 2, "mamba_d_conv": 3,
     "mamba_chunk_size": 4,
@@ -102,11 +104,11 @@ FAMILIES = (
         "intermediate_size_mlp": 24, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 4,
         "no_rope_layers": [1, 0], "floor_scale": 3, "interleave_moe_layer_step": 2},
         "experts, chunks, layers without positions"),
-    Family("qwen3_next", "Qwen3-Next", {**DELTA_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts"),
-    Family("qwen3_5_text", "Qwen3.5, 3.6 dense", {
-        **DELTA_NET, "linear_key_head_dim": 16, "linear_value_head_dim": 32}, "gated delta nets", exact=True),
-    Family("qwen3_5_moe_text", "Qwen3.5, 3.6 MoE", {**DELTA_NET, **EXPERTS, **SHARED_EXPERT},
-           "gated delta nets, experts"),
+    Family("qwen3_next", "Qwen3-Next", {**WIDE_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts",
+           exact=True),
+    Family("qwen3_5_text", "Qwen3.5, 3.6 dense", WIDE_NET, "gated delta nets", exact=True),
+    Family("qwen3_5_moe_text", "Qwen3.5, 3.6 MoE", {**WIDE_NET, **EXPERTS, **SHARED_EXPERT},
+           "gated delta nets, experts", exact=True),
     Family("olmo_hybrid", "Olmo Hybrid", {**DELTA_NET, "linear_num_key_heads": 4}, "gated delta nets"),
     Family("kimi_linear", "Kimi Linear", {
         **LATENT, "layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 4, "linear_num_heads": 4,

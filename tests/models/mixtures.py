@@ -6,18 +6,21 @@ import torch
 from torch import nn
 
 from logitless.models.loading import load_model
-from tests.models.tiny import LLAMA
+from tests.models.tiny import CONFIGS, LLAMA
 
 _CHOOSE_2_OF_4: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8, "num_key_value_heads": 4}
 _SIGMOID = {"n_routed_experts": 4, "moe_intermediate_size": 24, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 _SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_DELTA_NET = {key: value for key, value in CONFIGS["qwen3_5"].items() if key.startswith(("linear", "layer_types"))}
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 MIXTURES: dict[str, dict[str, Any]] = {
     name: {"model_type": name, **LLAMA, **_CHOOSE_2_OF_4, **_ENDS, **own}
     for name, own in {
         "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 24},
+        "qwen3_next": {"num_experts": 4, **_SHARED, **_DELTA_NET},
+        "qwen3_5_moe_text": {"num_experts": 4, **_SHARED, **_DELTA_NET},
         "qwen2_moe": {"num_experts": 4, **_SHARED},
         "olmoe": {"num_experts": 4},
         "mixtral": {"num_local_experts": 4},
@@ -29,7 +32,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     }.items()
 }
 ATTENTION = {"gpt_oss": "eager"}
-WITH_LOSS = ("qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
+WITH_LOSS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
 
 
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:

@@ -13,7 +13,7 @@ from logitless.models.row_invariant.functions import embedded
 from logitless.models.row_invariant.layer_graphs import HostTables, PaddedLayout, rounded_rows
 from logitless.models.row_invariant.layers import PackedRows, install_row_invariant
 from logitless.types import PromptGroup
-from tests.models.row_invariant.test_layers import COVERED, MIXTURES
+from tests.models.row_invariant.test_layers import COVERED, HYBRIDS, MIXTURES
 from tests.models.row_invariant.test_layers_gpu import wide
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
@@ -83,7 +83,7 @@ def gradients(model):
 
 @pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("family", [name for name in COVERED if name not in MIXTURES])
+@pytest.mark.parametrize("family", [name for name in COVERED if name not in (*MIXTURES, *HYBRIDS)])
 def test_hidden_states_are_those_of_the_layers_and_gradients_those_of_the_padded_row(family, lora, sums):
     if lora and sums:
         pytest.skip("factors are float32 already")

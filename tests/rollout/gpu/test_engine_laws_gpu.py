@@ -24,6 +24,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
         (False, {"top_p": 0.95, "min_p": 0.01}, "qwen3"),
         (False, {}, "qwen3_moe"),
         (True, {}, "qwen3_moe"),
+        (True, {}, "qwen3_5"),
+        (False, {}, "qwen3_next"),
+        (True, {}, "qwen3_5_moe_text"),
     ],
 )
 def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters, name):

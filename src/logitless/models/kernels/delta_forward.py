@@ -312,7 +312,6 @@ def scan_kernel(
     out,  # [T, HV, V], or None
     states,  # [chunks, HV, K, V] each chunk's starting state as an operand, or None
     deltas,  # [T, HV, V] T R, or None
-    all_rows,  # [T, HV, V] R, or None
     high,  # [rows, HV, K, V] states before segments, and at the start of their unfinished chunk; None: none is used
     low,  # the same, their low halves; None in float32
     rest,  # [rows, HV, C, V] R of the unfinished chunk, or None
@@ -372,8 +371,6 @@ def scan_kernel(
             mixed = tl.load(mix + (place * C + r)[:, None] * C + r[None, :])
             result = outputs(queries, operand, mixed, rows, decay, scale, PRECISION)
             tl.store(out + at_out, result.to(kind), mask=ok)
-        if all_rows is not None:
-            tl.store(all_rows + at_out, rows, mask=ok)
         whole = (start // C + chunk - first + 1) * C <= stop
         if rest is not None:
             to = (after_row.to(tl.int64) * HV + head) * C + r
@@ -388,45 +385,6 @@ def scan_kernel(
             tl.store(high + to[:, None] * V + column[None, :], high_half(state, WIDE))
             if not WIDE:
                 tl.store(low + to[:, None] * V + column[None, :], low_half(state))
-
-
-@quick_launch
-@triton.jit
-def output_kernel(
-    unit_query,  # [T, H, K]
-    total,  # [chunks, HV, C]
-    segments,
-    segment_of,
-    mix,  # [chunks, HV, C, C]
-    states,  # [chunks, HV, K, V]
-    all_rows,  # [T, HV, V]: R
-    out,  # [T, HV, V] written
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Outputs of one chunk and value head, and some columns of its values, by the states that the scan stored."""
-    head = tl.program_id(0) // (V // BV)
-    chunk = tl.program_id(1)
-    token, live = chunk_rows(segments, tl.load(segment_of + chunk), chunk, C)
-    ok = live[:, None]
-    place = chunk.to(tl.int64) * HV + head
-    r = tl.arange(0, C)
-    depth = tl.arange(0, K)
-    column = (tl.program_id(0) % (V // BV)) * BV + tl.arange(0, BV)
-    at_out = (token * HV + head)[:, None] * V + column[None, :]
-    queries = tl.load(unit_query + (token * H + head // (HV // H))[:, None] * K + depth[None, :], mask=ok, other=0.0)
-    operand = tl.load(states + (place * K + depth)[:, None] * V + column[None, :])
-    mixed = tl.load(mix + (place * C + r)[:, None] * C + r[None, :])
-    rows = tl.load(all_rows + at_out, mask=ok, other=0.0)
-    decay = tl.exp2(tl.load(total + place * C + r))
-    result = outputs(queries, operand, mixed, rows, decay, scale, PRECISION)
-    tl.store(out + at_out, result.to(out.dtype.element_ty), mask=ok)
 
 
 @triton.jit
@@ -461,7 +419,6 @@ def step_kernel(
     V: tl.constexpr,
     C: tl.constexpr,
     BV: tl.constexpr,
-    EARLY: tl.constexpr,  # read the state before the solve; BV is V
     PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -470,6 +427,8 @@ def step_kernel(
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     at = tl.load(slot + row).to(tl.int64)
+    if at < 0:  # numbers all the same: a mixture's router reads this row too
+        tl.store(out + (row * HV + head) * V + tl.arange(0, V), tl.zeros((V,), out.dtype.element_ty))
     if at >= 0:
         i = tl.load(index + row)
         kind = out.dtype.element_ty
@@ -500,12 +459,6 @@ def step_kernel(
         tl.store(betas + place * C + i, beta_i)
         pair = tl.where((r == own)[:, None], block_keys, query)  # key and query
         other = tl.where(own == 0, 1, 0)
-        if EARLY:
-            v = tl.arange(0, V)
-            operand = tl.load(high + (place * K + depth)[:, None] * V + v[None, :])
-            rest_at = rest + (place * C + column)[:, None] * V + v[None, :]
-            rows = tl.load(rest_at, mask=(column < i)[:, None], other=0.0)
-            of_state = tl.dot(pair, operand, input_precision=PRECISION)
         # The row of the block's inverse: ``inverse_kernel``'s, for one row.
         known = (column[None, :] <= j[:, None]) & (j <= i)[:, None]  # later rows have no G, and must be 0
         decay = decay_between(total_r[:, None], total_j[None, :], known)
@@ -532,11 +485,10 @@ def step_kernel(
         decay_i = tl.exp2(total_i)
         for start in tl.static_range(0, V, BV):
             v = start + tl.arange(0, BV)
-            if not EARLY:
-                operand = tl.load(high + (place * K + depth)[:, None] * V + v[None, :])
-                rest_at = rest + (place * C + column)[:, None] * V + v[None, :]
-                rows = tl.load(rest_at, mask=(column < i)[:, None], other=0.0)
-                of_state = tl.dot(pair, operand, input_precision=PRECISION)
+            operand = tl.load(high + (place * K + depth)[:, None] * V + v[None, :])
+            rest_at = rest + (place * C + column)[:, None] * V + v[None, :]
+            rows = tl.load(rest_at, mask=(column < i)[:, None], other=0.0)
+            of_state = tl.dot(pair, operand, input_precision=PRECISION)
             values = tl.load(value + row * value_stride + head * V + v)
             new = new_rows(beta_i, decay_i, row_of(of_state, own), values, kind)
             tl.store(rest + (place * C + i) * V + v, new)

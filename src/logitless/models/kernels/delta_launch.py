@@ -30,17 +30,15 @@ class DeltaTile(NamedTuple):
 
 
 class DeltaTiles(NamedTuple):
-    """Tiles of the kernels; results do not depend on them. With ``output``, outputs are a kernel of their own."""
+    """Tiles of the kernels; results do not depend on them."""
 
     scan: DeltaTile = DeltaTile(64, 4, 2)
     scan_again: DeltaTile = DeltaTile(64, 4, 2)
     solve: DeltaTile = DeltaTile(0, 4, 1)
-    output: DeltaTile | None = None
     reverse: DeltaTile = DeltaTile(64, 4, 2)
     gradient: DeltaTile = DeltaTile(64, 8, 2)
     gradient_depth: int = 64
     step: DeltaTile = DeltaTile(128, 4, 1)
-    step_early: bool = False
     advance: DeltaTile = DeltaTile(64, 4, 1)
 
 
@@ -342,7 +340,7 @@ def inner(
 def scan(
     made: Inner, value: Tensor, beta: Tensor, chunks: Chunks, tile: DeltaTile, *,
     out: Tensor | None = None, states: Tensor | None = None, deltas: Tensor | None = None,
-    all_rows: Tensor | None = None, cache: DeltaCache | None = None,
+    cache: DeltaCache | None = None,
 ) -> None:  # fmt: skip
     """Walk over the chunks and write what is given; states between segments are in the cache, if there is one."""
     shape, wide = Shape.of(made.unit_query, value), value.dtype == torch.float32
@@ -354,7 +352,7 @@ def scan(
     for order in chunks.orders:
         forward_kernels.scan_kernel[(shape.heads * (shape.width // columns), len(order))](
             made.unit_query, made.unit_key, value, beta, made.total, chunks.segments, order, made.solve, made.mix,
-            out, states, deltas, all_rows, high, low, rest, value.stride(0), shape.scale,
+            out, states, deltas, high, low, rest, value.stride(0), shape.scale,
             **shape.constants, C=chunks.size, BV=columns, WIDE=wide,
             PRECISION=_precision(value.dtype), num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
@@ -370,13 +368,8 @@ def forward(
         cache: continues sequences from its slots and keeps there what continues them further.
     """
     query, key, value = as_rows(query), as_rows(key), as_rows(value)
-    shape = Shape.of(query, value)
-    made, inverse = inner(query, key, log_decay, beta, shape.heads, chunks, tiles)
+    made, inverse = inner(query, key, log_decay, beta, value.shape[1], chunks, tiles)
     out = torch.empty(value.shape, dtype=value.dtype, device=value.device)
-    if tiles.output is not None and cache is None:
-        states = value.new_empty(chunks.count, *shape.state)
-        scan(made, value, beta, chunks, tiles.scan, states=states, all_rows=out)
-        return outputs(made, states, out, chunks, tiles.output), made
     scan(made, value, beta, chunks, tiles.scan, out=out, cache=cache)
     if cache is not None:
         _keep_rows(made, inverse, beta, chunks, cache)
@@ -398,18 +391,6 @@ def _keep_rows(made: Inner, inverse: Tensor, beta: Tensor, chunks: Chunks, cache
     cache.betas[slot] = beta[token].transpose(1, 2).float()
     cache.inverse[slot] = inverse[last]
     cache.solve[slot] = made.solve[last]
-
-
-def outputs(made: Inner, states: Tensor, all_rows: Tensor, chunks: Chunks, tile: DeltaTile) -> Tensor:
-    """Outputs by stored states and R: a kernel that is parallel over chunks."""
-    shape, out = Shape.of(made.unit_query, all_rows), torch.empty_like(all_rows)
-    columns = min(tile.columns, shape.width)
-    forward_kernels.output_kernel[(shape.heads * (shape.width // columns), chunks.count)](
-        made.unit_query, made.total, chunks.segments, chunks.segment_of, made.mix, states, all_rows, out, shape.scale,
-        **shape.constants, C=chunks.size, BV=columns, PRECISION=_precision(out.dtype),
-        num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
-    return out
 
 
 def reversed_scan(
@@ -525,8 +506,7 @@ def delta_step(
     forward_kernels.step_kernel[(rows, shape.heads)](
         unit_query, value, log_decay, beta, slot, index, cache.keys, cache.total, cache.betas, cache.inverse,
         cache.solve, cache.rest, cache.high, out, value.stride(0), shape.scale,
-        **shape.constants, C=size, BV=shape.width if tiles.step_early else min(tiles.step.columns, shape.width),
-        EARLY=tiles.step_early, PRECISION=precision,
+        **shape.constants, C=size, BV=min(tiles.step.columns, shape.width), PRECISION=precision,
         num_warps=tiles.step.warps, num_stages=tiles.step.stages, **overlap,
     )  # fmt: skip
     together = next(n for n in (4, 2, 1) if shape.heads % n == 0)

@@ -13,21 +13,21 @@ from logitless.models.row_invariant.experts import experts_of, router_of, uncove
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
-    "qwen3_moe", "qwen3_5_text",
+    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
 )  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
 """Families with norms before and after attention and MLP."""
-ONE_PLUS = (*GEMMA, "qwen3_5_text")
-"""Families whose norms multiply by ``1 + weight``."""
-GATED_ATTENTION = ("qwen3_5_text",)
+GATED_ATTENTION = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 """Families whose attention is multiplied by a gate; each head's query is followed by its gate."""
+ONE_PLUS = (*GEMMA, *GATED_ATTENTION)
+"""Families whose norms multiply by ``1 + weight``."""
 ROUNDED_ONCE = ("gpt_oss",)
 """Families whose norms round after their weight only."""
 ACTIVATIONS = {"silu": False, "swish": False, "gelu_pytorch_tanh": True}
 _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
-DELTA = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),)
+DELTA = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
 _LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
 
 
@@ -82,7 +82,7 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
             found.extend(uncovered_mixture(layer.mlp, config))
             dtypes |= {weight.dtype for weight in experts_of(layer.mlp)[0].parameters()}
         if (dense := dense_mlp(layer.mlp)) is not None:
-            modules += [*modules_of(dense, GATE_UP), dense.down_proj]
+            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(layer.mlp)]
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:
@@ -134,7 +134,14 @@ def output_of(layer: Any) -> Any:
 
 def dense_mlp(mlp: Any) -> Any:
     """The MLP that every token goes through: this one, or the shared experts of a mixture; None if it has none."""
-    return mlp if router_of(mlp) is None else mlp._modules.get("shared_experts")
+    if router_of(mlp) is None:
+        return mlp
+    return next((mlp._modules[name] for name in ("shared_experts", "shared_expert") if name in mlp._modules), None)
+
+
+def gates_of_shared(mlp: Any) -> list[Any]:
+    """The linear map whose sigmoid the shared experts of a mixture are multiplied by, if it has one."""
+    return [mlp._modules[name] for name in ("shared_expert_gate",) if name in mlp._modules]
 
 
 def activation_of(config: Any) -> str:

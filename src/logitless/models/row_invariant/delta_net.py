@@ -232,6 +232,31 @@ class _Laying:
         return found
 
 
+class HeadsApart(torch.autograd.Function):
+    """Rows as Qwen3.5 projects them, of Qwen3-Next's two products, in which a key head's columns stand together.
+
+    Query, key, values and gates of a key head and its value heads, and their b and a, become the convolved rows, gates,
+    b and a of all heads.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, qkvz: Tensor, ba: Tensor, form: DeltaForm) -> tuple[Tensor, ...]:
+        ctx.form = form
+        values = form.heads // form.key_heads * form.width
+        widths, of_heads = [form.key_width, form.key_width, values, values], (len(ba), form.key_heads, -1)
+        heads = torch.split(qkvz.view(of_heads), widths, 2)  # type: ignore[no-untyped-call]
+        query, key, value, gate = (each.flatten(1) for each in heads)
+        b, a = (each.flatten(1) for each in ba.view(of_heads).chunk(2, 2))
+        return torch.cat((query, key, value), 1), gate, b, a
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:  # type: ignore[override]
+        refuse_twice()
+        mixed, *rest = grads
+        by_head = [x.reshape(len(x), ctx.form.key_heads, -1) for x in (*ctx.form.split(mixed), *rest)]
+        return torch.cat(by_head[:4], 2).flatten(1), torch.cat(by_head[4:], 2).flatten(1), None
+
+
 class Convolved(torch.autograd.Function):
     """Queries, keys and values with copies, from products of the layer's input."""
 

@@ -31,6 +31,8 @@ from logitless.models.row_invariant.linear import product
 
 SCORES: dict[str, Score] = {
     "qwen3_moe": "softmax",
+    "qwen3_next": "softmax",
+    "qwen3_5_moe_text": "softmax",
     "olmoe": "softmax",
     "mixtral": "softmax",
     "glm4_moe": "sigmoid",

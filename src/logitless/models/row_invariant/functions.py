@@ -198,6 +198,23 @@ class QueryAndGate(torch.autograd.Function):
         return torch.stack([grad.view(len(grad), ctx.heads, -1) for grad in grads], 2).flatten(1), None
 
 
+class GateOfToken(torch.autograd.Function):
+    """``sigmoid(gate) * up`` [T, D], with one gate a token [T, 1]."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return gated(gate.expand(up.shape).contiguous(), up, gelu=False, sigmoid=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        refuse_twice()
+        gate, up = ctx.saved_tensors
+        wide = gate.expand(up.shape).contiguous()
+        of_gate, of_up = gated_backward(wide, up, grad.contiguous(), gelu=False, sigmoid=True)
+        return of_gate.sum(1, keepdim=True, dtype=torch.float32).to(gate.dtype), of_up
+
+
 class Gate(torch.autograd.Function):
     """``act(gate) * up``; SiLU, GELU or the sigmoid."""
 

@@ -36,6 +36,7 @@ from logitless.models.row_invariant.coverage import (
     activation_of,
     delta_net_of,
     dense_mlp,
+    gates_of_shared,
     inputs_of,
     linear_of,
     modules_of,
@@ -50,10 +51,12 @@ from logitless.models.row_invariant.delta_net import (
     DeltaRule,
     DeltaWeights,
     GatedNorm,
+    HeadsApart,
 )
 from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form, router_of
 from logitless.models.row_invariant.functions import (
     Gate,
+    GateOfToken,
     HeadsAsRows,
     QueryAndGate,
     Rotary,
@@ -326,12 +329,15 @@ class RowInvariantLayer(GradientCheckpointingLayer):
     def _delta_net(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
         form, delta = cast(DeltaForm, self.row_invariant_form), weights.delta
         assert delta is not None
-        mixed, gate, b, a = project(x, weights.inputs)
+        made = project(x, weights.inputs)
+        mixed, gate, b, a = made if len(made) == 4 else apply(HeadsApart, *made, form)
         out = rows.continue_states(weights.index, form, delta, mixed, b, a)
         return project(apply(GatedNorm, out, gate, delta.norm, form.eps), [weights.out])[0]
 
     def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
         dense = None if weights.down is None else self._dense(x, weights.gate_up, weights.down)
+        if weights.shared_gate and dense is not None:
+            dense = apply(GateOfToken, *project(x, weights.shared_gate), dense)
         if weights.mixture is not None:
             return mixture(x, weights.mixture, dense)
         assert dense is not None
@@ -358,6 +364,7 @@ class _LayerWeights:
         delta: of a gated delta net.
         inputs, gate_up: one or several projections; no ``gate_up`` where all experts are chosen by the router.
         out, down: last projections of attention or delta net, and MLP.
+        shared_gate: whose sigmoid shared experts are multiplied by, if there is one.
         mixture: the experts of a mixture, beside which ``gate_up`` and ``down`` are its shared experts.
     """
 
@@ -371,6 +378,7 @@ class _LayerWeights:
     out: Projection
     gate_up: list[Projection]
     down: Projection | None
+    shared_gate: list[Projection]
     mixture: MixtureWeights | None
 
     @classmethod
@@ -393,6 +401,7 @@ class _LayerWeights:
             _projection(output_of(layer)),
             [] if dense is None else [_projection(module) for module in modules_of(dense, GATE_UP)],
             None if dense is None else _projection(dense.down_proj),
+            [_projection(module) for module in gates_of_shared(layer.mlp)],
             None if form is None else MixtureWeights.of(layer.mlp, form),
         )
 
@@ -402,6 +411,7 @@ class _LayerWeights:
         of_heads += [] if self.sinks is None else [self.sinks]
         of_heads += self.delta or []
         projections = [*self.inputs, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
+        projections += self.shared_gate
         of_experts = [] if self.mixture is None else self.mixture.tensors
         return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None), *of_experts]
 

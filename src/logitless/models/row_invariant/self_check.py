@@ -44,7 +44,15 @@ from logitless.models.row_invariant import (
     paged_attention,
 )
 from logitless.models.row_invariant.attention_check import AttentionProblem
-from logitless.models.row_invariant.coverage import GATE_UP, dense_mlp, inputs_of, linear_of, modules_of, output_of
+from logitless.models.row_invariant.coverage import (
+    GATE_UP,
+    dense_mlp,
+    gates_of_shared,
+    inputs_of,
+    linear_of,
+    modules_of,
+    output_of,
+)
 from logitless.models.row_invariant.delta_check import DeltaProblem, delta_name
 from logitless.models.row_invariant.delta_net import DeltaForm
 from logitless.models.row_invariant.experts import experts_of, router_of
@@ -272,7 +280,11 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
             out_dtype = torch.float32 if layer.row_invariant_mixture.float32_router else None
             found.setdefault(Shape.of(router.weight, getattr(router, "bias", None), out_dtype), False)
         if (dense := dense_mlp(layer.mlp)) is not None:
-            for modules in (modules_of(dense, GATE_UP), [dense.down_proj]):
+            for modules in (
+                modules_of(dense, GATE_UP),
+                [dense.down_proj],
+                *([each] for each in gates_of_shared(layer.mlp)),
+            ):
                 _add_shapes(found, modules)
             _add_gated_shape(found, dense, gelu=layer.row_invariant_gelu)
     head = causal_lm(model).get_output_embeddings()

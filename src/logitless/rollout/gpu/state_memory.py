@@ -43,7 +43,7 @@ def slot_bytes(forms: Sequence[DeltaForm], dtype: torch.dtype) -> int:
 
     Example:
         >>> slot_bytes([DeltaForm(16, 32, 128, 128, 4, 1e-6)], torch.bfloat16)
-        3473408
+        3342336
     """
     return sum(prod(shape) * kind.itemsize for form in forms for shape, kind in _fields(form, dtype))
 

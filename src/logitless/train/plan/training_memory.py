@@ -31,6 +31,7 @@ from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import needs_start
 from logitless.train.assembly.teacher import has_teacher_model, teacher_model
 from logitless.train.optim.master_weights import master_weight
+from logitless.train.plan.recurrent_memory import DeltaNets
 from logitless.train.recipe.config import Recipe
 
 BLOCK = 192 * 2**20
@@ -235,13 +236,16 @@ def kept_bytes(recipe: Recipe, model: nn.Module) -> int:
 
 
 def sampling_bytes(recipe: Recipe, model: nn.Module) -> int:
-    """Estimated bytes of sampling beside the weights: the key-value cache, and one layer's activations of a prefill."""
+    """Estimated bytes of sampling beside the weights: the key-value cache with recurrent states, and one layer's
+    activations of a prefill."""
     rollout, number, longest = recipe.rollout, recipe.model.activation_bytes, recipe.data.max_prompt_tokens
     config: Any = causal_lm(model).config.get_text_config()  # type: ignore[union-attr]
     heads = AttentionHeads.of(config)
     rows = min(rollout.max_rows, rollout.prompts_per_block * rollout.completions_per_prompt)
     length = longest + rollout.longest_completion
-    cache = rows * length * config.num_hidden_layers * 2 * heads.key * heads.width * number
+    nets = DeltaNets.of(config)
+    cache = rows * length * (config.num_hidden_layers - nets.layers) * 2 * heads.key * heads.width * number
+    cache += nets.sampling_bytes(rows, number)
     if rollout.engine.cache_bytes is not None:
         cache = min(cache, rollout.engine.cache_bytes)
     prompts = -(-rows // rollout.completions_per_prompt)
@@ -286,6 +290,8 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
     A mixture's F is that of a token's experts and shared experts together, and 2 n D for each of these experts are kept
     besides: its input and its output.
 
+    Where layers have gated delta nets, what is kept is the mean over the layers (``DeltaNets``).
+
     Over a frozen base nothing is kept for gradients of weights. What is left: the norms' input in float32 (8 D),
     queries, keys, values and output, and three parts of the MLP (3 n F). A float32 adapter keeps a float32 copy of its
     input, whose gradient comes in both dtypes.
@@ -303,13 +309,16 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
     layer = next((module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)), None)
     parts: Any = () if layer is None else layer.modules()
     inputs = [part.in_features for part in parts if hasattr(part, "lora_A")]
-    attention = 2 * (heads.query + heads.key) * heads.width
+    attention = 2 * number * (heads.query + heads.key) * heads.width
+    made = attention + 2 * number * heads.key * heads.width
+    if (nets := DeltaNets.of(config)).layers:
+        layers, made = config.num_hidden_layers, max(made, nets.made(number))
+        attention = (nets.layers * nets.kept(number) + (layers - nets.layers) * attention) // layers
     if inputs and number < 4:
-        kept = 8 * width + number * (attention + 3 * inner + outputs) + 4 * sum(inputs)
-        return kept, max((4 + number) * max(inputs), 3 * number * inner)
+        kept = 8 * width + attention + number * (3 * inner + outputs) + 4 * sum(inputs)
+        return kept, max((4 + number) * max(inputs), 3 * number * inner, nets.made(number))
     norms = (8 + 4 * number) * width + number * outputs
-    made = attention + 2 * heads.key * heads.width + 3 * inner
-    return norms + number * (attention + 4 * inner), norms + number * made
+    return norms + attention + 4 * number * inner, norms + made + 3 * number * inner
 
 
 def _inner_width(model: nn.Module, config: Any) -> tuple[int, int]:
@@ -320,7 +329,8 @@ def _inner_width(model: nn.Module, config: Any) -> tuple[int, int]:
         return dense, 0
     shared = getattr(config, "n_shared_experts", None) or 0
     width = getattr(config, "moe_intermediate_size", None) or dense
-    return (per_token + shared) * width, 2 * per_token * config.hidden_size
+    gated = getattr(config, "shared_expert_intermediate_size", None) or 0  # Qwen's one shared expert
+    return (per_token + shared) * width + gated, 2 * per_token * config.hidden_size
 
 
 def _head_bytes(
