@@ -72,7 +72,7 @@ def _compile(kernel: Any, capability: int, resources: bool, positional: Any, nam
 
 def _type(value: Any) -> str:
     dtypes = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    dtypes |= {torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
+    dtypes |= {torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.bool: "i1"}
     if isinstance(value, Tensor):
         return "*" + dtypes[value.dtype]
     if isinstance(value, int):
