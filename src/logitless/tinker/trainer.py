@@ -248,8 +248,9 @@ class Trainer:
                 names = [name.replace(f".{shape.name}.", ".") for name, _ in own]
                 self._slots[shape] = _Slot(names, [p for _, p in own], self._base_engine)
             except Exception:
-                if is_peft(self.model) and shape.name in self.model.peft_config:  # type: ignore[operator]
+                if self._slots and shape.name in self.model.peft_config:  # type: ignore[operator]
                     self.model.delete_adapter(shape.name)  # type: ignore[operator]
+                    self.model.set_adapter(next(iter(self._slots)).name)  # type: ignore[operator]
                 raise
             finally:
                 self._install()
