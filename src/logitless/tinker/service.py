@@ -402,7 +402,7 @@ class Service:
                 raise RefusedError(400, f"seq_id {seq_id} of {model.id} was another request")
             return promise
         if seq_id < model.next_seq:
-            raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run: {model.next_seq} is next")
+            raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run or was given up: {model.next_seq} is next")
         if seq_id > model.next_seq + PENDING:
             raise RefusedError(400, f"seq_id {seq_id} of {model.id} is out of order: {model.next_seq} is next")
         self._check_room(model.session, num_bytes)

@@ -249,8 +249,8 @@ class Trainer:
                 self._slots[shape] = _Slot(names, [p for _, p in own], self._base_engine)
             except Exception:
                 if self._slots and shape.name in self.model.peft_config:  # type: ignore[operator]
-                    self.model.delete_adapter(shape.name)  # type: ignore[operator]
                     self.model.set_adapter(next(iter(self._slots)).name)  # type: ignore[operator]
+                    self.model.delete_adapter(shape.name)  # type: ignore[operator]
                 raise
             finally:
                 self._install()
