@@ -207,6 +207,21 @@ def test_what_is_hostile_or_too_large_is_answered_in_words(url, path, body, head
     assert (reply.status_code, said in reply.json()["error"]) == (status, True), reply.text
 
 
+@pytest.mark.parametrize("body", [b"seconds", b'{"ttl_seconds": true}', b'{"ttl_seconds": 1000000000000}'])
+def test_a_time_to_live_is_a_number_of_seconds(url, service, body):
+    path = trained(service, num_steps=0).save_state("kept").result().path.removeprefix("tinker://")
+    run, kind, name = path.split("/")
+    place = f"{url}/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/ttl"
+    assert httpx.put(place, content=body, headers=KEY, timeout=60).status_code == 422
+    place = f"{url}/files/{path}/adapter_model.safetensors?until=99999999999&signature=%C3%A9"
+    assert httpx.get(place, timeout=60).status_code == 403
+
+
+def sparse(*shape):
+    rows = np.zeros(shape[0] + 1, np.int64).tobytes()
+    return pb.Tensor(sparse_csr=pb.SparseCsr(crow_indices=rows), dtype=pb.DTYPE_INT64, shape=shape)
+
+
 def dense(values, dtype):
     name = pb.DTYPE_INT64 if dtype == np.int64 else pb.DTYPE_FLOAT32
     return pb.Tensor(dense=np.array(values, dtype).tobytes(), dtype=name, shape=np.shape(values))
@@ -218,6 +233,8 @@ def dense(values, dtype):
         (lambda d: d.model_input.add().image.SetInParent(), "encoded_text alone"),
         (lambda d: d.ClearField("model_input"), "0 tokens"),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1], np.int64)), "one row a token"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(sparse(1, 67_000_000)), "one row a token"),
+        (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(sparse(4, 65)), "at most 64 targets"),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1, 2, 3, 999], np.int64)), "0 to 271"),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1.0] * 4, np.float32)), "no integers"),
         (lambda d: d.loss_fn_inputs["weights"].CopyFrom(dense([np.nan] * 4, np.float32)), "not finite"),

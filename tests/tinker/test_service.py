@@ -52,6 +52,18 @@ def save(service, model, seq_id, **options):
     return service.save("weights", wire.SaveWeights(model_id=model, seq_id=seq_id, **options), KEY, b"save")
 
 
+def sampler_of(service, session, number=0, **options):
+    options = options or {"base_model": "m"}
+    request = wire.CreateSamplingSession(session_id=session, sampling_session_seq_id=number, **options)
+    return service.create_sampler(request, KEY)["sampling_session_id"]
+
+
+def sample(service, sampler, seq_id=0, tokens=(3,)):
+    prompt = {"chunks": [{"tokens": list(tokens)}]}
+    asked = wire.Sample(prompt=prompt, sampling_params={"max_tokens": 2}, sampling_session_id=sampler, seq_id=seq_id)
+    return service.sample(asked, KEY, b"")
+
+
 def test_requests_run_in_the_order_of_seq_id_whenever_they_arrive(service):
     model = model_of(service, session_of(service))
     saved = save(service, model, 3, path="after")
@@ -185,6 +197,134 @@ def test_too_many_requests_that_wait_are_refused(service, monkeypatch):
         result(service, step(service, model, seq_id))
 
 
+def test_an_answered_request_is_not_held(service, monkeypatch):
+    monkeypatch.setattr(module.wire, "sample_output", lambda *_: b"1234")
+    session = session_of(service)
+    result(service, step(service, model_of(service, session), 1))
+    assert result(service, sample(service, sampler_of(service, session))) == b"1234"
+    jobs = service.session(session, KEY).jobs.values()
+    assert [(job.run, getattr(job, "request", None), job.num_bytes) for job in jobs] == [
+        (None, None, size) for size in (0, 0, 4)
+    ]
+
+
+def test_bytes_that_wait_or_were_not_retrieved_are_limited(service, monkeypatch):
+    monkeypatch.setattr(module, "HELD_BYTES", 100)
+    monkeypatch.setattr(module.wire, "sample_output", lambda *_: bytes(90))
+    sampler = sampler_of(service, session_of(service))
+    with pytest.raises(RefusedError, match="100 bytes"):
+        sample(service, sampler, tokens=(3, 4, 5))
+    first = sample(service, sampler)
+    result(service, first)
+    with pytest.raises(RefusedError, match="100 bytes"):
+        sample(service, sampler, 1)
+    service.retrieved(first["request_id"], KEY)
+    result(service, sample(service, sampler, 1))  # the retrieved answer made room
+
+
+def test_cancelled_requests_are_forgotten_like_retrieved_ones(service, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    monkeypatch.setattr(module, "RETRIEVED", 1)
+    session = session_of(service)
+    sampler = sampler_of(service, session)
+    for seq_id in range(3):
+        service.cancel(sample(service, sampler, seq_id)["request_id"], KEY)
+    assert list(service.session(session, KEY).jobs) == [f"{sampler}:2"]
+
+
+def test_a_key_has_so_many_sessions_and_models(service, monkeypatch):
+    session = session_of(service)
+    model_of(service, session)
+    for name in ("SESSIONS", "MODELS"):
+        monkeypatch.setattr(module, name, 1)
+    model_of(service, session)  # sent again
+    for ask in (lambda: session_of(service), lambda: model_of(service, session, 1)):
+        with pytest.raises(RefusedError, match="close some"):
+            ask()
+    model_of(service, session_of(service, "tml-b"), key="tml-b")
+
+
+def test_what_waits_for_a_request_that_never_came_fails_and_the_model_goes_on(service, monkeypatch):
+    model = model_of(service, session_of(service))
+    monkeypatch.setattr(module, "MISSING_SECONDS", 0.0)
+    with pytest.raises(FailedError, match=r"seq_id 1 of .* never came"):
+        result(service, step(service, model, 2))
+    with pytest.raises(FailedError, match="the whole gradient"):
+        result(service, step(service, model, 3))
+    result(service, step(service, model, 4))
+
+
+def test_a_steady_stream_of_samples_does_not_delay_the_first_for_ever(service, monkeypatch):
+    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    session = session_of(service)
+    sampler = sampler_of(service, session)
+    with service._state:
+        promises = [sample(service, sampler, seq_id) for seq_id in range(2)]
+        jobs = service.session(session, KEY).samples
+        assert service._next() == []
+        jobs[0].arrived -= 301
+        found = service._next()
+    assert [job.id for job in found] == [promise["request_id"] for promise in promises]
+
+
+def test_a_failure_that_nobody_expected_does_not_end_the_service(service, monkeypatch):
+    session = session_of(service)
+    model, sampler = model_of(service, session), sampler_of(service, session)
+    monkeypatch.setattr(module.wire, "sample_output", lambda *_: 1 / 0)
+    with pytest.raises(FailedError, match="ZeroDivisionError"):
+        result(service, sample(service, sampler))
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_run", lambda _: 1 / 0)
+        with pytest.raises(FailedError, match="ZeroDivisionError"):
+            result(service, step(service, model, 1))
+    result(service, step(service, model, 2))
+    assert service.is_serving
+
+
+def test_a_checkpoint_is_looked_up_when_its_turn_has_come(service):
+    model = model_of(service, session_of(service))
+    path = f"tinker://{model}/weights/a"
+    loaded = service.load(wire.LoadWeights(path=path, optimizer=True, model_id=model, seq_id=2), KEY, b"")
+    result(service, save(service, model, 1, path="a"))
+    assert result(service, loaded)["path"] == path
+
+
+def test_an_adapter_of_another_base_model_is_refused(service):
+    session = session_of(service)
+    model = model_of(service, session)
+    path = result(service, save(service, model, 1, path="a"))["path"]
+    service.names = ("other",)
+    new = wire.LoadWeights(path=path, optimizer=True, session_id=session, model_seq_id=1)
+    for ask in (lambda: sampler_of(service, session, model_path=path), lambda: service.load(new, KEY, b"")):
+        with pytest.raises(RefusedError, match="an adapter of 'm': this service has other"):
+            ask()
+    into = wire.LoadWeights(path=path, optimizer=True, model_id=model, seq_id=2)
+    with pytest.raises(FailedError, match="an adapter of 'm'"):
+        result(service, service.load(into, KEY, b""))
+
+
+def test_a_sampler_of_a_checkpoint_that_was_overwritten_says_so(service):
+    session = session_of(service)
+    model = model_of(service, session)
+    path = result(service, save(service, model, 1, path="a"))["path"]
+    sampler = sampler_of(service, session, model_path=path)
+    assert sampler_of(service, session, model_path=path) == sampler
+    with pytest.raises(RefusedError, match="another sampling session"):
+        sampler_of(service, session)
+    result(service, save(service, model, 2, path="a", overwrite=True))
+    with pytest.raises(FailedError, match="was overwritten"):
+        result(service, sample(service, sampler))
+
+
+def test_sessions_sample_differently_and_a_repeated_run_alike(service):
+    def name(session):
+        sampler = service.sampler(sampler_of(service, session), KEY)
+        asked = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 2}}
+        return service._request(wire.Sample(sampling_session_id=sampler.id, seq_id=0, **asked), sampler).id
+
+    assert [name(session_of(service)) for _ in range(2)] == ["0:sample:0:0", "1:sample:0:0"]
+
+
 def test_retrieved_answers_are_kept_for_a_while(service, monkeypatch):
     monkeypatch.setattr(module, "RETRIEVED", 1)
     model = model_of(service, session_of(service))
@@ -209,6 +349,8 @@ def test_weights_of_old_unnamed_samplers_are_dropped(service, monkeypatch):
     with pytest.raises(RefusedError, match="were dropped") as refused:
         service.sample(wire.Sample(sampling_session_id=ids[0], **asked), KEY, b"")
     assert refused.value.status == 410
+    with pytest.raises(RefusedError, match="were dropped"):  # of one that waited meanwhile
+        service._weights(service.sampler(ids[0], KEY))
 
 
 @pytest.mark.parametrize(
@@ -241,3 +383,22 @@ def test_a_json_body_is_refused_field_by_field():
     assert "new_field: not served" in str(refused.value)
     with pytest.raises(RefusedError, match="body"):
         wire.parsed(wire.OptimStep, b"\xff")
+    with pytest.raises(RefusedError, match="at most 65536"):
+        wire.parsed(wire.OptimStep, bytes(1 << 17))
+
+
+@pytest.mark.parametrize(
+    ("kind", "given"),
+    [
+        (wire.SetTtl, '{"ttl_seconds": true}'),
+        (wire.SetTtl, '{"ttl_seconds": 1000000000000}'),
+        (wire.SetTtl, "seconds"),
+        (wire.AdamParams, '{"eps": 0}'),
+        (wire.TextChunk, '{"tokens": [9223372036854775808]}'),
+        (wire.SamplingParams, '{"stop": [9223372036854775808]}'),
+    ],
+)
+def test_numbers_that_nothing_can_be_done_with_are_refused(kind, given):
+    with pytest.raises(RefusedError) as refused:
+        wire.parsed(kind, given.encode())
+    assert refused.value.status == 422

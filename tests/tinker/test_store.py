@@ -75,3 +75,23 @@ def test_an_expired_checkpoint_is_deleted(tmp_path):
     store.expire(made, time.time() - 1)
     assert store.all("me") == []
     assert not store.place(made.run, made.kind, made.name).exists()
+
+
+def test_a_name_is_free_after_its_checkpoint_has_expired(tmp_path):
+    store = Store(tmp_path)
+    save(store, expires=time.time() - 1)
+    made = save(store, 2.0)
+    assert store.tensors(made, optimizer=False)[0]["w"].tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("end", ["part", "old"])
+def test_what_a_killed_save_left_is_not_listed_and_goes_at_the_next_start(tmp_path, end):
+    store = Store(tmp_path)
+    made = save(store, expires=time.time() - 1)
+    left = store.place(made.run, made.kind, made.name).with_name(f".b.{end}")
+    left.with_name("a").rename(left)
+    made = save(store)
+    assert store.all("me") == [made]
+    assert left.exists()
+    assert Store(tmp_path).all("me") == [made]
+    assert not left.exists()

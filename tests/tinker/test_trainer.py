@@ -4,12 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from logitless.errors import TrainingError, UnavailableError
+from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head import fused
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
 from logitless.rollout.sampling import SamplingOptions
+from logitless.tinker import trainer as module
 from logitless.tinker.trainer import Request, Shape, Trainer
 from logitless.tinker.wire import AdamParams, Datum, ForwardBackward
 from tests.models.mixtures import MIXTURES
@@ -185,6 +186,40 @@ def test_a_step_whose_gradient_is_not_whole_or_not_finite_is_left_out():
         trainer.optim_step(adapter, AdamParams(learning_rate=1.0))
     assert all(torch.equal(a, b) for a, b in zip(adapter.weights, before, strict=True))
     assert all(weight.grad is None for weight in adapter.weights)
+
+
+def test_a_step_that_fails_midway_leaves_no_gradient_and_no_outdated_copy(monkeypatch):
+    trainer = trainer_of(False)
+    adapter = trained(trainer, trainer.create(SHAPES[1], seed=0), 1)
+    trainer.forward_backward(adapter, batch(data_of(2)))
+    monkeypatch.setattr(adapter.optimizer, "step", lambda: 1 / 0)
+    before = adapter.version
+    with pytest.raises(ZeroDivisionError):
+        trainer.optim_step(adapter, AdamParams())
+    assert adapter.version != before
+    assert all(weight.grad is None for weight in adapter.weights)
+
+
+def test_tensors_of_another_model_are_refused_by_name():
+    trainer = trainer_of(False)
+    adapter = trained(trainer, trainer.create(SHAPES[1], seed=0), 1)
+    tensors, state = trainer.tensors(adapter), trainer.optimizer_state(adapter)
+    name = next(iter(tensors))
+    for changed in ({name: torch.zeros(3, 3)}, {"more": torch.zeros(1)}):
+        with pytest.raises(InputError, match="for an adapter of this base model"):
+            trainer.loaded(SHAPES[1], tensors | changed, {})
+    with pytest.raises(InputError, match=name):
+        trainer.loaded(SHAPES[1], tensors, state | {f"{name}.exp_avg": torch.zeros(3, 3)})
+
+
+def test_an_adapter_that_could_not_be_made_leaves_no_name(monkeypatch):
+    trainer = trainer_of(False)
+    trainer.create(SHAPES[0], seed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_Slot", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            trainer.create(SHAPES[1], seed=0)
+    assert trained(trainer, trainer.create(SHAPES[1], seed=0), 1)
 
 
 def test_a_mixture_of_experts_is_refused_in_words():

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import json
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -20,7 +19,8 @@ from starlette.routing import Route
 
 from logitless.errors import LogitlessError
 from logitless.tinker import wire
-from logitless.tinker.service import FailedError, Service, Session, owner_of
+from logitless.tinker.service import Service, owner_of
+from logitless.tinker.sessions import FailedError, Session
 from logitless.tinker.store import KINDS, Checkpoint
 from logitless.tinker.wire import MAX_BODY_BYTES, RefusedError
 
@@ -64,16 +64,18 @@ class Call:
     def number(self, name: str, default: int) -> int:
         """A number of the query."""
         given = self.http.query_params.get(name, str(default))
-        if not given.isdecimal():
-            raise RefusedError(400, f"{name}: a number of at least 0 is needed")
+        if not given.isdecimal() or len(given) > 15:
+            raise RefusedError(400, f"{name}: a number from 0 to 999999999999999 is needed")
         return int(given)
 
 
 # --- endpoints
 
 
-async def healthz(_: Call) -> Any:
+async def healthz(call: Call) -> Any:
     """The service runs."""
+    if not call.service.is_serving:
+        raise RefusedError(503, "the thread that serves has ended: start the service again")
     return {"status": "ok"}
 
 
@@ -288,10 +290,7 @@ async def delete_checkpoint(call: Call) -> Any:
 
 async def set_ttl(call: Call) -> Any:
     """Set when a checkpoint expires."""
-    found, body = _named(call), json.loads(call.body or b"{}")
-    seconds = body.get("ttl_seconds") if isinstance(body, dict) else 0
-    if seconds is not None and not (isinstance(seconds, int) and seconds >= 1):
-        raise RefusedError(422, "ttl_seconds: null or a positive number of seconds is needed")
+    found, seconds = _named(call), wire.parsed(wire.SetTtl, call.body or b"{}").ttl_seconds
     call.service.store.expire(found, None if seconds is None else time.time() + seconds)
 
 
@@ -301,26 +300,26 @@ async def download_urls(call: Call) -> Any:
     place = call.service.store.place(found.run, found.kind, found.name)
     base = f"{str(call.http.base_url).rstrip('/')}/files/{found.run}/{found.kind}/{found.name}"
     files = [file.name for file in sorted(place.iterdir()) if file.name != "checkpoint.json"]
-    urls = {name: f"{base}/{name}?until={until}&signature={_signature(call, found, name, until)}" for name in files}
+    urls = {
+        name: f"{base}/{name}?until={until}&signature={_signature(call, found.path, name, until)}" for name in files
+    }
     return {"urls": urls, "expires": datetime.fromtimestamp(until, UTC).isoformat()}
 
 
 async def download(call: Call) -> Any:
     """A file of a checkpoint, for a URL of ``download_urls``."""
-    found, name, until = (
-        call.service.store.find(f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}"),
-        call.path("file"),
-        call.number("until", 0),
-    )
-    signature = call.http.query_params.get("signature", "")
-    if until < time.time() or not hmac.compare_digest(signature, _signature(call, found, name, until)):
-        raise RefusedError(403, "the URL has expired or was not made here")
+    path = f"tinker://{call.path('run')}/{call.path('kind')}/{call.path('name')}"
+    name, until, signature = call.path("file"), call.number("until", 0), call.http.query_params.get("signature", "")
+    wanted = _signature(call, path, name, until)
+    if until < time.time() or not hmac.compare_digest(signature.encode(), wanted.encode()):
+        raise RefusedError(403, "the URL has expired or was not made here: ask for another")
+    found = call.service.store.find(path)
     return FileResponse(Path(call.service.store.place(found.run, found.kind, found.name)) / name)
 
 
-def _signature(call: Call, checkpoint: Checkpoint, file: str, until: int) -> str:
+def _signature(call: Call, path: str, file: str, until: int) -> str:
     secret: bytes = call.http.app.state.secret
-    return hmac.new(secret, f"{checkpoint.path}/{file}/{until}".encode(), hashlib.sha256).hexdigest()
+    return hmac.new(secret, f"{path}/{file}/{until}".encode(), hashlib.sha256).hexdigest()
 
 
 def _not_served(why: str) -> Handler:

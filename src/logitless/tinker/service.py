@@ -18,8 +18,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
@@ -27,17 +26,27 @@ from logitless.errors import InputError, LogitlessError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
+from logitless.tinker.sessions import Answer, FailedError, Job, Model, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
 from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
 from logitless.tinker.wire import RefusedError
 
 logger = logging.getLogger("logitless")
 
-Answer: TypeAlias = bytes | dict[str, Any]
-"""Protobuf, or what becomes JSON."""
-
 PENDING = 4096
 """The most requests of a session that wait, or whose answer was not retrieved."""
+
+HELD_BYTES = 1 << 30
+"""The most bytes of a key's requests that wait, and of its answers."""
+
+TOKEN_BYTES = 40
+"""Host memory of a token of a prompt that waits."""
+
+SESSIONS = 256
+"""The most sessions of a key."""
+
+MODELS = 256
+"""The most models of a key's sessions."""
 
 RETRIEVED = 1024
 """Answers of a session that are kept after they were retrieved, for a client that lost one on its way."""
@@ -49,117 +58,10 @@ KEPT_CHECKPOINTS = 4
 """Checkpoints whose weights stay in memory after they were sampled from."""
 
 GATHER_SECONDS = 0.02
-"""A sample waits so long for others of the same batch, which come one by one."""
+"""A sample waits so long for others of the same batch, which come one by one; five times as long if they go on."""
 
-
-class FailedError(Exception):
-    """Why a future has no result.
-
-    Args:
-        message: in words.
-        category: ``user`` if the request was wrong, else ``server``.
-    """
-
-    def __init__(self, message: str, category: str) -> None:
-        super().__init__(message)
-        self.category = category
-
-
-@dataclass
-class _Job:
-    """A request that waits, with the future of its answer."""
-
-    id: str
-    digest: bytes
-    number: int
-    run: Callable[[], Answer]
-    answer: "Future[Answer]" = field(default_factory=Future)
-
-
-@dataclass
-class _SampleJob(_Job):
-    """A request for samples."""
-
-    request: Request | None = None
-    sampler: "Sampler | None" = None
-    arrived: float = field(default_factory=time.monotonic)
-
-    @property
-    def batch(self) -> tuple[Any, ...]:
-        """What jobs of one call of the engine have in common."""
-        assert self.request is not None
-        assert self.sampler is not None
-        return self.sampler.version, self.request.shared
-
-
-@dataclass
-class Model:
-    """A model that a client trains.
-
-    Args:
-        id: of it, and of its training run.
-        session: that it belongs to.
-        adapter: None until it was made.
-        next_seq: of the request that runs next; 0 makes the model.
-        waiting: requests by ``seq_id``.
-        snapshots: of its unnamed samplers, oldest first.
-    """
-
-    id: str
-    session: "Session"
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
-    adapter: Adapter | None = None
-    next_seq: int = 0
-    waiting: dict[int, _Job] = field(default_factory=dict)
-    snapshots: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
-    last_request: float = field(default_factory=time.time)
-
-
-@dataclass
-class Sampler:
-    """A sampling session: of the base model, of a saved adapter, or of a snapshot.
-
-    Args:
-        version: of the weights; 0 for the base model.
-        checkpoint: that is read when it is sampled from.
-        weights: of a snapshot; None once they were dropped.
-    """
-
-    id: str
-    session: "Session"
-    base_model: str
-    version: int = 0
-    checkpoint: Checkpoint | None = None
-    weights: Snapshot | None = None
-
-
-@dataclass
-class Session:
-    """A client.
-
-    Args:
-        owner: digest of its key.
-        jobs: by request id, waiting or done; those that were retrieved are the first to go.
-        samples: requests for samples that wait.
-    """
-
-    id: str
-    owner: str
-    created: float
-    seen: float
-    user_metadata: dict[str, Any] | None = None
-    display_name: str | None = None
-    models: dict[str, Model] = field(default_factory=dict)
-    samplers: dict[str, Sampler] = field(default_factory=dict)
-    jobs: dict[str, _Job] = field(default_factory=dict)
-    retrieved: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
-    samples: list[_SampleJob] = field(default_factory=list)
-
-    @property
-    def num_pending(self) -> int:
-        """Requests that wait, or whose answer was not retrieved."""
-        return len(self.jobs) - len(self.retrieved)
+MISSING_SECONDS = 120.0
+"""Requests of a model wait so long for one before them that was refused or lost on its way."""
 
 
 class Service:
@@ -168,7 +70,7 @@ class Service:
     Args:
         trainer: used by the service's thread alone.
         store: of checkpoints.
-        names: of the base model, as clients may call it; the first is told them.
+        names: that clients may use for the base model; the first is used where a client gives none.
         tokenizer_name: hub name or folder that clients load the tokenizer from.
         seed: of samples without a seed of their own.
         session_seconds: without a heartbeat after which a session is gone.
@@ -189,7 +91,7 @@ class Service:
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._state = threading.Condition()
-        self._numbers = itertools.count()
+        self._numbers, self._session_numbers = itertools.count(), itertools.count()
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="logitless-tinker", daemon=True)
@@ -204,15 +106,25 @@ class Service:
         for session in self._sessions.values():
             self._fail_all(session, "the service has ended")
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether its thread is alive."""
+        return self._thread.is_alive()
+
     # --- sessions
 
     def create_session(self, request: wire.CreateSession, key: str) -> dict[str, Any]:
         """A new session of this key."""
-        now = time.time()
+        now, owner = time.time(), owner_of(key)
         with self._state:
             self._drop_silent(now)
-            number = hashlib.blake2b(f"{now}/{next(self._numbers)}".encode(), digest_size=12).hexdigest()
-            session = Session(f"s-{number}", owner_of(key), now, now, request.user_metadata, request.display_name)
+            if len(self._of(owner)) >= SESSIONS:
+                raise RefusedError(
+                    400, f"the key has {SESSIONS} sessions: close some, or let them end without heartbeats"
+                )
+            number = next(self._session_numbers)
+            name = hashlib.blake2b(f"{now}/{number}".encode(), digest_size=12).hexdigest()
+            session = Session(f"s-{name}", number, owner, now, now, request.user_metadata, request.display_name)
             self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id}
 
@@ -236,7 +148,10 @@ class Service:
     def sessions(self, key: str) -> list[Session]:
         """The sessions of a key."""
         with self._state:
-            return [session for session in self._sessions.values() if session.owner == owner_of(key)]
+            return self._of(owner_of(key))
+
+    def _of(self, owner: str) -> list[Session]:
+        return [session for session in self._sessions.values() if session.owner == owner]
 
     def session(self, session_id: str, key: str) -> Session:
         """A session of a key."""
@@ -265,7 +180,7 @@ class Service:
         for model in session.models.values():
             model.waiting.clear()
         for job in waiting:
-            _fail(job, FailedError(why, "server"))
+            job.finish(FailedError(why, "server"))
 
     # --- models
 
@@ -288,11 +203,17 @@ class Service:
 
     def _new_model(self, session: Session, number: int, base_model: str, metadata: dict[str, Any] | None) -> Model:
         identity = f"{session.id}:train:{number}"
+        if identity not in session.models and sum(len(each.models) for each in self._of(session.owner)) >= MODELS:
+            raise RefusedError(400, f"the key's sessions have {MODELS} models: close some sessions")
         return session.models.setdefault(identity, Model(identity, session, base_model, metadata))
 
-    def _check_name(self, name: str) -> None:
+    def _check_name(self, name: str, what: str = "base_model") -> None:
         if name not in self.names:
-            raise RefusedError(400, f"base_model {name!r:.200}: this service has {', '.join(self.names)}")
+            raise RefusedError(
+                400,
+                f"{what} {name!r:.200}: this service has {', '.join(self.names)} "
+                "(serve-tinker --name gives a model further names)",
+            )
 
     def model(self, model_id: str, key: str) -> Model:
         """A model of a key.
@@ -334,7 +255,7 @@ class Service:
                     adapter.broken = f"request {message.seq_id}: {error}"
                 raise
 
-        return self._train(message.model_id, message.seq_id, key, digest, run)
+        return self._train(message.model_id, message.seq_id, key, digest, run, num_bytes=len(body))
 
     def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
         """The future of a request that cannot be served. Its ``seq_id`` is used up: the SDK sends no other with it.
@@ -345,11 +266,12 @@ class Service:
         try:
             place = json.loads(body)
             model_id, seq_id = str(place["model_id"]), int(place["seq_id"])
-        except (ValueError, TypeError, LookupError):
+        except (ValueError, TypeError, LookupError, OverflowError):
             raise refused from None
+        status, said = refused.status, str(refused)  # not itself: its frames hold the body
 
         def run(_: Adapter) -> Answer:
-            raise refused
+            raise RefusedError(status, said)
 
         return self._train(model_id, seq_id, key, digest, run)
 
@@ -399,7 +321,7 @@ class Service:
             f"{model.session.id}:sample:{number}", model.session, model.base_model, weights.version, None, weights
         )
         with self._state:
-            model.session.samplers[sampler.id] = sampler
+            self._add(sampler)
             model.snapshots[sampler.id] = None
             while len(model.snapshots) > SNAPSHOTS:
                 model.session.samplers[model.snapshots.popitem(last=False)[0]].weights = None
@@ -407,27 +329,32 @@ class Service:
 
     def load(self, request: wire.LoadWeights, key: str, digest: bytes) -> dict[str, Any]:
         """Load a checkpoint into a model, or into a new one."""
-        checkpoint = self.checkpoint(request.path, key)
-        if checkpoint.kind != "weights" and request.optimizer:
-            raise RefusedError(400, f"{request.path}: checkpoints of samplers have no optimizer state")
         if request.base_model is not None:
             self._check_name(request.base_model)
+        base = request.base_model or (self._loadable(request, key).base_model if request.model_id is None else "")
         with self._state:
             if request.model_id is not None and request.seq_id is not None and request.session_id is None:
                 model, seq_id = self._model(request.model_id, key), request.seq_id
             elif request.session_id is not None and request.model_seq_id is not None and request.model_id is None:
                 session = self._session(request.session_id, key)
-                base = request.base_model or checkpoint.base_model
                 model, seq_id = self._new_model(session, request.model_seq_id, base, request.user_metadata), 0
             else:
                 raise RefusedError(400, "model_id with seq_id, or session_id with model_seq_id is needed")
 
             def run() -> Answer:
+                checkpoint = self._loadable(request, key)  # now: a request before this one may have saved it
                 tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
                 model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
                 return {"type": "load_weights", "path": request.path, "model_id": model.id}
 
             return self._arrived(model, seq_id, digest, run)
+
+    def _loadable(self, request: wire.LoadWeights, key: str) -> Checkpoint:
+        checkpoint = self.checkpoint(request.path, key)
+        self._check_name(checkpoint.base_model, f"{checkpoint.path}: an adapter of")
+        if checkpoint.kind != "weights" and request.optimizer:
+            raise RefusedError(400, f"{request.path}: checkpoints of samplers have no optimizer state")
+        return checkpoint
 
     def checkpoint(self, path: str, key: str) -> Checkpoint:
         """A checkpoint of a key.
@@ -444,7 +371,14 @@ class Service:
         return found
 
     def _train(
-        self, model_id: str, seq_id: int, key: str, digest: bytes, run: Callable[[Adapter], Answer]
+        self,
+        model_id: str,
+        seq_id: int,
+        key: str,
+        digest: bytes,
+        run: Callable[[Adapter], Answer],
+        *,
+        num_bytes: int = 0,
     ) -> dict[str, Any]:
         with self._state:
             model = self._model(model_id, key)
@@ -454,9 +388,11 @@ class Service:
                     raise FailedError("the model could not be made", "user")
                 return run(model.adapter)
 
-            return self._arrived(model, seq_id, digest, with_adapter)
+            return self._arrived(model, seq_id, digest, with_adapter, num_bytes)
 
-    def _arrived(self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Answer]) -> dict[str, Any]:
+    def _arrived(
+        self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Answer], num_bytes: int = 0
+    ) -> dict[str, Any]:
         """Put a request in its place; one that came before gets the same future."""
         request_id = f"{model.id}:{seq_id}"
         promise = {"request_id": request_id, "model_id": model.id}
@@ -466,19 +402,35 @@ class Service:
                 raise RefusedError(400, f"seq_id {seq_id} of {model.id} was another request")
             return promise
         if seq_id < model.next_seq:
-            raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run: {model.next_seq} is next")
+            raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run or was given up: {model.next_seq} is next")
         if seq_id > model.next_seq + PENDING:
             raise RefusedError(400, f"seq_id {seq_id} of {model.id} is out of order: {model.next_seq} is next")
-        self._check_room(model.session)
-        job = _Job(request_id, digest, next(self._numbers), run)
+        self._check_room(model.session, num_bytes)
+        job = Job(request_id, digest, next(self._numbers), run, num_bytes)
         model.session.jobs[request_id] = model.waiting[seq_id] = job
         model.last_request = time.time()
         self._state.notify_all()
         return promise
 
-    def _check_room(self, session: Session) -> None:
-        if session.num_pending >= PENDING:
-            raise RefusedError(429, f"{PENDING} requests of the session wait already, or their answers were not read")
+    def _check_room(self, session: Session, num_bytes: int) -> None:
+        own = self._of(session.owner)
+        held = num_bytes + sum(each.num_bytes for each in own)
+        for each in own:
+            while held > HELD_BYTES and each.retrieved:
+                held -= each.forget()
+        if session.num_pending >= PENDING or held > HELD_BYTES:
+            raise RefusedError(
+                429,
+                f"{PENDING} requests of the session or {HELD_BYTES} bytes of the key wait already, or their answers "
+                "were not read: retrieve answers, and send this one again",
+            )
+
+    def _note_retrieved(self, session: Session, request_id: str) -> None:
+        if request_id in session.jobs:
+            session.retrieved[request_id] = None
+            session.retrieved.move_to_end(request_id)
+        while len(session.retrieved) > RETRIEVED:
+            session.forget()
 
     # --- sampling
 
@@ -487,8 +439,10 @@ class Service:
         with self._state:
             session = self._session(request.session_id, key)
         checkpoint = None if request.model_path is None else self.checkpoint(request.model_path, key)
-        if checkpoint is None:
+        if checkpoint is None or request.base_model:
             self._check_name(request.base_model or "")
+        if checkpoint is not None:
+            self._check_name(checkpoint.base_model, f"{checkpoint.path}: an adapter of")
         base = request.base_model or (self.names[0] if checkpoint is None else checkpoint.base_model)
         version = 0
         if checkpoint is not None:  # negative: no adapter's; the same for all samplers of a checkpoint
@@ -497,16 +451,24 @@ class Service:
         name = f"{session.id}:sample:{request.sampling_session_seq_id}"
         sampler = Sampler(name, session, base, version, checkpoint)
         with self._state:
-            session.samplers.setdefault(sampler.id, sampler)
+            self._add(sampler)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def _add(self, sampler: Sampler) -> None:
+        known = sampler.session.samplers.setdefault(sampler.id, sampler)
+        if (known.version, known.base_model) != (sampler.version, sampler.base_model):
+            raise RefusedError(400, f"{sampler.id} is another sampling session already: choose another number")
 
     def _weights(self, sampler: Sampler) -> Snapshot | None:
         """What to sample with; the weights of the last few checkpoints stay in memory."""
         checkpoint = sampler.checkpoint
         if checkpoint is None:
+            if sampler.is_dropped:
+                raise _dropped(sampler)
             return sampler.weights
         if sampler.version not in self._read:
-            self.store.find(checkpoint.path)
+            if self.store.find(checkpoint.path).created != checkpoint.created:
+                raise RefusedError(410, f"{checkpoint.path} was overwritten: create another sampling client of it")
             tensors, _ = self.store.tensors(checkpoint, optimizer=False)
             weights = Snapshot(checkpoint.shape, list(tensors.values()), sampler.version, tuple(tensors))
             self._read[sampler.version] = weights
@@ -525,12 +487,8 @@ class Service:
     def sample(self, request: wire.Sample, key: str, digest: bytes) -> dict[str, Any]:
         """Sample from a prompt."""
         sampler = self.sampler(request.sampling_session_id, key)
-        if sampler.version > 0 and sampler.weights is None:
-            raise RefusedError(
-                410,
-                f"the weights of {sampler.id} were dropped: those of the last {SNAPSHOTS} unnamed samplers of a model "
-                "are kept; save_weights_for_sampler keeps a named one",
-            )
+        if sampler.is_dropped:
+            raise _dropped(sampler)
         wanted = self._request(request, sampler)
         request_id = f"{sampler.id}:{request.seq_id}"
         promise = {
@@ -543,9 +501,10 @@ class Service:
             if known is not None and known.digest != digest:
                 raise RefusedError(400, f"seq_id {request.seq_id} of {sampler.id} was another request")
             if known is None:
-                self._check_room(session)
+                num_bytes = TOKEN_BYTES * len(wanted.tokens)
+                self._check_room(session, num_bytes)
                 number = next(self._numbers)
-                job = _SampleJob(request_id, digest, number, dict, request=wanted, sampler=sampler)
+                job = SampleJob(request_id, digest, number, None, num_bytes, request=wanted, sampler=sampler)
                 session.jobs[request_id] = job
                 session.samples.append(job)
                 self._state.notify_all()
@@ -559,16 +518,24 @@ class Service:
             raise RefusedError(400, f"prompt: {error}") from error
         limit = self.trainer.limit
         room = params.max_tokens if limit is None else limit - len(tokens)
-        if not tokens or room is None or room < (params.max_tokens or 1):
+        if not tokens:
+            raise RefusedError(400, "0 prompt tokens: at least one is needed")
+        if room is None:
+            raise RefusedError(400, "max_tokens is needed: the model has no limit of positions")
+        if room < (params.max_tokens or 1):
             raise RefusedError(
-                400, f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions"
+                400,
+                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions; "
+                "shorten the prompt, or lower max_tokens",
             )
         last = request.prompt_logprobs_last_n
         if last is not None and not (request.prompt_logprobs and last < len(tokens)):
-            raise RefusedError(400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens")
+            raise RefusedError(
+                400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens are needed"
+            )
         stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
         if params.stop is not None and not stops:
-            raise RefusedError(400, "stop: [] is not served; an EOS token always ends a sequence")
+            raise RefusedError(400, "stop: []: an EOS token always ends a sequence; leave stop out")
         greedy = params.temperature == 0
         options = SamplingOptions(
             max_new_tokens=params.max_tokens or room,
@@ -583,7 +550,9 @@ class Service:
         except ValueError as error:
             raise RefusedError(400, f"stop: {error}") from error
         # With a seed of its own a request gives the same samples again, whoever asks.
-        name = f"{sampler.id.partition(':')[2]}:{request.seq_id}" if params.seed is None else repr(tokens)
+        # Without one, sessions sample differently; the session's id would not be the same when a run is repeated.
+        place = f"{sampler.session.number}:{sampler.id.partition(':')[2]}:{request.seq_id}"
+        name = place if params.seed is None else repr(tokens)
         seed = self.seed if params.seed is None else params.seed
         return Request(name, tokens, request.num_samples, options, seed, bool(request.prompt_logprobs), last)
 
@@ -604,11 +573,7 @@ class Service:
     def retrieved(self, request_id: str, key: str) -> None:
         """Note that an answer is on its way to the client."""
         with self._state:
-            session = self._session(request_id.partition(":")[0], key)
-            session.retrieved[request_id] = None
-            session.retrieved.move_to_end(request_id)
-            while len(session.retrieved) > RETRIEVED:
-                session.jobs.pop(session.retrieved.popitem(last=False)[0], None)
+            self._note_retrieved(self._session(request_id.partition(":")[0], key), request_id)
 
     def cancel(self, request_id: str, key: str) -> None:
         """Drop a request for samples that waits still."""
@@ -616,8 +581,8 @@ class Service:
             session = self._session(request_id.partition(":")[0], key)
             for job in [each for each in session.samples if each.id == request_id]:
                 session.samples.remove(job)
-                session.retrieved[job.id] = None  # nobody will ask
-                _fail(job, FailedError("cancelled by the client", "user"))
+                job.finish(FailedError("cancelled by the client", "user"))
+                self._note_retrieved(session, job.id)  # nobody will ask
 
     # --- the thread that serves
 
@@ -629,26 +594,33 @@ class Service:
                     self._drop_silent(time.time())
                 if self._closed:
                     return
-            if isinstance(jobs[0], _SampleJob):
-                self._sample(jobs)  # type: ignore[arg-type]
-            else:
-                self._run(jobs[0])
+            try:
+                if isinstance(jobs[0], SampleJob):
+                    self._sample(jobs)  # type: ignore[arg-type]
+                else:
+                    self._run(jobs[0])
+            except Exception as error:  # without this thread all clients would wait for ever
+                for job in jobs:
+                    job.finish(_failure(error))
 
     def _patience(self) -> float:
         """Seconds to wait for work: short if samples wait for others."""
         return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
 
-    def _next(self) -> Sequence[_Job]:
+    def _next(self) -> Sequence[Job]:
         """The next request, or several for samples, of the session that was served longest ago; empty if none."""
         now = time.monotonic()
         for session in list(self._sessions.values()):
-            due: list[_Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
+            for model in session.models.values():
+                self._fail_stalled(model, now)
+            due: list[Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
             due += session.samples[:1]
             if not due:
                 continue
             first = min(due, key=lambda job: job.number)
-            if isinstance(first, _SampleJob):
-                if now - session.samples[-1].arrived < GATHER_SECONDS:  # more may come
+            if isinstance(first, SampleJob):
+                last = session.samples[-1]
+                if now - last.arrived < GATHER_SECONDS and now - first.arrived < 5 * GATHER_SECONDS:  # more may come
                     continue
                 found = self._together(first)
             else:
@@ -660,9 +632,22 @@ class Service:
             return found
         return []
 
-    def _together(self, first: "_SampleJob") -> list[_Job]:
+    def _fail_stalled(self, model: Model, now: float) -> None:
+        """Fail what waits for a request that never came."""
+        since = min((job.arrived for job in model.waiting.values()), default=now)
+        if model.next_seq in model.waiting or now - since <= MISSING_SECONDS:
+            return
+        why = f"seq_id {model.next_seq} of {model.id} never came: send it and those behind it again, with new numbers"
+        if model.adapter is not None:
+            model.adapter.broken = why  # it may have been a part of the gradient
+        model.next_seq = max(model.waiting) + 1
+        for job in model.waiting.values():
+            job.finish(FailedError(why, "user"))
+        model.waiting.clear()
+
+    def _together(self, first: "SampleJob") -> list[Job]:
         """Requests of all sessions that one call of the engine serves; removed from the queues."""
-        found: list[_Job] = []
+        found: list[Job] = []
         names = set[str]()  # the engine takes distinct ones; equal ones give equal samples, and wait for another call
         for session in self._sessions.values():
             rest = []
@@ -676,27 +661,31 @@ class Service:
             session.samples[:] = rest
         return found
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: Job) -> None:
+        assert job.run is not None
+        outcome: Answer | FailedError
         try:
-            job.answer.set_result(job.run())
+            outcome = job.run()
         except Exception as error:
-            _fail(job, _failure(error))
+            outcome = _failure(error)
+        _finish(job, outcome)
 
-    def _sample(self, jobs: Sequence[_SampleJob]) -> None:
+    def _sample(self, jobs: Sequence[SampleJob]) -> None:
         requests = [job.request for job in jobs if job.request is not None]
         sampler = jobs[0].sampler
         assert sampler is not None
+        outcomes: Sequence[Answer | FailedError]
         try:
             results = self.trainer.sample(self._weights(sampler), requests)
+            outcomes = [wire.sample_output(*result) for _, result in zip(jobs, results, strict=True)]
         except Exception as error:
-            if len(jobs) > 1:  # find out whose fault it is
-                for job in jobs:
-                    self._sample([job])
-                return
-            _fail(jobs[0], _failure(error))
+            outcomes = [_failure(error)]
+        if len(outcomes) < len(jobs):  # find out whose fault it is
+            for job in jobs:
+                self._sample([job])
             return
-        for job, result in zip(jobs, results, strict=True):
-            job.answer.set_result(wire.sample_output(*result))
+        for job, outcome in zip(jobs, outcomes, strict=True):
+            _finish(job, outcome)
 
 
 def owner_of(key: str) -> str:
@@ -704,18 +693,27 @@ def owner_of(key: str) -> str:
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
-def _fail(job: _Job, error: FailedError) -> None:
-    if not job.answer.done():
-        job.answer.set_exception(error)
+def _dropped(sampler: Sampler) -> RefusedError:
+    return RefusedError(
+        410,
+        f"the weights of {sampler.id} were dropped: those of the last {SNAPSHOTS} unnamed samplers of a model "
+        "are kept; save_weights_for_sampler keeps a named one",
+    )
+
+
+def _finish(job: Job, outcome: Answer | FailedError) -> None:
+    """Answer. Not called within ``except``: the error refers to its frames, which keep the memory of a pass alive."""
+    job.finish(outcome)
+    if isinstance(outcome, FailedError) and outcome.category == "server":
+        torch.cuda.empty_cache()  # it may have been out of memory
 
 
 def _failure(error: Exception) -> FailedError:
     if isinstance(error, FailedError):
-        return error
+        return FailedError(str(error), error.category)  # without its frames, which hold the request
     if isinstance(error, RefusedError):
         return FailedError(str(error), "user")
     if isinstance(error, torch.OutOfMemoryError):
-        torch.cuda.empty_cache()
         return FailedError(f"out of memory: {error}; send less at once, or start with fewer --tokens-per-row", "server")
     if isinstance(error, LogitlessError):
         return FailedError(str(error), "user" if isinstance(error, ValueError) else "server")

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -69,6 +70,8 @@ class Store:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            for part in folder.glob("*/*/.*.part"):  # killed while writing
+                shutil.rmtree(part)
             for old in folder.glob("*/*/.*.old"):  # killed between two renames
                 place = old.with_name(old.name[1:].removesuffix(".old"))
                 if place.exists():
@@ -110,7 +113,7 @@ class Store:
             CheckpointError: the folder cannot be written.
         """
         place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
-        if place.exists() and not overwrite:
+        if not overwrite and self._read(place) is not None:
             raise InputError(
                 needed="a name that is free", given=checkpoint.path, remedy="Pass overwrite=True, or choose another."
             )
@@ -130,7 +133,7 @@ class Store:
                 place.rename(old)
             part.rename(place)
             shutil.rmtree(old, ignore_errors=True)
-        except OSError as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 needed="a folder that can be written",
                 given=f"{str(place)!r}: {error}",
@@ -165,7 +168,7 @@ class Store:
 
     def all(self, owner: str, run: str | None = None) -> list[Checkpoint]:
         """The checkpoints of an owner, newest first; those that have expired are deleted."""
-        found = [self._read(file.parent) for file in self.folder.glob("*/*/*/checkpoint.json")]
+        found = [self._read(file.parent) for file in self.folder.glob("*/*/[!.]*/checkpoint.json")]
         own = [each for each in found if each is not None and each.owner == owner and run in (None, each.run)]
         return sorted(own, key=lambda each: each.created, reverse=True)
 
@@ -188,6 +191,6 @@ class Store:
             return None
         found = Checkpoint(**{**raw, "shape": Shape(**raw["shape"])})
         if found.expires is not None and found.expires < time.time():
-            self.delete(found)
+            shutil.rmtree(place, ignore_errors=True)
             return None
         return found

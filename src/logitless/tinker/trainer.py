@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import Packing, pack
-from logitless.errors import TrainingError, UnavailableError
+from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.models.lm_head import causal_lm, is_peft
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model
 from logitless.models.lora import LoraOptions, adapters_off, add_adapter
@@ -88,11 +88,6 @@ class Adapter:
     optimizer: torch.optim.AdamW | None = None
     broken: str = ""
 
-    @property
-    def num_bytes(self) -> int:
-        """Of weights, gradients and both moments."""
-        return 16 * sum(weight.numel() for weight in self.weights)
-
     def snapshot(self) -> "Snapshot":
         """A copy of the weights in host memory."""
         return Snapshot(self.shape, [w.detach().to("cpu", copy=True) for w in self.weights], self.version)
@@ -123,6 +118,22 @@ class _Slot:
     parameters: list[nn.Parameter]
     engine: Engine
     holds: int = 0
+
+    def ordered(self, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """Saved tensors, one for each parameter.
+
+        Raises:
+            InputError: other names or shapes.
+        """
+        wanted = {name: tuple(parameter.shape) for name, parameter in zip(self.names, self.parameters, strict=True)}
+        given = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        if wrong := sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name)):
+            raise InputError(
+                needed=f"{wrong[0]} of shape {wanted.get(wrong[0])}, for an adapter of this base model",
+                given=f"shape {given.get(wrong[0])}; {len(wrong)} tensors differ",
+                remedy="Load a checkpoint that was saved with the same model.",
+            )
+        return [named[name] for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -236,6 +247,11 @@ class Trainer:
                 own = [(n, p) for n, p in self.model.named_parameters() if f".{shape.name}." in n]
                 names = [name.replace(f".{shape.name}.", ".") for name, _ in own]
                 self._slots[shape] = _Slot(names, [p for _, p in own], self._base_engine)
+            except Exception:
+                if self._slots and shape.name in self.model.peft_config:  # type: ignore[operator]
+                    self.model.set_adapter(next(iter(self._slots)).name)  # type: ignore[operator]
+                    self.model.delete_adapter(shape.name)  # type: ignore[operator]
+                raise
             finally:
                 self._install()
         slot = self._slots[shape]
@@ -249,8 +265,8 @@ class Trainer:
         if slot.holds != adapter.version:
             weights = [weight.detach() for weight in adapter.weights]
             if isinstance(adapter, Snapshot) and adapter.names:
-                named = dict(zip(adapter.names, weights, strict=True))
-                weights = [named[name] for name in slot.names]
+                weights = slot.ordered(dict(zip(adapter.names, weights, strict=True)))
+            slot.holds = 0  # of nobody, if it fails midway
             with torch.no_grad():
                 torch._foreach_copy_([*slot.parameters], weights)
             slot.holds = adapter.version
@@ -290,13 +306,21 @@ class Trainer:
             shape: of it.
             tensors: factors by name.
             state: of ``optimizer_state``; empty for a fresh optimizer.
+
+        Raises:
+            InputError: tensors of another model.
         """
-        names = self.names(shape)
-        adapter = Adapter(shape, [nn.Parameter(tensors[name].to(self.device, copy=True)) for name in names])
+        slot = self._slot(shape)
+        adapter = Adapter(shape, [nn.Parameter(t.to(self.device, copy=True)) for t in slot.ordered(tensors)])
         if state:
             optimizer = self._optimizer(adapter)
-            for name, weight in zip(names, adapter.weights, strict=True):
-                moments = {key: state[f"{name}.{key}"].to(self.device, copy=True) for key in ("exp_avg", "exp_avg_sq")}
+            ends = {key: f".{key}" for key in ("exp_avg", "exp_avg_sq")}
+            saved = {
+                key: slot.ordered({n.removesuffix(end): t for n, t in state.items() if n.endswith(end)})
+                for key, end in ends.items()
+            }
+            for index, weight in enumerate(adapter.weights):
+                moments = {key: kept[index].to(self.device, copy=True) for key, kept in saved.items()}
                 on_device = automatic_implementation(self.device) == "fused"
                 step = state["step"].to(self.device if on_device else "cpu", copy=True)
                 optimizer.state[weight] = {"step": step, **moments}
@@ -409,19 +433,23 @@ class Trainer:
                 remedy="Send the step's data again: its gradients were dropped.",
             )
         optimizer = self._optimizer(adapter)
-        for weight in adapter.weights:
-            if weight.grad is None:
-                weight.grad = torch.zeros_like(weight)
         for group in optimizer.param_groups:
             group |= {"betas": (params.beta1, params.beta2), "eps": params.eps, "weight_decay": params.weight_decay}
-        norm, taken = take_step(optimizer, rate=params.learning_rate, max_grad_norm=params.grad_clip_norm or None)
+        adapter.version = next(_versions)  # before the step, which may fail midway
+        try:
+            for weight in adapter.weights:
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+            norm, taken = take_step(optimizer, rate=params.learning_rate, max_grad_norm=params.grad_clip_norm or None)
+        finally:
+            for weight in adapter.weights:
+                weight.grad = None
         if not taken:
             raise TrainingError(
                 needed="a finite gradient",
                 given=f"norm {float(norm)}",
                 remedy="The step was left out: weights and moments are as before, gradients are dropped.",
             )
-        adapter.version = next(_versions)
         return {"grad_norm:mean": float(norm)}
 
     # --- sampling

@@ -1,12 +1,12 @@
 """Bodies of the Tinker SDK: requests in protobuf and JSON, results in protobuf.
 
-The message classes are those of the installed package ``tinker``. A field or value that the service does not serve is
-refused in words; none is ignored.
+The message classes are those of the installed package ``tinker``. A JSON field or value that would change a result and
+is not served is refused in words; labels of the client (tags, project, versions) are dropped.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
@@ -16,6 +16,12 @@ from logitless.tinker.losses import INPUTS
 
 MAX_BODY_BYTES = 64 << 20
 """Of a request, compressed or not."""
+
+MAX_TARGETS = 64
+"""Of a position."""
+
+MAX_CELLS = 1 << 22
+"""Targets of all positions of a request: as many as fit into a body, with a weight each."""
 
 _DTYPES = {"DTYPE_FLOAT32": np.float32, "DTYPE_INT64": np.int64, "DTYPE_INT32": np.int32}
 
@@ -74,6 +80,7 @@ class Message(BaseModel):
     """A JSON request. Fields that it does not name are refused."""
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    max_bytes: ClassVar[int] = 1 << 16
     type: str | None = None
 
 
@@ -86,6 +93,8 @@ def parsed(kind: type[M], body: bytes) -> M:
     Raises:
         RefusedError: names each wrong field.
     """
+    if len(body) > kind.max_bytes:
+        raise RefusedError(422, f"{len(body)} bytes: at most {kind.max_bytes} are read here")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -94,7 +103,7 @@ def parsed(kind: type[M], body: bytes) -> M:
             name: "not served" if each["type"] == "extra_forbidden" else each["msg"].removeprefix("Value error, ")
             for name, each in wrong.items()
         }
-        raise RefusedError(422, "; ".join(f"{name}: {what}" for name, what in said.items())) from error
+        raise RefusedError(422, "; ".join(f"{name}: {what}" for name, what in [*said.items()][:8])) from error
 
 
 def _only(*allowed: object) -> BeforeValidator:
@@ -156,7 +165,7 @@ class CreateModel(Message):
 
 
 class OfModel(Message):
-    """``get_info``, ``unload_model``."""
+    """``get_info``, and part of all requests of a model."""
 
     model_id: str
 
@@ -167,7 +176,7 @@ class AdamParams(Message):
     learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.95, ge=0, lt=1)
-    eps: float = Field(1e-12, ge=0, allow_inf_nan=False)
+    eps: float = Field(1e-12, ge=1e-30, allow_inf_nan=False)  # of 0 a weight without gradient becomes 0/0
     weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
     grad_clip_norm: float = Field(0.0, ge=0)
 
@@ -179,12 +188,22 @@ class OptimStep(OfModel):
     adam_params: AdamParams = AdamParams()
 
 
+Ttl = Annotated[int, Field(strict=True, ge=1, le=10 * 365 * 24 * 3600)]
+"""Seconds, at most ten years."""
+
+
+class SetTtl(Message):
+    """``ttl``."""
+
+    ttl_seconds: Ttl | None = None
+
+
 class SaveWeights(OfModel):
     """``save_weights``, ``save_weights_for_sampler`` and ``save_weights_external``."""
 
     seq_id: int = Field(ge=1)
     path: str | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Ttl | None = None
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
@@ -216,11 +235,15 @@ class CreateSamplingSession(Message):
     model_path: str | None = None
 
 
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+"""A number that fits into every integer type below."""
+
+
 class TextChunk(Message):
     """Tokens of a prompt; images and audio are not served."""
 
     type: Literal["encoded_text"] = "encoded_text"
-    tokens: list[int]
+    tokens: list[Count]
 
 
 class ModelInput(Message):
@@ -237,17 +260,18 @@ class ModelInput(Message):
 class SamplingParams(Message):
     """How to sample."""
 
-    max_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str] | list[Count] | None = None
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(-1, ge=-1)
+    top_k: int = Field(-1, ge=-1, lt=2**31)
     top_p: float = Field(1.0, gt=0, le=1)
 
 
 class Sample(Message):
     """``asample``."""
 
+    max_bytes = MAX_BODY_BYTES
     prompt: ModelInput
     sampling_params: SamplingParams
     num_samples: int = Field(1, ge=1, le=4096)
@@ -355,10 +379,13 @@ def forward_backward(message: Any, *, vocabulary: int, limit: int | None) -> For
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
     wanted = INPUTS[message.loss_fn]
-    data = []
+    data, cells = list[Datum](), 0
     for index, each in enumerate(message.data):
         try:
             data.append(_datum(each, wanted, vocabulary, limit))
+            cells += data[-1].targets.size
+            if cells > MAX_CELLS:
+                raise ValueError(f"more than {MAX_CELLS} targets with those before: send less at once")
         except ValueError as error:
             raise RefusedError(400, f"datum {index}: {error}") from error
     if message.loss_fn != "cross_entropy" and any(datum.targets.shape[1] > 1 for datum in data):
@@ -376,6 +403,15 @@ def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | No
     check_tokens(tokens, vocabulary)
     if not len(tokens) or (limit is not None and len(tokens) > limit):
         raise ValueError(f"{len(tokens)} tokens: from 1 to the model's {limit} positions are needed")
+    for name, tensor in message.loss_fn_inputs.items():  # before a sparse one is made dense
+        shape = tuple(tensor.shape)
+        if len(shape) == 2 and (
+            shape[0] != len(tokens) or shape[1] > MAX_TARGETS or len(tokens) * shape[1] > MAX_CELLS
+        ):
+            raise ValueError(
+                f"{name} of shape {shape} beside {len(tokens)} tokens: one row a token is needed, of at most "
+                f"{MAX_TARGETS} targets, and at most {MAX_CELLS} in all"
+            )
     given = {name: _tensor(tensor) for name, tensor in message.loss_fn_inputs.items()}
     missing = {"target_tokens", *wanted} - {"weights"} - given.keys()
     unknown = given.keys() - {"target_tokens", *wanted}
@@ -436,7 +472,7 @@ def _tensor(message: Any) -> np.ndarray:
 def _from_csr(csr: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     values = _array(csr.values, dtype)
     rows, columns = (_array(raw, np.dtype(np.int64)) for raw in (csr.crow_indices, csr.col_indices))
-    if len(shape) != 2 or min(shape) < 0 or shape[0] * shape[1] > MAX_BODY_BYTES:
+    if len(shape) != 2 or min(shape) < 0:
         raise ValueError(f"a sparse tensor of shape {shape}")
     fits = len(rows) == shape[0] + 1 and len(columns) == len(values) and (np.diff(rows) >= 0).all()
     if not fits or rows[0] != 0 or rows[-1] != len(values):
