@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from the weights, optimizer state and position of another run's checkpoint (a block's number or a "
         "name; default: its latest at the end of a block), with this recipe's keys",
     )
-    parser.add_argument(
+    mode.add_argument(
         "--replay",
         metavar="RUN",
         type=Path,
