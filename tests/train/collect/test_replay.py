@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from functools import partial
 
 import pytest
 
@@ -14,7 +13,7 @@ from logitless.train.collect.replay import check_same_block
 from logitless.train.entry import train
 from logitless.train.record.run_folder import RunFolder
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.interrupting import before
+from tests.train.interrupting import before, stop_at
 from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
 
 
@@ -54,7 +53,8 @@ def test_the_first_difference_is_named_with_both_tokens(other, recorded, here):
 def repeated(tmp_path):
     """A run with a log, and a function that repeats it."""
     run = finished_run(tmp_path, rollout__staleness=1, train__blocks=5)
-    return run, partial(main, ["train", "--replay", str(run.path)])
+    arguments = ["train", "--replay", str(run.path)]
+    return run, lambda *sets: main([*arguments, *(each for setting in sets for each in ("--set", setting))])
 
 
 def test_a_run_is_repeated_with_its_own_recipe_beside_it(repeated):
@@ -80,9 +80,16 @@ def test_the_first_token_that_differs_is_named(repeated, capsys, monkeypatch):
     assert "by version" in said
 
 
+def test_a_replay_that_is_stopped_is_to_begin_anew(repeated, capsys, monkeypatch):
+    run, repeat = repeated
+    stop_at(2, monkeypatch)
+    assert repeat("train.blocks=5") == 130
+    assert f"next: logitless train --replay {run.path} --set train.blocks=5\n" in capsys.readouterr().out
+
+
 def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):
-    run, _ = repeated
-    assert main(["train", "--replay", str(run.path), "--set", "evaluation.success_at=7"]) == 1
+    _, repeat = repeated
+    assert repeat("evaluation.success_at=7") == 1
     assert "evaluation/accuracy of block 1, step 0: 1.0; given 0.0" in capsys.readouterr().err
 
 
