@@ -234,6 +234,9 @@ def test_four_gpus_do_nine_tenths_of_four_times_the_work_of_one():
 def test_every_failure_of_a_test_on_several_gpus_has_a_line(name, gpus):
     found = committed(name)
     assert (found["environment"]["gpus"], found["complete"]) == (gpus, True)
+    of = f" of {found['passed'] + found['failed']}" if found["failed"] else ""
+    count = f"[{found['passed']}{of} on {'four' if gpus == 4 else 'two'}](../benchmarks/results/{name}.json)"
+    assert count in (ROOT / "docs/scale.md").read_text()
     assert len(found["failures"]) == found["failed"]
     assert found["passed"] > 60
 
@@ -242,20 +245,21 @@ def test_what_needs_one_gpu_has_passed_on_one():
     found, page = committed("gpu"), (ROOT / "docs/scale.md").read_text()
     assert (found["complete"], found["failed"]) == (True, 0)
     assert found["skipped"].keys() <= {"Skipped: factors are float32 already"}  # the case beside it is the same
-    assert f"{found['passed']} tests on one H200" in page
+    assert f"[{found['passed']} on one H200](../benchmarks/results/gpu.json)" in page
 
 
 def test_what_failed_beside_other_tests_on_two_h100_has_passed_since_and_the_page_counts_it():
     one, page = committed("gpu-H100"), (ROOT / "docs/scale.md").read_text()
     assert one["complete"]
     assert not set(one["failures"]) & set(committed("gpu-again-H100")["failures"])
-    assert f"{one['passed']} of {one['passed'] + one['failed']}" in page
+    count = f"[{one['passed']} of {one['passed'] + one['failed']} on one H100]"
+    assert f"{count}(../benchmarks/results/gpu-H100.json)" in page
     several, mended = committed("multi-gpu-2-H100"), committed("multi-gpu-2-quickstart")
     assert [name.rpartition("::")[2] for name in several["failures"]] == [
         "test_the_quickstart_on_two_gpus_is_the_quickstart_of_one"
     ]
     assert (mended["complete"], mended["passed"], mended["failed"]) == (True, 1, 0)
-    assert f"[{several['passed']} passed]" in page
+    assert f"[{several['passed']} on two](../benchmarks/results/multi-gpu-2-H100.json)" in page
 
 
 # --- what runs learn --------------------------------------------------------------------------------------------------

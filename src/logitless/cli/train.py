@@ -47,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="start from the weights, optimizer state and position of another run's checkpoint (a block's number or a "
         "name; default: its latest at the end of a block), with this recipe's keys",
     )
-    parser.add_argument(
+    mode.add_argument(
         "--replay",
         metavar="RUN",
         type=Path,
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
             fork=options.fork,
             replay=options.replay,
             numbered=options.numbered,
-            callbacks=[_Ending(options.recipe, options.overrides)],
+            callbacks=[_Ending(options.recipe, options.overrides, options.replay)],
             clock=clock,
         ).exit_status
 
@@ -145,21 +145,22 @@ class _Ending(Callback):
     Args:
         recipe: path of its file.
         settings: of ``--set``.
+        replay: run that this one repeats, which no resumed run does; None for any other.
     """
 
-    def __init__(self, recipe: Path, settings: Sequence[str]) -> None:
-        self.recipe, self.settings = recipe, settings
+    def __init__(self, recipe: Path, settings: Sequence[str], replay: Path | None) -> None:
+        self.recipe, self.settings, self.replay = recipe, settings, replay
 
     def on_end(self, result: "RunResult") -> None:
         """Print it."""
-        print(_ending(result, self.recipe, self.settings))
+        print(_ending(result, self.recipe, self.settings, self.replay))
 
 
 OFTEN = 0.1
 """From this share of failed verdicts on, a reward should be repaired before the next run."""
 
 
-def _ending(result: "RunResult", recipe: Path, settings: Sequence[str]) -> str:
+def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
     seconds = summary["seconds"]
@@ -172,7 +173,8 @@ def _ending(result: "RunResult", recipe: Path, settings: Sequence[str]) -> str:
     often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
     unrepaired = result.ended_by == "unscored" or (result.complete and often)
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
-    return "\n".join([*lines, f"next: {_next(result, recipe, settings, summary, unrepaired=unrepaired)}"])
+    following = _next(result, recipe, settings, replay, summary, unrepaired=unrepaired)
+    return "\n".join([*lines, f"next: {following}"])
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -216,12 +218,18 @@ def _failed(reward: str, summary: Mapping[str, Any]) -> str:
 
 
 def _next(
-    result: "RunResult", recipe: Path, settings: Sequence[str], summary: Mapping[str, Any], *, unrepaired: bool
+    result: "RunResult",
+    recipe: Path,
+    settings: Sequence[str],
+    replay: Path | None,
+    summary: Mapping[str, Any],
+    *,
+    unrepaired: bool,
 ) -> str:
     """The command to run next.
 
     Args:
-        result, recipe, settings: of the run.
+        result, recipe, settings, replay: of the run.
         summary: its ``summary.json``.
         unrepaired: whether a reward must be repaired first.
     """
@@ -229,6 +237,9 @@ def _next(
     others = [each for each in settings if not each.startswith("name=")]
     if unrepaired:
         return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
+    if not result.complete and replay is not None:
+        others = [each for each in others if not each.startswith("output=")]
+        return f"logitless train --replay {shlex.quote(str(replay))}{_set(others)}"
     if not result.complete:
         return f"logitless train {recipe}{_set([f'name={name}', *others])} --resume"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:

@@ -5,24 +5,27 @@
     ranks that sample                  ▼          ▼                       ▼                    │ each its share
 
 The sampling ranks keep no state but the model: each request names its weights' version and its seed. All messages
-travel over one group, whose rank 0 trains.
+travel over one group, whose rank 0 trains. A thread of it sends "wait" in between, for no collective of that group may
+wait longer than its timeout, and warm start, evaluation or training may.
 """
 
 import json
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 
 from logitless.distributed.failing import described, error_of
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
+from logitless.errors import LostRankError
 from logitless.rollout.arrays import Arrays, taking
 from logitless.rollout.engine import Engine, ExactEngine, Weights
 from logitless.rollout.sampling import SamplingOptions
@@ -52,6 +55,10 @@ class SamplingRanks:
         self._sent: int | None = None
         self.exact = False
         self.transfer_numbers: dict[str, float] = {}
+        self._closed = threading.Event()
+        if ranks is not None:
+            pause = (ranks.timeout or default_pg_timeout).total_seconds() / 4
+            threading.Thread(target=self._keep_waiting, args=(pause,), name="sampling ranks", daemon=True).start()
 
     def load(self, weights: Weights, version: int) -> None:
         """Copy the trained weights for a later ``use``. The first time all weights are sent at once.
@@ -63,7 +70,8 @@ class SamplingRanks:
             return
         named = weights.module.named_parameters()
         if self._sent is None:
-            self._send(version, {name: p.detach() for name, p in named if p.is_floating_point()})
+            with self._lock:
+                self._send(version, {name: p.detach() for name, p in named if p.is_floating_point()})
         else:  # no lock: another thread holds it while it waits for completions
             self._copies[version] = _Copy({name: p.detach().clone() for name, p in named if p.requires_grad})
 
@@ -76,8 +84,12 @@ class SamplingRanks:
             copy = self._copies[version]
             with copy.on_a_stream_of_its_own():
                 self._send(version, copy.tensors)
-            for older in [each for each in list(self._copies) if each <= version]:
-                del self._copies[older]
+        self.forget(version + 1)
+
+    def forget(self, version: int) -> None:
+        """Free the copies of weights older than this version, which nothing will use."""
+        for older in [each for each in list(self._copies) if each < version]:
+            del self._copies[older]
 
     def _send(self, version: int, tensors: Mapping[str, Tensor]) -> None:
         assert self._ranks is not None
@@ -116,7 +128,17 @@ class SamplingRanks:
     def close(self) -> None:
         """Let the sampling ranks go."""
         if self._ranks is not None:
-            self._ranks.broadcast_object(["end"])
+            self._closed.set()
+            with self._lock:
+                self._ranks.broadcast_object(["end"])
+
+    def _keep_waiting(self, pause: float) -> None:
+        assert self._ranks is not None
+        with suppress(LostRankError):  # the next request says so
+            while not self._closed.wait(pause):
+                with self._lock:
+                    if not self._closed.is_set():
+                        self._ranks.broadcast_object(["wait"])
 
 
 class _Copy:
@@ -165,6 +187,8 @@ def sample_for(ranks: Ranks, engine: Engine, model: nn.Module) -> None:
                 mine = [asked[i] for i in ranks.shared(len(asked), range(1, ranks.world))]
                 prompts = [Prompt(id, "", token_ids) for id, token_ids in mine]
                 ranks.all_gather_bytes(_reply(engine, prompts, num_samples, _options(options), seed))
+            case ["wait"]:
+                pass
             case _:
                 return
 

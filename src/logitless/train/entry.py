@@ -32,8 +32,8 @@ def train(
         recipe: the path of a YAML file, a mapping with the same keys, or a checked recipe.
         resume: continue the run of this name from its last checkpoint; ``"auto"``: if there is one, else start it.
         fork: ``RUN`` or ``RUN:CHECKPOINT``, whose weights, optimizer state and position a new run starts from.
-        replay: folder of a run that this one repeats on any number of processes; the first token, metric or weight
-            that differs in any bit ends it.
+        replay: folder of a run that this one repeats on as many training processes, or with ``parallel.deterministic``
+            on any number; the first token, metric or weight that differs in any bit ends it. It always starts anew.
         numbered: if the name is taken, use ``name-2``, ``name-3``, ...
         callbacks: called as the run goes on (``Callback``), on the first rank; they may stop it.
         clock: started when the process began; None for a new one.
@@ -48,6 +48,12 @@ def train(
         recipe = load_recipe(recipe)
     else:  # parsed again: a Recipe that was constructed directly may still have dtype auto
         recipe = parse_recipe(recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else recipe)
+    if replay is not None and (resume or fork is not None or restarted()):
+        raise ConfigurationError(
+            needed="a replay from the first block on",
+            given="resume" if resume else "a restart by torchrun --max-restarts" if fork is None else "fork",
+            remedy="Replay anew: without --resume, --fork and --max-restarts.",
+        )
     if restarted():  # by torchrun, after a failure: resume the run
         if numbered:
             raise ConfigurationError(

@@ -106,8 +106,9 @@ def run_recipe(
         folder, recipe = stack.enter_context(run_folder(begun, recipe, ranks, numbered=numbered))
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
+            engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
             sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.sampling else None
-            engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), sampling)
+            engines = engines_on(ranks, engines, sampling)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)

@@ -3,10 +3,13 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
 from logitless.models.kernels import delta_launch as delta
 from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.delta_forward import from_halves, high_half, low_half
 from logitless.models.kernels.delta_gates import (
     decay_and_beta,
     decay_and_beta_backward,
@@ -17,6 +20,16 @@ from logitless.models.kernels.delta_launch import Chunks, DeltaCache, DeltaTile,
 from logitless.models.row_invariant.delta_net import DeltaRule
 from tests.models.kernels.checked_addresses import checked_addresses
 from tests.rounding import of_roundings
+
+
+@triton.jit
+def split_and_joined(state, high, joined, N: tl.constexpr):
+    at = tl.arange(0, N)
+    value = tl.load(state + at)
+    half = high_half(value, False)
+    tl.store(high + at, half)
+    tl.store(joined + at, from_halves(half, low_half(value)))
+
 
 HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH = 1, 2, 16, 32
 TILES = DeltaTiles()
@@ -273,3 +286,12 @@ def test_an_address_outside_a_launchs_tensors_is_found():
     chunks = Chunks.of([17], 16)
     with checked_addresses(), pytest.raises(Exception, match="decay_kernel loads 2 elements outside its tensors"):
         delta.decay_sums(torch.zeros(17, 2)[:16], 2, chunks)
+
+
+def test_a_state_that_is_not_a_number_stays_none_in_its_half_and_joined_and_numbers_are_restored():
+    bits = [0x7FFFFFFF, -1, 0x7F80FFFF, 0x7F808000, 0x7FC00000, 0x3F808000, -0x40000001, 0x7F800000]
+    state = torch.tensor(bits, dtype=torch.int32).view(torch.float32)
+    high, joined = torch.empty(8, dtype=torch.bfloat16), torch.empty(8)
+    split_and_joined[(1,)](state, high, joined, 8)
+    assert high.isnan().tolist() == joined.isnan().tolist() == [True] * 5 + [False] * 3
+    assert joined.view(torch.int32).tolist()[5:] == bits[5:]

@@ -12,7 +12,7 @@ from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.assembly.resolve import GPU_RULES, Placed, resolved
 from logitless.train.recipe.engine import GpuEngineSection
 from logitless.train.recipe.rule import unmet
-from tests.train.engines import copying
+from tests.train.engines import FakeEngine, copying
 from tests.train.interrupting import stopped_at
 from tests.train.tiny import finished_run, repeated, start, tiny_recipe, warm_start
 
@@ -57,6 +57,19 @@ def test_engines_get_the_weights_at_the_start_and_after_each_block_and_are_close
     for engine in opened[0].distinct:
         assert engine.loaded == [0, *(line["step"] for line in lines if "loss/total" in line)]
         assert engine.closed
+
+
+def test_every_engine_is_closed_although_one_fails():
+    class Failing(FakeEngine):
+        closed = 0
+
+        def close(self):
+            Failing.closed += 1
+            raise OSError("no device")
+
+    with pytest.raises(OSError, match="no device"):
+        Engines(Failing(), Failing()).close()
+    assert Failing.closed == 2
 
 
 @pytest.mark.parametrize("lora", [None, LORA])

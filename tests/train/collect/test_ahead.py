@@ -5,13 +5,18 @@ import shutil
 import threading
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
+from torch import nn
 
+from logitless.distributed.ranks import Ranks
 from logitless.errors import DataError
 from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
+from logitless.rollout.engine import Weights
 from logitless.rollout.environment import SingleTurn
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.train.collect.ahead import AheadCollector, CollectedBlocks
 from logitless.train.collect.collector import Collector
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint
@@ -42,15 +47,36 @@ def ahead(tmp_path):
     """A collector that goes ahead, in a folder of this test, and is closed at its end."""
     with ExitStack() as opened:
 
-        def made(engine, *, staleness, blocks=6):
+        def made(engine, *, staleness, blocks=6, log="collected", replayed=None):
             options = tiny_recipe(tmp_path).rollout
             arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
-            log = CollectedBlocks(tmp_path / "collected", PROMPTS)
-            found = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log)
+            log = CollectedBlocks(tmp_path / log, PROMPTS)
+            found = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log, replayed=replayed)
             opened.callback(found.close)
             return found
 
         yield made
+
+
+class Apart(SamplingRanks):
+    """Sampling ranks that are this one."""
+
+    def __init__(self):
+        super().__init__(Ranks.alone())
+        self.noting = Noting()
+
+    def sample(self, *arguments, **options):
+        self.exact = True
+        sampled = self.noting.sample(*arguments, **options)
+        return [[replace(each, weights_version=0) for each in group] for group in sampled]
+
+    def train(self, collector, blocks):
+        """Ask for each block with weights of its own."""
+        for block in blocks:
+            self.load(Weights.of(nn.Linear(1, 1)), block)
+            collector.expect(block)
+            collector.next(block)
+            until(lambda: collector._begun == min(6, block + 1 + collector.staleness))  # noqa: B023
 
 
 def until(condition):
@@ -115,6 +141,39 @@ def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path)
         CollectedBlocks(tmp_path / "collected", PROMPTS).read(1)
     with pytest.raises(DataError, match="KeyError"):
         CollectedBlocks(tmp_path / "collected", PROMPTS[:1]).read(0)
+
+
+def test_a_resumed_run_keeps_no_weights_that_only_sampled_logged_blocks_and_knows_that_they_were_exact(ahead):
+    first = Apart()
+    first.train(ahead(first, staleness=1), range(6))
+    again = Apart()
+    again.train(ahead(again, staleness=1), range(6))
+    assert not again.noting.begun
+    assert len(again._copies) <= 2
+    assert again.exact
+
+
+def test_a_log_that_does_not_say_so_was_not_exact(ahead, tmp_path):
+    ahead(Noting(), staleness=1, blocks=1).next(0)
+    file = tmp_path / "collected" / "block-000001.json"
+    row = json.loads(file.read_text())
+    del row["exact"]
+    file.write_text(json.dumps(row))
+    assert not CollectedBlocks(tmp_path / "collected", PROMPTS).exact(0)
+
+
+def test_a_checkpoint_waits_for_no_block_whose_weights_are_still_to_be_trained(ahead):
+    in_turns = Apart()
+    in_turns.train(collector := ahead(in_turns, staleness=0), range(6))
+    again = Apart()
+    replaying = ahead(again, staleness=2, log="again", replayed=collector.log)
+    again.load(Weights.of(nn.Linear(1, 1)), 0)
+    replaying.expect(0)
+    replaying.next(0)
+    settling = threading.Thread(target=replaying.settle, args=(1,), kwargs={"in_training": False}, daemon=True)
+    settling.start()
+    settling.join(300)
+    assert not settling.is_alive()
 
 
 # --- whole runs

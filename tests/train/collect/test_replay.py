@@ -1,18 +1,20 @@
 """A run that is repeated is the same in every bit, or ends at the first token, metric or weight that is not."""
 
-from functools import partial
+import json
+import shutil
 
 import pytest
 
 from logitless.cli.main import main
-from logitless.errors import TrainingError
+from logitless.errors import ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.replay import check_same_block
+from logitless.train.entry import train
 from logitless.train.record.run_folder import RunFolder
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.interrupting import before
-from tests.train.tiny import assert_same_run, finished_run
+from tests.train.interrupting import before, stop_at
+from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
 
 
 def block_of(token_ids=(4, 5), logp=(-0.5, -0.25), version=3, score=1.0):
@@ -51,7 +53,8 @@ def test_the_first_difference_is_named_with_both_tokens(other, recorded, here):
 def repeated(tmp_path):
     """A run with a log, and a function that repeats it."""
     run = finished_run(tmp_path, rollout__staleness=1, train__blocks=5)
-    return run, partial(main, ["train", "--replay", str(run.path)])
+    arguments = ["train", "--replay", str(run.path)]
+    return run, lambda *sets: main([*arguments, *(each for setting in sets for each in ("--set", setting))])
 
 
 def test_a_run_is_repeated_with_its_own_recipe_beside_it(repeated):
@@ -77,16 +80,69 @@ def test_the_first_token_that_differs_is_named(repeated, capsys, monkeypatch):
     assert "by version" in said
 
 
+def test_a_replay_that_is_stopped_is_to_begin_anew(repeated, capsys, monkeypatch):
+    run, repeat = repeated
+    stop_at(2, monkeypatch)
+    assert repeat("train.blocks=5") == 130
+    assert f"next: logitless train --replay {run.path} --set train.blocks=5\n" in capsys.readouterr().out
+
+
 def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):
-    run, _ = repeated
-    assert main(["train", "--replay", str(run.path), "--set", "evaluation.success_at=7"]) == 1
+    _, repeat = repeated
+    assert repeat("evaluation.success_at=7") == 1
     assert "evaluation/accuracy of block 1, step 0: 1.0; given 0.0" in capsys.readouterr().err
 
 
-def test_a_run_without_a_log_of_all_its_blocks_is_not_repeated(tmp_path, capsys):
-    run = finished_run(tmp_path, train__blocks=1)
-    assert main(["train", "--replay", str(run.path)]) == 2
-    assert "Only rollout.staleness and parallel.sampling write one" in capsys.readouterr().err
+def test_a_run_that_stopped_early_is_repeated_to_its_end(tmp_path):
+    evaluation = {"every_blocks": 1, "stop": {"patience": 2}}
+    run = finished_run(tmp_path, rollout__staleness=1, train__blocks=9, evaluation=evaluation)
+    assert json.loads(run.summary.read_text())["ended_by"] == "early_stopping"
+    assert main(["train", "--replay", str(run.path)]) == 0
+
+
+def unlogged(run):
+    (run.collected / "block-000003.json").unlink()
+
+
+def unfinished(run):
+    run.write_summary({"ended_by": "signal", "blocks": 5})
+
+
+def without_checkpoint(run):
+    shutil.rmtree(run.checkpoints)
+
+
+def forked(run):
+    parent = {"parent": {"run": "runs/x", "checkpoint": "1"}}
+    run.provenance.write_text(json.dumps(json.loads(run.provenance.read_text()) | parent))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (unlogged, "no log of 1 blocks, the first of them 3"),
+        (unfinished, "one that is not finished"),
+        (without_checkpoint, "no checkpoint"),
+        (forked, "a fork"),
+    ],
+)
+def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(repeated, change, reason, capsys):
+    run, repeat = repeated
+    change(run)
+    assert repeat() == 2
+    assert f"given {reason}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "restarts", "given"),
+    [({"resume": True}, "0", "resume"), ({"fork": "runs/x"}, "0", "fork"), ({}, "1", "a restart by torchrun")],
+)
+def test_a_replay_starts_anew(tmp_path, options, restarts, given, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    with pytest.raises(ConfigurationError, match=f"a replay from the first block on; given {given}"):
+        train(tiny_recipe(tmp_path), replay=tmp_path, **options)
+    with pytest.raises(SystemExit):
+        main(["train", "--replay", "runs/x", "--resume"])
 
 
 def test_a_recipe_beside_a_run_to_repeat_is_one_too_many(capsys):

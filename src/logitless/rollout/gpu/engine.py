@@ -216,6 +216,8 @@ class GpuEngine:
                 given=f"a budget of {2 * half:,}",
                 remedy=f"Raise rollout.engine.memory to {least}.",
             )
+        if self._steps is not None and self._steps.max_rows > fit[-1]:  # of a larger budget: less memory is free now
+            self._steps = None
         if fit[-1] < rows:
             logger.warning("recurrent states fit for %d of %d rows at once (rollout.engine.memory)", fit[-1], rows)
         return min(rows, fit[-1])
@@ -241,7 +243,10 @@ class GpuEngine:
             finally:
                 steps.close()
             if not self._kept_bits:
-                logger.warning("attention or experts here are not row-invariant: what is sampled will be scored again")
+                logger.warning(
+                    "attention, experts or gated delta nets here are not row-invariant: what is sampled will be scored"
+                    " again"
+                )
         self._checked = facts
 
 
@@ -542,7 +547,7 @@ def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:
 
 
 def _budget(device: torch.device) -> int:
-    """Default bytes for keys and values: half of the free memory; 1 GiB without CUDA."""
+    """Default bytes for keys, values and recurrent states: half of the free memory; 1 GiB without CUDA."""
     if device.type != "cuda":
         return 2**30
     free, _ = torch.cuda.mem_get_info(device)

@@ -1,5 +1,6 @@
 """The engines of a recipe."""
 
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,9 +66,10 @@ class Engines:
         return numbers
 
     def close(self) -> None:
-        """Close every engine."""
-        for engine in self.distinct:
-            engine.close()
+        """Close every engine, also where one raises."""
+        with ExitStack() as stack:
+            for engine in self.distinct:
+                stack.callback(engine.close)
 
 
 def engines_on(ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None) -> Engines:

@@ -24,7 +24,7 @@ def no_row_invariant(reason: str) -> UnavailableError:
 
 
 SELF_CHECK = UnavailableError(
-    needed="a GPU on which attention is bitwise identical in any batch",
+    needed="a GPU on which attention, experts and gated delta nets are bitwise identical in any batch",
     given="the self-check on this GPU, whose details `logitless doctor` shows",
     remedy="rollout.engine: vllm_server samples such a model faster.",
 )

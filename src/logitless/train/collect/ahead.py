@@ -27,7 +27,7 @@ from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
-from logitless.rollout.engine import ConcurrentEngine, Engine
+from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine
 from logitless.rollout.environment import Driver, Environment, play
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
@@ -86,8 +86,8 @@ class CollectedBlocks:
     """The log: for each block that was sampled a JSON file, and a file with the numbers of its arrays.
 
     The JSON has the block's number, ``begun_after`` (number of trained blocks whose weights sampled it), ``versions``
-    (of these weights, in steps), ``rounds``, ``kept``, the groups with log-probs and verdicts, and the collector's
-    position in the prompts before and after it.
+    (of these weights, in steps), ``exact`` (``ExactEngine``), ``rounds``, ``kept``, the groups with log-probs and
+    verdicts, and the collector's position in the prompts before and after it.
 
     Args:
         folder: of the log; created with the first block.
@@ -105,13 +105,14 @@ class CollectedBlocks:
         """Whether the block is in the log."""
         return self._file(block).is_file()
 
-    def write(self, block: int, judged: JudgedBlock, *, begun_after: int, before: Any, after: Any) -> None:
+    def write(self, block: int, judged: JudgedBlock, *, begun_after: int, exact: bool, before: Any, after: Any) -> None:
         """Write a block, atomically.
 
         Args:
             block: number, from 0.
             judged: all groups.
             begun_after: blocks that had been trained on when it began.
+            exact: of ``ExactEngine``; False for any other engine.
             before, after: the collector's states.
         """
         self.folder.mkdir(exist_ok=True)
@@ -124,6 +125,7 @@ class CollectedBlocks:
             "block": block,
             "begun_after": begun_after,
             "versions": sorted(versions),
+            "exact": exact,
             "rounds": judged.rounds,
             "kept": judged.kept,
             "before": before,
@@ -160,6 +162,15 @@ class CollectedBlocks:
         with self._reading(block):
             return int(json.loads(self._file(block).read_bytes())["begun_after"])
 
+    def exact(self, block: int) -> bool:
+        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say.
+
+        Raises:
+            DataError: the block is missing or damaged.
+        """
+        with self._reading(block):
+            return bool(json.loads(self._file(block).read_bytes()).get("exact", False))
+
     @contextmanager
     def _reading(self, block: int) -> Iterator[None]:
         try:
@@ -186,7 +197,8 @@ class ScheduledCollector(Collector):
         staleness: of the recipe.
         blocks: of the run; none is collected beyond.
         log: of this run; its blocks are not sampled again.
-        replayed: log of the run that this one repeats, with the same blocks by the same weights; None for any other.
+        replayed: log of the run that this one repeats, with the same blocks by the same weights; None for any other. A
+            run that was stopped early has not logged all blocks that another end of it would sample ahead.
     """
 
     def __init__(
@@ -220,7 +232,7 @@ class ScheduledCollector(Collector):
     def sampled_after(self, block: int) -> int:
         """The number of trained blocks whose weights sample a block."""
         assert self._first is not None
-        if self.replayed is not None:
+        if self.replayed is not None and self.replayed.has(block):
             return self.replayed.begun_after(block)
         return max(block - self.staleness, self._first)
 
@@ -237,15 +249,19 @@ class ScheduledCollector(Collector):
 
     def _collect(self, block: int, begun_after: int, length_factor: float) -> None:
         """Take a block from the log, or sample it and write it there."""
+        engine = self.engine
         if self.ranks.broadcast_object(self.log.has(block)):
             judged, after = self.log.read(block)
             Collector.load_state_dict(self, after)
+            if isinstance(engine, SamplingRanks):
+                engine.exact = self.log.exact(block)
         else:
             judged = self._sample(block, length_factor)
             after = Collector.state_dict(self)
             if self.ranks.is_first:
-                self.log.write(block, judged, begun_after=begun_after, before=self._before[block], after=after)
-        if self.replayed is not None:
+                exact, before = isinstance(engine, ExactEngine) and engine.exact, self._before[block]
+                self.log.write(block, judged, begun_after=begun_after, exact=exact, before=before, after=after)
+        if self.replayed is not None and self.replayed.has(block):
             check_same_block(block, judged, self.replayed.read(block)[0])
         self._ready[block] = judged
         self._before.pop(block - self.staleness - 2, None)
@@ -356,6 +372,9 @@ class AheadCollector(ScheduledCollector):
             return
         with self._changed:
             if self._thread is not None:
+                # In a replay of a run that was resumed, blocks may wait for more training than staleness says.
+                waiting = (b for b in range(self._begun, needed) if self.sampled_after(b) > self._trained)
+                needed = next(waiting, needed)
                 self._changed.wait_for(lambda: self._begun >= needed or self._error is not None)
                 if self._begun < needed:
                     raise CheckpointError(
@@ -395,10 +414,10 @@ class AheadCollector(ScheduledCollector):
                         return
                     if not isinstance(engine, SamplingRanks):
                         begun_after = self._trained
-                    version, factor = self._weights.get(begun_after, (None, 1.0))
+                    version, factor = self._weights[begun_after]
                     self._before[block] = Collector.state_dict(self)
-                if version is not None and isinstance(engine, SamplingRanks) and not self.log.has(block):
-                    engine.use(version)
+                if version is not None and isinstance(engine, SamplingRanks):
+                    (engine.forget if self.log.has(block) else engine.use)(version)
                 self._collect(block, begun_after, factor)
                 block += 1
                 with self._changed:

@@ -12,6 +12,8 @@ from logitless.errors import ConfigurationError, TrainingError
 from logitless.train.block import JudgedBlock
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import repeatable
+from logitless.train.record.provenance import parent_in
+from logitless.train.record.result import RunResult
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import PER_TOKEN, Completion
@@ -25,16 +27,14 @@ def check_replayed(run: RunFolder, recipe: Recipe) -> None:
         recipe: that repeats it.
 
     Raises:
-        ConfigurationError: the run has no log of all its blocks, or servers would sample.
+        ConfigurationError: the run is not finished, is a fork, or has no last checkpoint or log of all its blocks; or
+            servers would sample.
     """
-    logged, blocks = len([*run.collected.glob("block-*.json")]), recipe.train.blocks
-    if logged < blocks:
+    if reason := _why_not(run):
         raise ConfigurationError(
-            needed=f"a log of {blocks} blocks in {run.collected}",
-            given=str(logged),
-            remedy=f"Set train.blocks={logged}."
-            if logged
-            else "Only rollout.staleness and parallel.sampling write one.",
+            needed=f"a run to repeat: finished, begun anew, with a checkpoint and a log of its blocks in {run.path}",
+            given=reason,
+            remedy="Repeat another run. Only rollout.staleness and parallel.sampling write a log.",
         )
     if not recipe.rollout.engine.samples_policy:
         raise ConfigurationError(
@@ -42,6 +42,20 @@ def check_replayed(run: RunFolder, recipe: Recipe) -> None:
             given=f"rollout.engine: {recipe.rollout.engine.name}",
             remedy=f"Train on what was sampled: rollout.engine={{name: recorded, path: {run.path}}}.",
         )
+
+
+def _why_not(run: RunFolder) -> str:
+    """Why a run cannot be repeated; empty if it can."""
+    summary = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}
+    if not RunResult(run, summary.get("ended_by", "error")).complete:
+        return "one that is not finished"
+    if parent_in(run) is not None:
+        return "a fork, whose first weights and optimizer state are another run's"
+    if not checkpoints(run.checkpoints):
+        return "no checkpoint"
+    logged = {int(file.stem.removeprefix("block-")) for file in run.collected.glob("block-*.json")}
+    missing = [block for block in range(1, summary["blocks"] + 1) if block not in logged]
+    return f"no log of {len(missing)} blocks, the first of them {missing[0]}" if missing else ""
 
 
 def check_same_block(block: int, sampled: JudgedBlock, recorded: JudgedBlock) -> None:
@@ -133,5 +147,6 @@ def _differs(recorded: str, here: str) -> TrainingError:
     return TrainingError(
         needed=f"what was recorded: {recorded}",
         given=here,
-        remedy="Compare provenance.json of both runs: versions, device and data must be the same.",
+        remedy="Compare provenance.json of both runs: versions, device and data must be the same. So must the number of"
+        " processes that train, unless parallel.deterministic is set.",
     )
