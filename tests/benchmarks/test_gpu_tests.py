@@ -1,6 +1,7 @@
 """The counts of the tests that need GPUs are those of the report that pytest writes."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,8 @@ def _run(folder, tests, *arguments):
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
     command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", "found.json", *arguments, "."]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "found.json").read_text())
 
 
