@@ -100,6 +100,22 @@ class ExactEngine(Engine, Protocol):
 
 
 @runtime_checkable
+class VersionedEngine(ExactEngine, Protocol):
+    """An engine that samples with any version of the weights that it was given, while others are trained."""
+
+    exact: bool
+    """As of ``ExactEngine``, of what was sampled last; set where a block is read and not sampled."""
+
+    def use(self, version: int) -> None:
+        """Sample with the weights of this version from now on, and forget older ones."""
+        ...
+
+    def forget(self, version: int) -> None:
+        """Free weights older than this version, which nothing will use."""
+        ...
+
+
+@runtime_checkable
 class ConcurrentEngine(Engine, Protocol):
     """An engine that several threads may call at once."""
 

@@ -27,9 +27,8 @@ from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
-from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine
+from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
 from logitless.rollout.environment import Driver, Environment, play
-from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector
@@ -253,7 +252,7 @@ class ScheduledCollector(Collector):
         if self.ranks.broadcast_object(self.log.has(block)):
             judged, after = self.log.read(block)
             Collector.load_state_dict(self, after)
-            if isinstance(engine, SamplingRanks):
+            if isinstance(engine, VersionedEngine):
                 engine.exact = self.log.exact(block)
         else:
             judged = self._sample(block, length_factor)
@@ -302,8 +301,8 @@ class ScheduledCollector(Collector):
 class AheadCollector(ScheduledCollector):
     """A ``ScheduledCollector`` that collects in a thread, beside training, from an engine with weights of its own.
 
-    ``SamplingRanks`` sample a block with exactly the weights that its number says. Other engines sample with those that
-    they were given last; when a block begins then depends on time, and the log says when it did.
+    A ``VersionedEngine`` samples a block with exactly the weights that its number says. Other engines sample with those
+    that they were given last; when a block begins then depends on time, and the log says when it did.
 
     Args:
         *arguments, **options: of ``ScheduledCollector``.
@@ -350,13 +349,13 @@ class AheadCollector(ScheduledCollector):
         ranks, engine = self._training_ranks, self.engine
         if ranks.world > 1:
             rest, numbers = encode_groups(() if judged is None else judged.sampled)
-            exact = isinstance(engine, SamplingRanks) and engine.exact
+            exact = isinstance(engine, VersionedEngine) and engine.exact
             mine = judged and [[g.prompt.id for g in judged.sampled], rest, judged.kept, judged.rounds, exact]
             ids, rest, kept, rounds, exact = ranks.broadcast_object(mine)
             by_id = {prompt.id: prompt for prompt in self.prompts}
             groups = decode_groups([by_id[id] for id in ids], rest, ranks.all_gather_bytes(numbers)[0])
             judged = JudgedBlock(tuple(groups), tuple(kept), rounds)
-            if isinstance(engine, SamplingRanks):
+            if isinstance(engine, VersionedEngine):
                 engine.exact = exact
         assert judged is not None
         return judged
@@ -368,7 +367,7 @@ class AheadCollector(ScheduledCollector):
             CheckpointError: the sampling ranks failed before.
         """
         needed = min(done + self.staleness + in_training, self.blocks) if done or in_training else 0
-        if not isinstance(self.engine, SamplingRanks):
+        if not isinstance(self.engine, VersionedEngine):
             return
         with self._changed:
             if self._thread is not None:
@@ -412,11 +411,11 @@ class AheadCollector(ScheduledCollector):
                         self._changed.wait()
                     if self._closing:
                         return
-                    if not isinstance(engine, SamplingRanks):
+                    if not isinstance(engine, VersionedEngine):
                         begun_after = self._trained
                     version, factor = self._weights[begun_after]
                     self._before[block] = Collector.state_dict(self)
-                if version is not None and isinstance(engine, SamplingRanks):
+                if version is not None and isinstance(engine, VersionedEngine):
                     (engine.forget if self.log.has(block) else engine.use)(version)
                 self._collect(block, begun_after, factor)
                 block += 1

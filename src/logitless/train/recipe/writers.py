@@ -1,6 +1,7 @@
 """The section ``writers``: where metrics go besides the run folder."""
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import yaml
 from pydantic import Field
@@ -31,6 +32,15 @@ class WandbSection(Section):
     notes: str | None = Field(None, description="about the run")
     mode: Literal["online", "offline", "disabled"] | None = Field(None, description="None: WANDB_MODE, or online")
 
+    identified_by: ClassVar[str] = "id"
+    """Attribute of a run there that finds it again."""
+
+    def begin(self, run_name: str, known: str | None, folder: Path) -> dict[str, Any]:
+        """Arguments of ``init``: by a run's name, what found it before, and the run folder, for local files."""
+        wanted = self.run_id or known
+        go_on = {"id": wanted, "resume": "allow"} if wanted else {}
+        return {"name": self.run_name or run_name, "dir": str(folder), **go_on}
+
 
 class TrackioSection(Section):
     """trackio, on this machine or in a Space."""
@@ -41,6 +51,12 @@ class TrackioSection(Section):
     group: str | None = Field(None, description="of runs that belong together")
     space_id: str | None = Field(None, description="Space of the hub that gets the numbers; None: this machine")
     private: bool | None = Field(None, description="whether a Space that is made is private; None: its owner's default")
+
+    identified_by: ClassVar[str] = "name"
+
+    def begin(self, run_name: str, known: str | None, _folder: Path) -> dict[str, Any]:
+        """Arguments of ``init``; runs are found by their names, which no other may have."""
+        return {"name": known or self.run_name or run_name, "resume": "never" if known is None else "allow"}
 
 
 class MlflowSection(Section):

@@ -16,7 +16,6 @@ from typing import Any, Protocol, runtime_checkable
 from logitless.errors import UnavailableError
 from logitless.train.recipe.writers import (
     MlflowSection,
-    TensorBoardSection,
     TrackioSection,
     WandbSection,
     WriterSection,
@@ -109,16 +108,9 @@ class ServiceWriter:
     ) -> None:
         self._module = _imported(section.name)
         options = section.model_dump(mode="json", exclude={"name", "run_name", "run_id"}, exclude_none=True)
-        name = section.run_name or run_name
-        if isinstance(section, WandbSection):
-            if wanted := section.run_id or run_id:
-                options |= {"id": wanted, "resume": "allow"}
-            run = self._module.init(name=name, config=dict(config), dir=str(folder), **options)
-            self.run_id: str = run.id
-        else:  # trackio finds a run by its name
-            options["resume"] = "never" if run_id is None else "allow"
-            run = self._module.init(name=run_id or name, config=dict(config), **options)
-            self.run_id = run.name
+        options |= section.begin(run_name, run_id, folder)
+        run = self._module.init(config=dict(config), **options)
+        self.run_id: str = getattr(run, section.identified_by)
 
     def write(self, record: Record) -> None:
         """Log one record at its step."""
@@ -196,10 +188,10 @@ def open_writers(
     writers: list[Writer] = []
     for section in sections:
         options: dict[str, Any] = {"run_name": folder.path.name, "config": config, "run_id": kept.get(section.name)}
-        if isinstance(section, TensorBoardSection):
+        if section.name == "tensorboard":
             writers.append(TensorBoardWriter(folder.tensorboard, first_step))
             continue
-        if isinstance(section, MlflowSection):
+        if section.name == "mlflow":
             service: MlflowWriter | ServiceWriter = MlflowWriter(section, **options)
         else:
             service = ServiceWriter(section, folder=folder.path, **options)
