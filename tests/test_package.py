@@ -74,3 +74,8 @@ def test_an_installed_copy_with_what_it_requires_alone_runs_the_quickstart_outsi
     assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "work" / "runs" / "quickstart" / "model" / "config.json").is_file()
     assert "finished" in done.stdout
+
+
+def test_training_and_the_tinker_service_are_imported_without_triton():
+    code = "import sys; sys.modules['triton'] = None; import logitless.train.entry, logitless.tinker.trainer"
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 LONG = {
     "doctor recipes/length-toy.yaml": "shown with its output, of a committed run: tests/benchmarks/test_committed.py",
     "serve-engine": "serves until it is stopped; tests/cli/test_serve_engine.py",
+    "serve-tinker": "serves until it is stopped; tests/tinker/test_sdk.py",
     "train recipes/smollm2-cpu.yaml": "needs weights out of another package; tests/models/test_gguf.py",
     "train recipes/smollm2-addition.yaml": "needs weights out of another package; tests/models/test_gguf.py",
     "train recipes/qwen2.5-0.5b-gsm8k.yaml": "needs weights and data of the hub; tests/train/plan",

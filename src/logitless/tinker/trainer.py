@@ -29,7 +29,6 @@ from logitless.models.loading import check_vocabulary, disable_dropout, load_mod
 from logitless.models.lora import LoraOptions, adapters_off, add_adapter
 from logitless.models.lora_targets import expert_weights
 from logitless.rollout.engine import Engine, ExactEngine
-from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.tinker.losses import checked_config, token_losses
@@ -226,6 +225,8 @@ class Trainer:
 
     def _engine(self) -> Engine:
         if self.row_invariant:
+            from logitless.rollout.gpu.engine import GpuEngine  # needs Triton
+
             return GpuEngine(self.model, self.tokenizer, memory=self.memory, max_rows=self.max_rows)
         return TransformersEngine(self.model, self.tokenizer, max_rows=self.max_rows)
 

@@ -14,7 +14,6 @@ from torch import Tensor
 from logitless.head.api import token_scores
 from logitless.models.attention import AttentionLayout, prepare_tables
 from logitless.models.lm_head import backbone
-from logitless.models.row_invariant.delta_net import DeltaForm, DeltaRows
 from logitless.models.row_invariant.layer_graphs import rounded_rows
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.training import Backend
@@ -67,6 +66,8 @@ def _pass(
         group: the whole packed row.
         padded: whether the row is padded to the length of a CUDA graph.
     """
+    from logitless.models.row_invariant.delta_net import DeltaForm, DeltaRows  # needs Triton
+
     decoder: Any = backbone(policy.model)
     layout = AttentionLayout([group], policy.device, rounded_rows(group.size) if padded else group.size)
     kinds = [layer.row_invariant_kind for layer in decoder.layers]
