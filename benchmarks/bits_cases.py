@@ -37,39 +37,34 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
 }
 """The published shapes with fewer layers: a law needs no more, and a GPU of 80 GB holds them."""
+_DELTA_NET = {
+    "vocab_size": 248320,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3.5-9b-8-layers": {
         "model_type": "qwen3_5_text",
-        "vocab_size": 248320,
         "hidden_size": 4096,
         "intermediate_size": 12288,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        **_DELTA_NET,
     },
     "qwen3.5-35b-a3b-8-layers": {
         "model_type": "qwen3_5_moe_text",
-        "vocab_size": 248320,
         "hidden_size": 2048,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
         "num_experts": 256,
         "num_experts_per_tok": 8,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 16,
         "num_key_value_heads": 2,
-        "head_dim": 256,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
+        **_DELTA_NET,
     },
 }
 """Likewise: gated delta nets, and attention in each fourth layer."""

@@ -14,19 +14,9 @@ from logitless.tinker import trainer as module
 from logitless.tinker.trainer import Request, Shape, Trainer
 from logitless.tinker.wire import AdamParams, Datum, ForwardBackward
 from tests.models.mixtures import MIXTURES
+from tests.tinker import tiny
 
-CONFIG = {
-    "model_type": "qwen3",
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "head_dim": 8,
-    "vocab_size": 11,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": True,
-}
+CONFIG = {**tiny.CONFIG, "vocab_size": 11, "max_position_embeddings": 256}
 SHAPES = [Shape(4, True, True, True), Shape(2, True, False, False), Shape(4, True, True, True)]
 
 

@@ -549,7 +549,7 @@ class Service:
             wire.check_tokens(torch.tensor(options.stop_token_ids).numpy(), self.trainer.vocabulary)
         except ValueError as error:
             raise RefusedError(400, f"stop: {error}") from error
-        # With a seed of its own a request gives the same samples again, whoever asks.
+        # A request with a seed gives the same samples in every session.
         # Without one, sessions sample differently; the session's id would not be the same when a run is repeated.
         place = f"{sampler.session.number}:{sampler.id.partition(':')[2]}:{request.seq_id}"
         name = place if params.seed is None else repr(tokens)

@@ -1,8 +1,9 @@
 """One base model and the adapters that clients train on it.
 
 The model has one slot for each shape of adapter (rank and adapted parts): a PEFT adapter whose factors are overwritten
-by those of whoever is served next. An ``Adapter`` holds a client's factors, gradients and Adam's state outside of the
-model, so that nothing of one client is in another's pass, and adapters of one shape share kernels and CUDA graphs.
+by those of the client whose request runs. An ``Adapter`` holds a client's factors, gradients and Adam's state outside
+of the model, so that nothing of one client is in another's pass, and adapters of one shape share kernels and CUDA
+graphs.
 
 Log-probs of ``sample`` are bitwise those of ``forward``. Where the engine is exact they are the engine's. Elsewhere the
 trainer scores what was sampled, and passes of both are over one sequence each, whose bits no other sequence can change.
