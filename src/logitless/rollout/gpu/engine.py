@@ -207,6 +207,8 @@ class GpuEngine:
             ConfigurationError: there is not enough for one.
         """
         _, forms = forms_of(self._model)
+        if not forms:
+            return rows
         each, half = slot_bytes(forms, self._weight.dtype), self._budget // 2
         fit = [count for count in BUCKETS if each * slots_for(count) <= half]
         if not fit:
