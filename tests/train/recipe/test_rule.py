@@ -169,7 +169,7 @@ OF_PROCESSES = [
     ((*SERVER, "rollout.staleness=1"), 1, 2),
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1",), 2, 3),
-    (TEACHER, 1, 2),
+    ((*TEACHER, "parallel.sequence=2"), None, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]
