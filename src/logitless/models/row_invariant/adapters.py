@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from logitless.models.kernels.row_adapters import add_rows_own
 from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.row_invariant.coverage import GATE_UP, dense_mlp, inputs_of, modules_of, output_of
-from logitless.models.row_invariant.linear import Projection, RowsOwn, Span
+from logitless.models.row_invariant.linear import Projection, RowsOwn, Span, project
 from logitless.types import LMHead
 
 
@@ -76,6 +76,11 @@ class _Maps(NamedTuple):
     b: Tensor
     scale: Tensor
 
+    def factors(self, place: int, rank: int) -> list[tuple[Tensor, Tensor]]:
+        """A and B of each module."""
+        widths = [module.weight.shape[0] for module in self.modules]
+        return list(zip(self.a[place].split(rank), self.b[place].split(widths), strict=True))  # type: ignore[no-untyped-call]
+
 
 class AdapterStack:
     """Decoding: places for adapters, of which number 0 has none: the base model.
@@ -102,21 +107,47 @@ class AdapterStack:
         numbers = sum(sum(module.weight.shape) for module in modules) * rank * (num_places + 1)
         return numbers * int(backbone(model).norm.weight.itemsize)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of device memory."""
+        return sum(each.numel() * each.itemsize for maps in self.maps.values() for each in (maps.a, maps.b))
+
+    @torch.no_grad()
+    def keeps_bits(self) -> bool:
+        """Whether products of several adapters have the bits of ``project`` with each; the stack is empty before."""
+        generator = torch.Generator(self.maps[self.head].a.device).manual_seed(0)
+        for maps in {tuple(m.weight.shape for m in maps.modules): maps for maps in self.maps.values()}.values():
+            if maps.modules == (self.head,):  # the head's log-probs are not from here
+                continue
+            maps.a.normal_(generator=generator)
+            maps.b.normal_(generator=generator)
+            maps.scale[1:] = 0.5
+            for num_rows in (1, 16, 200, 700):
+                x = torch.empty(num_rows, maps.a.shape[2], dtype=maps.a.dtype, device=maps.a.device)
+                x.normal_(generator=generator)
+                index = torch.randint(len(maps.a), (num_rows,), generator=generator, device=x.device).sort()[0]
+                mixed = project(x, StackedRows({maps.modules[0]: maps}, index.int()).projections(maps.modules))
+                for place in sorted(set(index.tolist())):
+                    own, pairs = index == place, maps.factors(place, self.rank)
+                    lora = Lora(dict(zip(maps.modules, pairs, strict=True)) if place else {}, 0.5)
+                    alone = project(x[own], SpanAdapters((int(own.sum()),), (lora,)).projections(maps.modules))
+                    if not all(torch.equal(a, b[own]) for a, b in zip(alone, mixed, strict=True)):
+                        return False
+            for each in maps[1:]:
+                each.zero_()
+        return True
+
     def put(self, place: int, lora: Lora) -> None:
         """Hold an adapter in a place, in the model's dtype; it may lie in host memory."""
         cleared, targets, sources = [], [], []
         for maps in self.maps.values():
             maps.scale[place] = lora.scale if any(module in lora.factors for module in maps.modules) else 0.0
             cleared += [maps.a[place], maps.b[place]]
-            column = 0
-            for number, module in enumerate(maps.modules):
-                width = module.weight.shape[0]
+            for module, (a, b) in zip(maps.modules, maps.factors(place, self.rank), strict=True):
                 if module in lora.factors:
                     lora_a, lora_b = lora.factors[module]
-                    rank = len(lora_a)
-                    targets += [maps.a[place, number * self.rank :][:rank], maps.b[place, column:][:width, :rank]]
+                    targets += [a[: len(lora_a)], b[:, : len(lora_a)]]
                     sources += [lora_a.detach(), lora_b.detach()]
-                column += width
         with torch.no_grad():
             torch._foreach_zero_(cleared)
             if targets:
