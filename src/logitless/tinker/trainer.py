@@ -534,12 +534,12 @@ class Trainer:
         Args:
             wanted: requests alike in what ``Request.shared`` names, with distinct ids among those of the same weights.
         """
-        versions = dict.fromkeys(0 if weights is None else weights.version for weights, _ in wanted)
+        versions = dict.fromkeys(_version(weights) for weights, _ in wanted)
         most = self._stack_for(wanted) if self.row_invariant else 1
         found: dict[int, tuple[list[Sampled], np.ndarray | None]] = {}
         chunks = [[*versions][i : i + most] for i in range(0, len(versions), most)]
         for chunk in chunks:
-            chosen = [i for i, (w, _) in enumerate(wanted) if (0 if w is None else w.version) in chunk]
+            chosen = [i for i, (w, _) in enumerate(wanted) if _version(w) in chunk]
             found |= zip(chosen, self._sample([wanted[i] for i in chosen]), strict=True)
         return [found[i] for i in range(len(wanted))]
 
@@ -554,12 +554,11 @@ class Trainer:
             else:
                 with self._applied(wanted[0][0]):
                     groups = self._engine.sample(prompts, num_samples, options, seed=seed)
-            temperature = options.temperature or 1.0
-            found = []
-            for (weights, request), prompt, group in zip(wanted, prompts, groups, strict=True):
-                sampled = [self._sampled(weights, prompt, each, temperature) for each in group]
-                found.append((sampled, self._prompt_logprobs(weights, request) if request.scores_prompt else None))
-        return found
+            temperature, scores = options.temperature or 1.0, self._prompt_logprobs(wanted)
+            return [
+                ([self._sampled(weights, prompt, each, temperature) for each in group], scores.get(number))
+                for number, ((weights, _), prompt, group) in enumerate(zip(wanted, prompts, groups, strict=True))
+            ]
 
     def _memory_for_sampling(self) -> int | None:
         """Bytes for keys and values: what adapters leave of ``memory``."""
@@ -611,15 +610,31 @@ class Trainer:
             logp = self._scored(weights, pack([(prompt, completion)]), temperature)
         return Sampled(completion.token_ids, logp, completion.finish_reason == "stop")
 
-    def _prompt_logprobs(self, weights: Weights, request: Request) -> np.ndarray:
-        found, ids = np.full(len(request.tokens), np.nan, np.float32), np.array(request.tokens)
-        if len(ids) > 1:
-            first = 1 if request.scores_last is None else len(ids) - request.scores_last
-            found[first:] = self._scored(weights, _packed([(ids[:-1], ids[1:])]), 1.0)[first - 1 :]
+    def _prompt_logprobs(self, wanted: Sequence[tuple[Weights, Request]]) -> dict[int, np.ndarray]:
+        """Of each prompt whose scores are wanted, by its number."""
+        chosen = [(i, weights, np.array(r.tokens)) for i, (weights, r) in enumerate(wanted) if r.scores_prompt]
+        found = {i: np.full(len(ids), np.nan, np.float32) for i, _, ids in chosen}
+        for version in dict.fromkeys(_version(weights) for _, weights, _ in chosen):
+            own = [each for each in chosen if _version(each[1]) == version and len(each[2]) > 1]
+            if not own:
+                continue
+            batch = _packed([(ids[:-1], ids[1:]) for *_, ids in own])
+            for row in self._rows(batch):
+                lengths = [len(own[s][2]) - 1 for s in row]
+                scored = self._scored(own[row[0]][1], batch.take(row), 1.0)
+                for s, logp in zip(row, np.split(scored, np.cumsum(lengths)[:-1]), strict=True):
+                    number, _, ids = own[s]
+                    last = wanted[number][1].scores_last
+                    first = 1 if last is None else len(ids) - last
+                    found[number][first:] = logp[first - 1 :]
         return found
 
     def _scored(self, weights: Weights, batch: Any, temperature: float) -> np.ndarray:
         return self._logp([(weights, batch)], temperature)[0].float().cpu().numpy()
+
+
+def _version(weights: Weights) -> int:
+    return 0 if weights is None else weights.version
 
 
 class _Work:
