@@ -1,6 +1,7 @@
 """Tenants of one Tinker service against each of them alone: seconds, and tokens whose bits differ, which must be 0.
 
     python benchmarks/tinker_tenants.py                                 # Qwen2.5-0.5B under LoRA; prints JSON
+    python benchmarks/tinker_tenants.py --workload 8x4-64-64 --cycles 60 --unembed  # shared passes; 10^6 tokens
     python benchmarks/tinker_tenants.py --tenants 1,2 --workload 2x2-8-4 --cycles 1  # a tiny model, to try it
 
 A tenant is a process with a session, an adapter and prompts of its own; ranks differ (``--ranks``). It runs the cycles
@@ -8,6 +9,7 @@ of ``tinker_cycle.py`` and saves its state. First every tenant runs alone, one a
 run at once on the same service. Compared bit by bit with the run alone: sampled tokens and their log-probs, log-probs
 of ``forward_backward``, and at the end all weights and Adam's moments, which hold every gradient. ``ratio`` is the
 seconds of a cycle with all tenants, divided by those of one alone: below the number of tenants, sharing pays.
+``most_adapters_in_a_call`` says whether they shared passes and calls of the engine at all.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import numpy as np
 
@@ -143,7 +146,10 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             pairs = list(zip(seen, alone, strict=False))
             whole = float(np.mean([each["seconds"][COMPILING:].mean() for each in seen]))
             states = [(of_state(saved, str(a["path"])), of_state(saved, str(b["path"]))) for a, b in pairs]
+            with urlopen(Request(f"{url}/api/v1/memory", headers={"X-API-Key": os.environ["TINKER_API_KEY"]})) as reply:
+                most = json.load(reply)["most_adapters_in_a_call"]
             found[f"{count} tenants"] = {
+                "most_adapters_in_a_call": most,
                 "seconds": round(whole, 4),
                 "ratio": round(whole / float(one), 3),
                 "tokens_per_second": round(count * float(tokens) / whole),

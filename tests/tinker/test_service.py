@@ -409,7 +409,8 @@ def test_numbers_that_nothing_can_be_done_with_are_refused(kind, given):
 def mixing(service, monkeypatch):
     """What each call of the trainer got, which lets adapters share calls as it does with row-invariant layers."""
     calls = []
-    monkeypatch.setattr(type(service.trainer), "together", 2)
+    for name in ("together", "passes_together"):
+        monkeypatch.setattr(type(service.trainer), name, 2)
 
     def forward_backward(pairs):
         calls.append([adapter for adapter, _ in pairs])

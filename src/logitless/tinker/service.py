@@ -103,6 +103,7 @@ class Service:
         self._state = threading.Condition()
         self._numbers, self._session_numbers = itertools.count(), itertools.count()
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
+        self._most = {"pass": 0, "sample": 0}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="logitless-tinker", daemon=True)
         self._thread.start()
@@ -249,7 +250,10 @@ class Service:
         model.num_bytes = needed
 
     def held(self, key: str) -> dict[str, Any]:
-        """Bytes that the models of a key hold, on the device and as snapshots in host memory, and those of all."""
+        """Bytes that the models of a key hold, on the device and as snapshots in host memory, and those of all.
+
+        Beside it the most adapters that have shared a pass, and a call of the engine.
+        """
         with self._state:
             every = [model for session in self._sessions.values() for model in session.models.values()]
             own = {model.id: model for session in self._of(owner_of(key)) for model in session.models.values()}
@@ -257,6 +261,7 @@ class Service:
                 "bytes_for_adapters": self.trainer.room,
                 "held_bytes": sum(model.num_bytes for model in every),
                 "sampling_bytes": self.trainer.stack_bytes,
+                "most_adapters_in_a_call": dict(self._most),
                 "models": {
                     name: {"device_bytes": model.num_bytes, "snapshot_bytes": _snapshot_bytes(model)}
                     for name, model in own.items()
@@ -710,7 +715,7 @@ class Service:
                 if not isinstance(job, PassJob) or not alike or job is first:
                     continue
                 fits = sum(each.num_tokens for each in found) + job.num_tokens <= most
-                if fits and len(found) < self.trainer.together:
+                if fits and len(found) < self.trainer.passes_together:
                     found.append(job)
         return list[Job](found)
 
@@ -778,6 +783,7 @@ class Service:
                 _finish_pass(job, _failure(error))
         if not read:
             return
+        self._most["pass"] = max(self._most["pass"], len(read))
         outcomes: Sequence[Answer | FailedError]
         try:
             results = trainer.forward_backward_together([(adapter, request) for _, adapter, request in read])
@@ -805,6 +811,7 @@ class Service:
             _finish(job, failure)
         if not own:
             return
+        self._most["sample"] = max(self._most["sample"], len({job.version for job in own}))
         outcomes: Sequence[Answer | FailedError]
         try:
             outcomes = [wire.sample_output(*result) for result in self.trainer.sample(wanted)]

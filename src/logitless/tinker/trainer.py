@@ -195,7 +195,7 @@ class Trainer:
         self._places: OrderedDict[int, int] = OrderedDict()  # of versions in the stack, the one used last at the end
         self._installation: Any = self._install() if row_invariant else None
         self._stack: Any = None
-        self._stack_keeps_bits = True
+        self._stack_keeps_bits, self._spans_keep_bits = True, self.row_invariant and self._divisible()
         free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else None
         self.budget = free if memory is None else memory
         self._engine: Any = self._new_engine()
@@ -212,6 +212,18 @@ class Trainer:
             return None
         return installation
 
+    def _divisible(self) -> bool:
+        """Whether passes of several adapters have the gradients of each alone."""
+        from logitless.models.row_invariant.adapters import spans_keep_bits
+        from logitless.rollout.gpu.steps import forms_of
+
+        if forms_of(self.model)[1]:  # gated delta nets: their chunks are listed for a whole row
+            return False
+        found = self.device.type != "cuda" or spans_keep_bits(self.model)
+        if not found:
+            logger.warning("passes: of one adapter each, for products of spans do not keep their bits on this GPU")
+        return found
+
     def _new_engine(self) -> Engine:
         if self.row_invariant:
             from logitless.rollout.gpu.engine import GpuEngine  # needs Triton
@@ -226,8 +238,13 @@ class Trainer:
 
     @property
     def together(self) -> int:
-        """The most adapters that share a pass, or a batch of sampling."""
+        """The most adapters that share a batch of sampling."""
         return TOGETHER if self.exact else 1
+
+    @property
+    def passes_together(self) -> int:
+        """The most adapters that share a pass."""
+        return TOGETHER if self.exact and self._spans_keep_bits else 1
 
     # --- shapes
 
@@ -468,7 +485,7 @@ class Trainer:
         num_tokens = sum(sum(work.batch.inputs.lengths) for work in works)
         before = [[None if w.grad is None else w.grad.clone() for w in adapter.weights] for adapter, _ in pairs]
         try:
-            if max(map(len, rows)) == 1 and num_tokens <= self.tokens_per_row:
+            if len(pairs) <= self.passes_together and max(map(len, rows)) == 1 and num_tokens <= self.tokens_per_row:
                 self._pass([(work, own[0]) for work, own in zip(works, rows, strict=True)])
                 # A row that is not finite can reach its neighbour's gradient, where kernels read beyond a row's end
                 # and multiply by 0. Alone it is its own.

@@ -8,7 +8,8 @@ from logitless.models.attention import AttentionLayout
 from logitless.models.kernels.row_adapters import add_rows_own
 from logitless.models.lm_head import backbone, backbone_hidden
 from logitless.models.loading import load_model
-from logitless.models.row_invariant.adapters import Lora, SpanAdapters, groups_of
+from logitless.models.row_invariant import linear
+from logitless.models.row_invariant.adapters import AdapterStack, Lora, SpanAdapters, groups_of, spans_keep_bits
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.models.row_invariant.linear import Projection, _add_low_ranks, lay_end_to_end, project
 from logitless.types import PromptGroup
@@ -137,6 +138,29 @@ def test_rows_of_several_owners_have_the_hidden_states_and_gradients_of_passes_a
     assert torch.equal(bits(torch.cat(alone)), bits(mixed))
     assert all(torch.equal(bits(a), bits(leaf.grad)) for a, leaf in zip(of_alone, leaves, strict=True))
     assert backbone(model).row_invariant.adapters is None
+
+
+def test_a_machine_whose_products_do_not_keep_bits_is_noticed(monkeypatch):
+    config = {**CONFIGS["qwen3"], "num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24}
+    model = load_model(config, random_weights=True).requires_grad_(False)
+    install_row_invariant(model)
+    stack = AdapterStack(model, num_places=2, rank=4)
+    assert spans_keep_bits(model)
+    assert stack.keeps_bits()
+    assert not any(each.any() for maps in stack.maps.values() for each in maps[1:])
+    kept = linear.float32_product, linear.add_rows_own
+
+    def by_place(a, b):
+        return kept[0](a, b) * (1 + 1e-6 * b.storage_offset())
+
+    def by_rows(x, *rest):
+        kept[1](x, *rest)
+        rest[-2][0].mul_(1 + 1e-3 * (len(x) > 100))
+
+    monkeypatch.setattr(linear, "float32_product", by_place)
+    monkeypatch.setattr(linear, "add_rows_own", by_rows)
+    assert not spans_keep_bits(model)
+    assert not stack.keeps_bits()
 
 
 def test_keys_are_cut_into_the_parts_of_each_owners_row_alone():

@@ -10,6 +10,7 @@ device, so that a step's launches, and its CUDA graph, are the same whoever is i
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -193,6 +194,42 @@ class StackedRows:
 
 RowAdapters = SpanAdapters | StackedRows
 """The adapters of a pass's rows."""
+
+
+def spans_keep_bits(model: nn.Module) -> bool:
+    """Whether the products of this machine give spans the gradients of their rows alone, bit for bit.
+
+    Their shapes are the same; what may differ is where in memory a span begins.
+    """
+    generator, lengths, ranks = torch.Generator().manual_seed(0), (37, 300, 101), (16, 40, 16)
+    starts = [0, *accumulate(lengths)]
+    for group in {tuple(module.weight.shape for module in group): group for group in groups_of(model)}.values():
+        like = group[0].weight
+
+        def filled(*shape: int, like: Tensor = like, dtype: torch.dtype | None = None) -> Tensor:
+            return torch.randn(*shape, generator=generator).to(like.device, dtype or like.dtype)
+
+        x, grads = filled(starts[-1], like.shape[1]), [filled(starts[-1], len(m.weight)) for m in group]
+        loras = []
+        for rank in ranks:
+            shapes = [((rank, m.weight.shape[1]), (len(m.weight), rank)) for m in group]
+            pairs = [tuple(filled(*shape, dtype=torch.float32).requires_grad_() for shape in both) for both in shapes]
+            loras.append(Lora(dict(zip(group, pairs, strict=True)), 0.5))  # type: ignore[arg-type]
+
+        def gradients(first: int, last: int, group: Any = group, x: Tensor = x, grads: Any = grads) -> list[Tensor]:
+            """Of the factors and rows of these spans."""
+            rows, own = slice(starts[first], starts[last]), loras[first:last]  # noqa: B023
+            given = x[rows].clone().requires_grad_()
+            outs = project(given, SpanAdapters(lengths[first:last], tuple(own)).projections(group))
+            leaves = [factor for lora in own for pair in lora.factors.values() for factor in pair]
+            of_leaves = torch.autograd.grad(outs, [*leaves, given], [grad[rows] for grad in grads])
+            return [*of_leaves[:-1], *of_leaves[-1].split(lengths[first:last])]  # type: ignore[no-untyped-call]
+
+        each = [gradients(number, number + 1) for number in range(len(lengths))]
+        alone = [*(g for of in each for g in of[:-1]), *(of[-1] for of in each)]
+        if not all(torch.equal(a, b) for a, b in zip(alone, gradients(0, len(lengths)), strict=True)):
+            return False
+    return True
 
 
 def groups_of(model: nn.Module) -> list[tuple[Any, ...]]:
