@@ -34,7 +34,7 @@ def adapters_of(index, row, num_rows):
 
 @quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
-def first_kernel(
+def low_rank_kernel_of_rows(
     x,  # [M, K] a row ``row_stride`` after the other
     a,  # [S, C, K]
     scale,  # [S] float32; 0: nothing to do
@@ -83,7 +83,7 @@ def first_kernel(
 
 @quick_launch
 @triton.jit(do_not_specialize=["num_rows"])
-def second_kernel(
+def add_low_rank_kernel_of_rows(
     low,  # [M, P * rank] contiguous: of P maps, side by side
     b,  # [S, N, rank]: of the maps, end to end
     scale,  # [S] float32
@@ -161,7 +161,7 @@ def add_rows_own(
     (num_rows, length), (_, columns, _), (_, total, rank) = x.shape, a.shape, b.shape
     low, overlap = empty_rows(num_rows, columns, like=x), overlapping(x.device)
     tile = tile or _tile(num_rows, columns, x)
-    first_kernel[(divided_up(num_rows, tile.rows), divided_up(columns, tile.columns))](
+    low_rank_kernel_of_rows[(divided_up(num_rows, tile.rows), divided_up(columns, tile.columns))](
         x, a, scale, index, low, num_rows, columns, length, x.stride(0),
         ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, EVEN=length % tile.depth == 0,
         num_warps=tile.warps, num_stages=tile.stages, **overlap,
@@ -169,7 +169,7 @@ def add_rows_own(
     rows, skipped = 16 if num_rows <= 16 else 32, 0
     ends = [*accumulate(widths), total, total] if len(outs) == 1 else [total, total]
     for number, out in enumerate(outs):
-        second_kernel[(divided_up(num_rows, rows) * divided_up(out.shape[1], _COLUMNS),)](
+        add_low_rank_kernel_of_rows[(divided_up(num_rows, rows) * divided_up(out.shape[1], _COLUMNS),)](
             low[:, number * rank :], b, scale, index, out, num_rows, out.shape[1], total, skipped, ends[0], ends[1],
             rank, columns, out.stride(0),
             ROWS=rows, COLUMNS=_COLUMNS, DEPTH=min(64, max(16, power_of_two(rank))), num_warps=4, **overlap,

@@ -123,13 +123,17 @@ class AdapterStack:
             maps.a.normal_(generator=generator)
             maps.b.normal_(generator=generator)
             maps.scale[1:] = 0.5
+            for place in range(1, len(maps.a), 2):  # of half the rank, filled up with zeros
+                for lora_a, lora_b in maps.factors(place, self.rank):
+                    lora_a[self.rank // 2 :], lora_b[:, self.rank // 2 :] = 0, 0
             for num_rows in (1, 16, 200, 700):
                 x = torch.empty(num_rows, maps.a.shape[2], dtype=maps.a.dtype, device=maps.a.device)
                 x.normal_(generator=generator)
                 index = torch.randint(len(maps.a), (num_rows,), generator=generator, device=x.device).sort()[0]
                 mixed = project(x, StackedRows({maps.modules[0]: maps}, index.int()).projections(maps.modules))
                 for place in sorted(set(index.tolist())):
-                    own, pairs = index == place, maps.factors(place, self.rank)
+                    own, rank = index == place, self.rank // 2 if place % 2 else self.rank
+                    pairs = [(a[:rank], b[:, :rank].contiguous()) for a, b in maps.factors(place, self.rank)]
                     lora = Lora(dict(zip(maps.modules, pairs, strict=True)) if place else {}, 0.5)
                     alone = project(x[own], SpanAdapters((int(own.sum()),), (lora,)).projections(maps.modules))
                     if not all(torch.equal(a, b[own]) for a, b in zip(alone, mixed, strict=True)):
