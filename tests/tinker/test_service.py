@@ -460,6 +460,21 @@ def test_passes_of_several_sessions_share_one_if_they_fit_and_are_alike(service,
     assert mixing == [[adapters[0], adapters[2]], [adapters[1]], [adapters[3]], [adapters[4]]]
 
 
+def test_keys_take_turns_however_many_sessions_one_has(service, mixing, monkeypatch):
+    for name in ("together", "passes_together"):
+        monkeypatch.setattr(type(service.trainer), name, 1)
+    keys = ["tml-a"] * 4 + ["tml-b"]
+    models = [model_of(service, session_of(service, key), key=key) for key in keys]
+    adapters = [service.model(model, key).adapter for model, key in zip(models, keys, strict=True)]
+    with held_up(service):
+        promises = [
+            (service.forward_backward(Passed(model), key, b""), key) for model, key in zip(models, keys, strict=True)
+        ]
+    for promise, key in promises:
+        result(service, promise, key)
+    assert [adapters.index(adapter) for call in mixing for adapter in call].index(4) <= 1
+
+
 def test_a_pass_that_fails_among_others_runs_alone_and_breaks_its_own_gradient(service, mixing, monkeypatch):
     models = [model_of(service, session_of(service)) for _ in range(2)]
     adapters = [service.model(model, KEY).adapter for model in models]

@@ -4,9 +4,9 @@
     retrieve_future -> result or try_again  arrive; samples run as they arrive, together where they have one call of the
                                             engine in common
 
-Sessions take turns, so that a busy one delays another by one call. What sessions wait for at once shares a call where
-that leaves their bits: samples of several adapters, and passes that fit into one. A request fails alone: its future
-says why.
+Keys take turns, and the sessions of a key, so that a busy one delays another by one call. What waits at once shares a
+call where that leaves everybody's bits: samples of several adapters, and passes that fit into one. A request fails
+alone: its future says why.
 
 Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
 lock; the thread that serves holds it only between calls.
@@ -101,7 +101,8 @@ class Service:
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._state = threading.Condition()
-        self._numbers, self._session_numbers = itertools.count(), itertools.count()
+        self._numbers, self._session_numbers, self._turns = itertools.count(), itertools.count(), itertools.count()
+        self._served: dict[str, int] = {}  # by owner
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
         self._most = {"pass": 0, "sample": 0}
         self._closed = False
@@ -676,9 +677,9 @@ class Service:
         return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
 
     def _next(self) -> Sequence[Job]:
-        """The next request of the session that was served longest ago, with those that share its call; or none."""
+        """The next request of the session whose turn it is, with those that share its call; or none."""
         now = time.monotonic()
-        for session in list(self._sessions.values()):
+        for session in self._in_turn():
             for model in session.models.values():
                 self._fail_stalled(model, now)
             due: list[Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
@@ -698,17 +699,28 @@ class Service:
                     if id(model.waiting.get(model.next_seq)) in chosen:
                         del model.waiting[model.next_seq]
                         model.next_seq += 1
-                        self._sessions.move_to_end(each.id)
+                        self._note_served(each)
             return found
         return []
 
+    def _in_turn(self) -> list[Session]:
+        """Sessions, those of the key that was served longest ago first, and of a key the session so."""
+        return sorted(self._sessions.values(), key=lambda session: self._served.get(session.owner, -1))
+
+    def _note_served(self, session: Session) -> None:
+        self._sessions.move_to_end(session.id)
+        self._served[session.owner] = next(self._turns)
+        if len(self._served) > 2 * len(self._sessions) + SESSIONS:  # of keys that left
+            owners = {each.owner for each in self._sessions.values()}
+            self._served = {owner: turn for owner, turn in self._served.items() if owner in owners}
+
     def _passes_together(self, first: PassJob) -> list[Job]:
-        """The next passes of models, of the sessions that were served longest ago, which fit into one with the first.
+        """The next passes of models, of sessions in turn, which fit into one with the first.
 
         As many of them as may share a pass; only ones that either all add to gradients or do not.
         """
         found, most = [first], self.trainer.tokens_per_row
-        for session in self._sessions.values():
+        for session in self._in_turn():
             for model in session.models.values():
                 job = model.waiting.get(model.next_seq)
                 alike = isinstance(job, PassJob) and job.message.forward_only == first.message.forward_only
@@ -739,7 +751,7 @@ class Service:
         """
         found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
         own = next(session for session in self._sessions.values() if first in session.samples)
-        queues = {session.id: list(session.samples) for session in (own, *self._sessions.values())}
+        queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
         num_completions, served = 0, dict[str, None]()
         while num_completions < COMPLETIONS and any(queues.values()):
             for name, queue in queues.items():
@@ -758,7 +770,7 @@ class Service:
                     served[name] = None
                     break
         for name in served:
-            self._sessions.move_to_end(name)
+            self._note_served(self._sessions[name])
         return found
 
     def _run(self, job: Job) -> None:
