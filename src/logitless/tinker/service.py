@@ -309,7 +309,6 @@ class Service:
         message = wire.forward_backward_request(body)
         with self._state:
             model = self._model(message.model_id, key)
-
             kind = partial(PassJob, message=message, model=model, num_tokens=wire.num_tokens(message))
             return self._arrived(model, message.seq_id, digest, None, len(body), kind=kind)
 
@@ -402,10 +401,15 @@ class Service:
 
             def run() -> Answer:
                 checkpoint = self._loadable(request, key)  # now: a request before this one may have saved it
+                before = model.num_bytes
                 with self._state:
                     self._take_memory(model, checkpoint.shape)
-                tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
-                model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
+                try:
+                    tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
+                    model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
+                except Exception:
+                    model.num_bytes = before
+                    raise
                 return {"type": "load_weights", "path": request.path, "model_id": model.id}
 
             return self._arrived(model, seq_id, digest, run)
