@@ -16,17 +16,17 @@ def page(text: str) -> str:
 
 def _language_models() -> str:
     """A line for all architectures of the same kind."""
-    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "Exact, GPU engine")
+    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "Exact, GPU engine", "vLLM")
     alike: dict[tuple[str, ...], list[str]] = {}
     for each in FAMILIES:
         alike.setdefault((each.parts, *_cells(each)), []).append(f"{each.models} (`{each.model_type}`)")
     return _table(head, [("; ".join(names), *cells) for cells, names in alike.items()])
 
 
-def _cells(family: Family) -> tuple[str, str]:
-    if family.refused is not None:
-        return "refused", "no"
-    return "yes", "yes" if family.exact else "no"
+def _cells(family: Family) -> tuple[str, str, str]:
+    trains = "yes" if family.attention == "packed" else f"`attention: {family.attention}`, no shared prompts"
+    exact, served = ("yes" if each else "no" for each in (family.exact, family.served))
+    return "refused" if family.refused is not None else trains, exact, served
 
 
 def _image_models() -> str:

@@ -354,7 +354,7 @@ def _readers(model: nn.Module) -> list[_Reader]:
                 found.append(_Reader(module, module, "probabilities"))
             elif kind == "Llama4Router":
                 found.append(_Reader(module, module, "logits"))
-            elif kind == "HunYuanMoEV1Gate" or kind.lower().endswith("topkrouter") and "Longcat" not in kind:
+            elif kind == "HunYuanMoEV1Gate" or (kind.lower().endswith("topkrouter") and "Longcat" not in kind):
                 found.append(_Reader(module, module, "choice"))
         if type(block).__name__ == "JambaSparseMoeBlock":
             found.append(_Reader(router, block, "logits"))
