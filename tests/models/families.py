@@ -83,7 +83,7 @@ FAMILIES = (
            "windows, softcaps", exact=True),
     Family("gemma3_text", "Gemma 3 1B", LOCAL, "windows", exact=True),
     Family("gemma4_text", "Gemma 4 31B", {
-        **LOCAL, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 0}, "windows, two widths of heads"),
+        **LOCAL, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 0}, "windows, wider heads"),
     Family("gemma4_text", "Gemma 4 E2B, E4B", {
         **TWICE_LOCAL, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 2}, "windows, shared keys"),
     Family("gemma4_text", "Gemma 4 26B-A4B", {
@@ -96,7 +96,7 @@ FAMILIES = (
     Family("phi3", "Phi-3, Phi-4", {}, exact=True),
     Family("olmo2", "OLMo 2", {}),
     Family("olmo3", "Olmo 3", LOCAL, "windows"),
-    Family("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}, "layers without positions"),
+    Family("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}, "NoPE layers"),
     Family("exaone4", "EXAONE 4", LOCAL, "windows"),
     Family("seed_oss", "Seed-OSS", {}),
     Family("glm4", "GLM-4", {}),
@@ -131,7 +131,7 @@ FAMILIES = (
     Family("llama4_text", "Llama 4", {
         "intermediate_size_mlp": 24, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 4,
         "no_rope_layers": [1, 0], "floor_scale": 3, "interleave_moe_layer_step": 2},
-        "experts, chunks, layers without positions"),
+        "experts, chunks, NoPE layers"),
     Family("qwen3_next", "Qwen3-Next", {**WIDE_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts",
            exact=True),
     Family("qwen3_5_text", "Qwen3.5, 3.6 dense", WIDE_NET, "gated delta nets", exact=True),
@@ -152,7 +152,7 @@ FAMILIES = (
     Family("lfm2_moe", "LFM2 MoE", {
         "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **EXPERTS, "num_dense_layers": 1},
         "short convolutions, experts"),
-    Family("falcon_h1", "Falcon-H1", {**MAMBA2, "mamba_d_ssm": 32}, "Mamba-2 beside attention"),
+    Family("falcon_h1", "Falcon-H1", {**MAMBA2, "mamba_d_ssm": 32}, "Mamba-2, attention"),
     Family("jamba", "Jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
         "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_dt_rank": 4},
