@@ -350,11 +350,14 @@ def _spread(values: Sequence[float]) -> str:
 
 
 def ablations(rows: list[dict[str, Any]]) -> str:
-    """Held-out accuracy of every task and choice here, over its seeds."""
+    """Held-out accuracy of every task and choice here over its seeds, without those that are compared with TRL."""
     lines = ["| Task | Choice | Seeds | Held out, before | After | Learning rate |", "|---|---|--:|--:|--:|--:|"]
+    of_trl = {(row["task"], row["variant"]) for row in rows if row["trainer"] == "trl"}
     for task in TASKS:
         here = [row for row in rows if row["task"] == task and row["trainer"] == "logitless"]
         for variant in VARIANTS:
+            if (task, variant) in of_trl:
+                continue
             if found := [row for row in here if row["variant"] == variant]:
                 after = _spread([row["held_out_after"] for row in found])
                 before, rate = found[0]["held_out_before"], found[0]["learning_rate"]

@@ -1,8 +1,7 @@
 """The tables and the plot of ``benchmarks/step.py``, made from its JSON files and from nothing else."""
 
 import json
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +58,6 @@ def tables(folder: Path) -> dict[str, str]:
     return {
         "": table(results),
         "longest": longest_table(results),
-        "profile": profile_table(results),
         "activations": activations_table(load_activations(folder)),
         "half live": half_live_table(results),
         "least memory": least_memory_table(results),
@@ -195,27 +193,6 @@ def _profiles(results: Sequence[dict[str, Any]]) -> list[tuple[str, str, dict[st
 def _classes(profiles: Sequence[tuple[str, str, dict[str, float]]]) -> list[str]:
     named = [kind for kind, _ in CLASSES]
     return [kind for kind in (*named, OTHER, "idle") if any(kind in classes for *_, classes in profiles)]
-
-
-def _folded(classes: Mapping[str, float]) -> dict[str, float]:
-    """Classes that are small everywhere become part of the others."""
-    found: dict[str, float] = defaultdict(float)
-    for kind, ms in classes.items():
-        found[OTHER if kind in ("embedding", "reductions") else kind] += ms
-    return dict(found)
-
-
-def profile_table(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown: milliseconds of a step by class of kernels, a column a model and contender."""
-    profiles = [(*each[:2], _folded(each[2])) for each in _profiles(results) if each[1] in ("trl", "logitless")]
-    if not profiles:
-        return "No results yet: run `python benchmarks/step.py` on a GPU."
-    names = [f"{title.partition(',')[0]}, {NAMES[contender]}" for title, contender, _ in profiles]
-    lines = ["| ms | " + " | ".join(names) + " |", "|---|" + "--:|" * len(names)]
-    for kind in _classes(profiles):
-        lines.append(f"| {kind} | " + " | ".join(f"{c[kind]:.1f}" if kind in c else "" for *_, c in profiles) + " |")
-    lines.append("| the step | " + " | ".join(f"{sum(c.values()):.0f}" for *_, c in profiles) + " |")
-    return "\n".join(lines)
 
 
 def activations_table(rows: Sequence[Row]) -> str:
