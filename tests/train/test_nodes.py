@@ -45,7 +45,7 @@ def _nodes(folder, number, *, lost="none", resume=False):
     program = [str(folder / "program.py"), lost, "train", "recipes/quickstart.yaml", *["--resume"] * resume]
     program += [argument for each in (*settings, f"output={folder}") for argument in ("--set", each)]
     with socket.create_server(("127.0.0.1", 0)) as free:
-        place = "127.0.0.1:{}".format(free.getsockname()[1])
+        place = f"127.0.0.1:{free.getsockname()[1]}"
     with ExitStack() as stack:
         started = []
         for node in range(number):
