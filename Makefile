@@ -48,7 +48,7 @@ VLLM := .venv-vllm/bin
 	touch $@
 
 test-vllm: .venv-vllm/.installed
-	$(VLLM)/python -m pytest -m 'vllm and not gpu and not multi_gpu' tests/vllm
+	$(VLLM)/python -m pytest -m vllm tests/vllm
 
 # The cookbook is installed without its dependencies: it asks for a tml-renderers that Python 3.11 does not have, and its
 # recipes here do not use it. The SDK of before lies in a folder of its own.

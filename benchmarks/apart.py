@@ -164,14 +164,14 @@ def _measured(
 
     set_process(recipe.model, seed=0)
     inputs = read(recipe, everyone)
-    ranks, exchange = parted(everyone, recipe.parallel.sampling)
+    ranks, exchange = parted(everyone, recipe.parallel.num_sampling)
     if ranks is None:
         assert exchange is not None
         sample_only(inputs, exchange, open_engines, WallClock())
         return None
     with ExitStack() as stack:
         loaded = load(inputs, ranks)
-        sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.sampling else None
+        sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.num_sampling else None
         engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), sampling)
         stack.callback(engines.close)
         parts = assemble(inputs, loaded, engines, ranks, folder=folder)

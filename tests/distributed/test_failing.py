@@ -1,6 +1,7 @@
 """What ends a piece of work on one rank ends it on all, with one error that says what failed where."""
 
 import gc
+import threading
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from logitless.distributed import Ranks
-from logitless.distributed.exit_reasons import ExitReasons, in_one_line
+from logitless.distributed.exit_reasons import ExitReasons, Node, in_one_line
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import _naming_lost_ranks
 from logitless.errors import ConfigurationError, EngineError, LostRankError
@@ -189,6 +190,41 @@ def test_where_every_rank_lost_a_connection_none_is_named():
         each.record("RuntimeError: connection reset", lost=True)
     found = str(ended_with(second, OF_ANOTHER["gloo"]))
     assert "on rank 1, where a connection ended and no other rank says why (" in found
+
+
+def test_a_node_all_of_whose_ranks_say_nothing_is_named_and_on_others_the_rank(monkeypatch):
+    monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
+    store, nodes = dist.HashStore(), [Node("a", (0, 1), True), Node("b", (2, 3), False), Node("c", (4, 5), False)]
+    first, *_, last = (ExitReasons(store, rank, 6, nodes) for rank in range(6))
+    last.record("RuntimeError: connection reset", lost=True)
+    said = "node b (ranks 2, 3), which says nothing: lost, or hung"
+    said += "".join(f"; rank {rank}, which says nothing: killed, or hung" for rank in (1, 4))
+    assert f"given on rank 0, without {said} (" in str(ended_with(first, OF_ANOTHER["gloo"]))
+
+
+class _Gone:
+    """A store whose process is gone, or whose machine is silent until the event."""
+
+    def __init__(self, answers):
+        self._answers = answers
+
+    def set(self, *_):
+        self._answers.wait()
+        raise RuntimeError("Broken pipe")
+
+
+@pytest.mark.parametrize(("silent", "seconds"), [(False, 60.0), (True, 0.1)])
+def test_where_no_store_answers_the_node_that_holds_it_is_named(silent, seconds, monkeypatch):
+    monkeypatch.setattr("logitless.distributed.exit_reasons.GRACE_SECONDS", 0.0)
+    monkeypatch.setattr("logitless.distributed.exit_reasons.STORE_SECONDS", seconds)
+    answers = threading.Event()
+    if not silent:
+        answers.set()
+    for hosts, named in (("ab", "node a (rank 0), which holds the ranks' store"), ("a", "the rank that started first")):
+        nodes = [Node(host, (rank,), True) for rank, host in enumerate(hosts)]
+        found = ended_with(ExitReasons(_Gone(answers), len(nodes) - 1, 2, nodes), OF_ANOTHER["gloo"])
+        assert f"without {named}" in str(found)
+    answers.set()
 
 
 def _in_one_of_our_collectives(rank, error):

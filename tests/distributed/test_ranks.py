@@ -152,3 +152,15 @@ def test_a_process_that_had_another_group_of_all_ranks_makes_a_mesh_of_copies(de
         for names, ranks_of_mesh, number in run_on_ranks(2, sum_over_copies, device, device=device):
             assert (names, ranks_of_mesh) == (("replicate", "weights"), [[0], [1]])
             assert number.item() == 3
+
+
+def nodes_of(rank):
+    """The nodes as torchrun numbers them, where the first has the store's address; and without torchrun."""
+    us = all_of_them()
+    places = [{"GROUP_RANK": str(rank // 2), "MASTER_ADDR": ["127.0.0.1", "192.0.2.1"][rank // 2]}, {}]
+    return [[(node.ranks, node.has_store) for node in us.nodes(place)] for place in places]
+
+
+def test_a_node_is_what_torchrun_numbers_and_else_a_host():
+    for found in run_on_ranks(3, nodes_of):
+        assert found == [[((0, 1), True), ((2,), False)], [((0, 1, 2), False)]]

@@ -16,6 +16,7 @@ from logitless.errors import ConfigurationError, EngineError
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.collect.replay import check_same_end
 from logitless.train.learn.learner import Learner
+from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from tests import warm
@@ -83,11 +84,13 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, device):
+@pytest.mark.parametrize(("staleness", "sampling"), [(0, 1), (1, "auto"), (3, 1)])
+def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, sampling, device):
     changes = {"rollout__staleness": staleness, "device": device}
-    alone, found = in_turns(tmp_path / "alone", **changes), beside(tmp_path / "beside", **changes)
+    alone = in_turns(tmp_path / "alone", **changes)
+    found = beside(tmp_path / "beside", parallel__sampling=sampling, **changes)
     assert_same(alone, found)
+    assert load_recipe(found.config).parallel.sampling == sampling
     logged = [json.loads(file.read_bytes()) for file in sorted(found.collected.glob("*.json"))]
     assert [row["begun_after"] for row in logged] == [max(0, block - staleness) for block in range(5)]
 

@@ -84,8 +84,8 @@ def _loads(served):
 def _on_servers(rank, folder, urls, node, changes, device="cpu"):
     """A run of several ranks on servers, whose weights are never whole; what it ended with on this rank."""
     engine = {"name": "vllm_server", "urls": urls, "model": "policy", **changes}
-    local_rank = {"LOCAL_RANK": "0" if rank % node == 0 else "1"}
-    with mock.patch.dict(os.environ, local_rank), mock.patch.object(ShardedModel, "gather", None):
+    group_rank = {"GROUP_RANK": str(rank // node)}
+    with mock.patch.dict(os.environ, group_rank), mock.patch.object(ShardedModel, "gather", None):
         try:
             recipe = tiny_recipe(folder, rollout__engine=engine, name="several", model__device=device)
             return start_without_report(recipe, ranks=Ranks(data=dist.group.WORLD))[1]

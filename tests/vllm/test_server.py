@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 import pytest
 import torch
 
+from logitless.data.packing import pack
 from logitless.errors import EngineError, InputError
 from logitless.http_client import HttpClient
 from logitless.rollout.engine import Weights
@@ -15,6 +16,8 @@ from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.vllm.api import VllmServer, request_settings
 from logitless.rollout.vllm.probe import scored_tokens
 from logitless.rollout.vllm.weight_folder import WeightFolders
+from logitless.train.learn.policy import Policy
+from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.types import Prompt
 from tests.rollout.plain_forward import check_logp
 from tests.vllm.conftest import KEY, PATIENCE, PROMPT, TOKENIZER, engine_at, server_at, tiny_model, tiny_server
@@ -92,6 +95,18 @@ def test_in_float32_the_two_engines_agree_to_1e_5(engine, model):
         for a, b in zip(c.logp_sampler, scored_tokens(model, prompt.token_ids, c.token_ids, 1.0), strict=True)
     ]
     assert sum(differences) / len(differences) < 1e-5
+
+
+def test_a_teacher_on_the_server_gives_the_log_probs_of_its_model(engine, model, process):
+    text = "abc, de."
+    prompt = Prompt("1", text, tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"]))
+    pairs = [(prompt, completion) for completion in engine.sample([prompt], 3, OPTIONS, seed=SEED)[0]]
+    batch, options = pack(pairs), {"temperature": 1.0, "backend": "reference"}
+    teacher = ServedTeacher(server_at(process.url), patience=PATIENCE)
+    teacher.check(prompt)
+    with torch.no_grad():
+        expected = Policy(model).scores(batch, **options).logp
+    torch.testing.assert_close(teacher.scores(batch, **options).logp, expected, rtol=0, atol=1e-4)
 
 
 def test_greedy_decoding_gives_the_same_text_as_transformers(engine, model):

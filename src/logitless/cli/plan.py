@@ -10,6 +10,7 @@ from logitless.errors import ConfigurationError
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.model import policy_model, tokenizer_of
+from logitless.train.assembly.sampling import with_sampling
 from logitless.train.plan.scaling import forecast, forecast_text
 from logitless.train.recipe.loading import load_recipe
 
@@ -31,10 +32,11 @@ def run(options: argparse.Namespace) -> int:
         if (given := getattr(options, key)) < 1:
             name = "--" + key.replace("_", "-")
             raise ConfigurationError(needed="at least one GPU", given=f"{name} {given}", remedy="Give a number.")
+    recipe, line = with_sampling(recipe, options.gpus)
     arrangement = arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
     processes = min(options.gpus, options.gpus_per_machine)
     found = forecast(recipe, model, arrangement, value_head=value_head, processes=processes)
-    print(forecast_text(recipe, found))
+    print(forecast_text(recipe, found, line))
     return 0

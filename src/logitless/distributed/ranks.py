@@ -9,6 +9,7 @@ import ctypes
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from torch.distributed.rendezvous import rendezvous
 from logitless.distributed import gradient_sums
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.collectives import gather_over_group, sum_over_group
-from logitless.distributed.exit_reasons import ExitReasons, in_one_line
+from logitless.distributed.exit_reasons import ExitReasons, Node, in_one_line
 from logitless.distributed.shares import every_nth
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
@@ -170,16 +171,19 @@ class Ranks:
         """The value of rank 0, on every rank."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
-    def first_on_nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[int, ...]:
-        """The rank on each machine with torchrun's LOCAL_RANK 0; without LOCAL_RANK, all are on one machine.
+    def nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
+        """The machines of the run: torchrun's nodes, without torchrun the hosts.
 
         Example:
-            >>> Ranks.alone().first_on_nodes({})
-            (0,)
+            >>> [node.ranks for node in Ranks.alone().nodes({})]
+            [(0,)]
         """
-        local = environment.get("LOCAL_RANK", "")
-        local_ranks = self.all_gather_object(int(local) if local.isdecimal() else self.rank)
-        return tuple(rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0)
+        here = [environment.get("GROUP_RANK", ""), socket.gethostname()]
+        of_ranks = self.all_gather_object([here, _is_here(environment.get("MASTER_ADDR", ""))])
+        found: dict[tuple[str, str], list[int]] = {}
+        for rank, ((number, host), _) in enumerate(of_ranks):
+            found.setdefault((number, host), []).append(rank)
+        return tuple(Node(host, tuple(ranks), of_ranks[ranks[0]][1]) for (_, host), ranks in found.items())
 
     def shared(self, count: int, among: Sequence[int]) -> range:
         """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective.
@@ -320,7 +324,8 @@ def ranks_of_environment(
     )
     ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
     try:
-        with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world)):
+        nodes = ranks.nodes(environment)
+        with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world, nodes)):
             yield ranks
     finally:
         # Threads of a group that is still referred to would end with the interpreter, which can abort the process.
@@ -328,6 +333,17 @@ def ranks_of_environment(
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
         dist.destroy_process_group()
+
+
+def _is_here(address: str) -> bool:
+    """Whether an address is one of this machine's, to which alone it lets a socket be bound."""
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as own:
+            own.bind(place)
+    except OSError:
+        return False
+    return True
 
 
 def _end_with_parent() -> None:
@@ -353,11 +369,7 @@ def _naming_lost_ranks(exit_reasons: ExitReasons) -> Iterator[None]:
         yield
     except BaseException as error:
         lost = isinstance(error, LostRankError) or _is_of_connection(error)
-        try:
-            exit_reasons.record(in_one_line(error), lost=lost)
-            others = exit_reasons.of_others() if lost else []
-        except RuntimeError:  # the rank that holds the store is gone too
-            others = ["the rank that started first, and perhaps others"]
+        others = exit_reasons.exchanged(in_one_line(error), lost=lost)
         if not lost:
             raise
         missing = f"without {'; '.join(others)}" if others else "where a connection ended and no other rank says why"

@@ -89,7 +89,7 @@ def run_recipe(
     clock.outside("data")
     inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
     everyone = ranks
-    training, exchange = parted(everyone, recipe.parallel.sampling)
+    training, exchange = parted(everyone, inputs.recipe.parallel.num_sampling)
     if training is None:
         assert exchange is not None
         sample_only(inputs, exchange, open_engines, clock)
@@ -107,7 +107,7 @@ def run_recipe(
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
-            sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.sampling else None
+            sampling = SamplingRanks(exchange, first=ranks.world) if loaded.recipe.parallel.num_sampling else None
             engines = engines_on(ranks, engines, sampling)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
@@ -136,7 +136,7 @@ def run_recipe(
                 if ranks.is_first:
                     check_same_end(folder, RunFolder(replay))
             journal.message(f"every token, metric and weight is that of {replay}, bit for bit")
-        if recipe.parallel.sampling:
+        if inputs.recipe.parallel.num_sampling:
             everyone.broadcast_object(result.as_json())
     loop.callbacks.end(result)
     return result

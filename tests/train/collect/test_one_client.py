@@ -88,7 +88,7 @@ def _pushes(rank):
     """
     ranks, found = Ranks(data=dist.group.WORLD), {}
     for nodes in (1, 2):
-        os.environ["LOCAL_RANK"] = str(rank if nodes == 1 else 0)
+        os.environ["GROUP_RANK"] = str(0 if nodes == 1 else rank)
         for together in (False, True):
             for adapter in (False, True):
                 for at in ("first", "reading", "probed"):
@@ -97,7 +97,7 @@ def _pushes(rank):
                         node.load(_weights(ranks, together=together, adapter=adapter), 1)
                     except Exception as error:
                         found[nodes, together, adapter, at] = _words(error)
-    del os.environ["LOCAL_RANK"]
+    del os.environ["GROUP_RANK"]
     engine = Failing("nowhere")
     OneClientANode(engine, ranks).load(_weights(ranks, together=True, adapter=False), 1)
     return found, engine.read

@@ -172,7 +172,7 @@ OF_PROCESSES = [
     (FOUR_BITS, 1, 2),
     ((*SERVER, "rollout.staleness=1"), 1, 2),
     (("parallel.sampling=1",), 2, 1),
-    (("parallel.sampling=1",), 2, 3),
+    (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
@@ -198,7 +198,7 @@ def test_copies_of_whole_weights_on_several_processes_break_no_rule(loaded, over
 def _processes(recipe, world):
     parallel = recipe.parallel
     whole = {"replicate": parallel.replicate, "sequence": parallel.sequence, "whole": parallel.deterministic}
-    training = world - parallel.sampling
+    training = world - parallel.num_sampling
     return Processes(recipe, training, Arrangement.of(max(1, training), **whole))
 
 

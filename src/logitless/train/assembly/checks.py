@@ -138,7 +138,7 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
     Raises:
         LogitlessError: a number of processes that does not fit, or a setting that does not run on several.
     """
-    parallel, training = recipe.parallel, world - recipe.parallel.sampling
+    parallel, training = recipe.parallel, world - recipe.parallel.num_sampling
     if training < 1:
         check(PROCESS_RULES, Processes(recipe, training, Arrangement()))
     arrangement = Arrangement.of(
@@ -146,7 +146,7 @@ def arrangement_of(recipe: Recipe, world: int) -> Arrangement:
         replicate=parallel.replicate,
         shard=parallel.shard,
         sequence=parallel.sequence,
-        whole=parallel.deterministic,
+        whole=parallel.deterministic or parallel.num_sampling > 0,
     )
     check(PROCESS_RULES, Processes(recipe, training, arrangement))
     return arrangement

@@ -40,6 +40,7 @@ from logitless.train.assembly.model import is_cut_from_host, policy_model, token
 from logitless.train.assembly.policies import policies_of, scores_all_rows
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
+from logitless.train.assembly.sampling import with_sampling
 from logitless.train.assembly.teacher import (
     check_teachers,
     digests_of_teachers,
@@ -69,13 +70,14 @@ class Inputs:
     """The parts of a recipe that need no model, checked.
 
     Args:
-        recipe: unresolved.
-        arrangement: of the ranks.
+        recipe: unresolved, but for ``parallel.sampling``.
+        arrangement: of the ranks that train.
         tokenizer: of the policy.
         environment: answers the policy.
         data: prompts.
         rewards: score completions.
         algorithm: of the recipe.
+        sampling_line: how many processes only sample, where ``auto`` chose them.
     """
 
     recipe: Recipe
@@ -85,6 +87,7 @@ class Inputs:
     data: Data
     rewards: tuple[WeightedReward, ...]
     algorithm: Algorithm
+    sampling_line: str = ""
 
     @cached_property
     def digests(self) -> dict[str, str]:
@@ -164,6 +167,7 @@ def read(
     Raises:
         LogitlessError: a part is missing here or contradicts the data, or ranks read different recipes or data.
     """
+    recipe, line = with_sampling(recipe, ranks.world)
     arrangement = arrangement_of(recipe, ranks.world)
     algorithm = algorithm or algorithm_of(recipe)  # before anything is loaded: a preset may be misspelled
     tokenizer = tokenizer_of(recipe.model)
@@ -173,7 +177,8 @@ def read(
     check_teachers(recipe, tokenizer, data.train)
     if ranks.world > 1:
         _check_same_on_all(ranks, recipe, data)
-    return Inputs(recipe, arrangement, tokenizer, environment, data, rewards_of(recipe, data.judged), algorithm)
+    rewards = rewards_of(recipe, data.judged)
+    return Inputs(recipe, arrangement, tokenizer, environment, data, rewards, algorithm, line)
 
 
 def load(
@@ -208,6 +213,8 @@ def load(
     chosen = resolved(inputs.recipe, model, inputs.arrangement)
     if ENGINE in chosen.against and device.type != "meta":
         logger.info("rollout engine: %s", chosen.engine_line)
+    if inputs.sampling_line and device.type != "meta":
+        logger.info("parallel.sampling: %s", inputs.sampling_line)
     return Loaded(chosen, model)
 
 
@@ -335,8 +342,8 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         yield f"no load-balancing loss; the model's config suggests model.router.loss: {default:g}"
     if ranks.world > 1:
         yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"
-    if recipe.parallel.sampling:
-        yield f"{recipe.parallel.sampling} further processes sample"
+    if number := recipe.parallel.num_sampling:
+        yield f"processes that only sample: {number}"
     yield from costly_choices(parts.chosen, parts.inputs.arrangement, policy.device)
     yield f"optimizer AdamW ({implementation(parts.learner.optimizer)})"
 

@@ -67,10 +67,10 @@ def collector_of(
         return kind(*parts, seed=recipe.seed, ranks=ranks, order=order, greedy_baseline=greedy_baseline, **options)
 
     recorded, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
-    beside = recipe.parallel.sampling > 0 or not recipe.rollout.engine.samples_policy
+    beside = recipe.parallel.num_sampling > 0 or not recipe.rollout.engine.samples_policy
     if folder is not None and recorded is not None:
         return made(ReplayingCollector, log=CollectedBlocks(RunFolder(recorded).collected, prompts))
-    if folder is not None and (staleness > 0 or recipe.parallel.sampling > 0 or replayed is not None):
+    if folder is not None and (staleness > 0 or recipe.parallel.num_sampling > 0 or replayed is not None):
         return made(
             AheadCollector if beside else ScheduledCollector,
             staleness=staleness,

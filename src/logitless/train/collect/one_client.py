@@ -51,7 +51,7 @@ class OneClientANode:
 
     def __init__(self, engine: ServerEngine, ranks: Ranks) -> None:
         self._engine, self._ranks = engine, ranks
-        self.clients: Sequence[int] = ranks.first_on_nodes()[: engine.num_servers]
+        self.clients: Sequence[int] = [node.ranks[0] for node in ranks.nodes()][: engine.num_servers]
         if ranks.rank in self.clients:
             engine.take_share(self.clients.index(ranks.rank), len(self.clients))
 

@@ -49,7 +49,7 @@ class Plan:
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
         first_prompt: as the model reads it.
-        chosen: dtype, layers and engine, each with its reason; the teacher.
+        chosen: dtype, layers, engine and ``parallel.sampling: auto``, each with its reason; the teacher.
         warnings: choices that make the run more than twice as slow.
     """
 
@@ -102,6 +102,7 @@ def plan_of(recipe: Recipe) -> Plan:
             dtype_line(recipe.model),
             f"layers {chosen.layers_line}",
             f"engine {chosen.engine_line}",
+            *((f"parallel.sampling {inputs.sampling_line}",) if inputs.sampling_line else ()),
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
         ),
         warnings=tuple(costly_choices(chosen, inputs.arrangement, device_of(recipe.model))),

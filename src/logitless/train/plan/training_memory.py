@@ -200,7 +200,7 @@ def memory_of_rank(
             # not at the moment "embedding", when no inputs are left
             everything, _ = layers_bytes(model, section.activation_bytes, tokens=tokens, recomputes=False)
             parts["inputs of layers"] = max(parts["inputs of layers"], min(everything, train.activation_memory))
-    if recipe.parallel.sampling:  # one for each version that is still to be sampled with
+    if recipe.parallel.num_sampling:  # one for each version that is still to be sampled with
         always["weights to send"] = (1 + recipe.rollout.staleness) * always["trained weights"]
     if recipe.rollout.engine.samples_policy:
         moments["sampling"] = {"cache": sampling_bytes(recipe, model)}

@@ -14,13 +14,15 @@ if TYPE_CHECKING:
 class ParallelSection(Section):
     """Several processes, started by torchrun; one process alone needs none of it (docs/scale.md)."""
 
-    sampling: NonNegativeInt = Field(
-        0, description="processes that sample beside those that train; 0: all do both in turns"
+    sampling: NonNegativeInt | Literal["auto"] = Field(
+        0,
+        description="processes that sample beside those that train; 0: all do both in turns; auto: half with "
+        "rollout.staleness, else 0",
     )
     shard: PositiveInt | Literal["auto"] = Field(
         "auto",
         description="processes over which one copy of the weights is sharded (FSDP2); auto: all that replicate and "
-        "sequence leave",
+        "sequence leave; 1 under sampling and deterministic",
     )
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sequence: PositiveInt = Field(
@@ -42,11 +44,16 @@ class ParallelSection(Section):
         description="that processes wait for each other; longer than the longest rollout, and than reading the model",
     )
 
+    @property
+    def num_sampling(self) -> int:
+        """Processes that only sample; 0 for an ``auto`` that is not resolved."""
+        return 0 if self.sampling == "auto" else self.sampling
+
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
-sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.sampling > 0)
+sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.num_sampling > 0)
 
 RULES: tuple[Rule["Recipe"], ...] = (
     sampling.needs(
@@ -67,13 +74,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
     sampling.on(lambda processes: processes.recipe).needs(
         "a further process to train",
         holds=lambda processes: processes.world > 0,
-        given=lambda processes: f"{processes.world + processes.recipe.parallel.sampling} in all",
+        given=lambda processes: f"{processes.world + processes.recipe.parallel.num_sampling} in all",
         remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling.",
     ),
     needs_whole_weights(
         sampling,
         " that trains, which are sent from one place",
-        "Set parallel.replicate to the number of processes that train, or parallel.deterministic: true.",
+        "Leave parallel.shard and parallel.sequence out.",
     ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
