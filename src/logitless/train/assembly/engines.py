@@ -13,6 +13,7 @@ from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
+from logitless.rollout.in_flight import RepeatingEngine
 from logitless.rollout.recorded import RecordedEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
@@ -33,6 +34,7 @@ from logitless.train.recipe.engine import (
     TransformersEngineSection,
     VllmServerEngineSection,
 )
+from logitless.train.recipe.rollout import RolloutSection
 from logitless.train.record.metrics import Numbers
 
 
@@ -72,20 +74,30 @@ class Engines:
                 stack.callback(engine.close)
 
 
-def engines_on(ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None) -> Engines:
+def engines_on(
+    ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None, repeating: RolloutSection | None = None
+) -> Engines:
     """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
 
     Args:
         ranks: that train.
         engines: opened by this rank.
         sampling: ranks that sample for training; held-out prompts are sampled here, while they go on.
+        repeating: of a run that repeats one with in-flight updates.
     """
     if sampling is not None:
         return replace(engines, training=sampling)
+    if repeating is not None:
+        return replace(engines, training=repeating_engine(engines.training, repeating))
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
     shared = OneClientANode(engines.training, ranks)
     return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
+
+
+def repeating_engine(engine: Engine, options: RolloutSection) -> RepeatingEngine:
+    """The engine as one that repeats in-flight updates."""
+    return RepeatingEngine(engine, recompute=options.in_flight == "recompute", copies=options.staleness + 1)
 
 
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:
