@@ -90,5 +90,5 @@ def test_a_version_that_is_gone_is_named():
 
 
 def test_an_engine_that_takes_no_weights_between_steps_is_refused_by_name():
-    with pytest.raises(UnavailableError, match="takes weights between two decoding steps.*; given StandIn"):
+    with pytest.raises(UnavailableError, match=r"takes weights between two decoding steps.*; given StandIn"):
         RepeatingEngine(StandIn(), recompute=True, copies=2)
