@@ -23,8 +23,10 @@ from tests.train.tiny import completed, start, tiny_raw, tiny_recipe
 
 STALENESS = 2
 CHANGES = {"train__blocks": 4, "rollout__staleness": STALENESS}
-CHANGES |= {"rollout__max_rows": 1}  # transformers rounds rows of other batches otherwise
-ON = {"cpu": ON["cpu"] | CHANGES, "cuda": ON["cuda"] | CHANGES | {"rollout__sampling": {"max_new_tokens": 24}}}
+ON = {
+    "cpu": ON["cpu"] | CHANGES | {"rollout__max_rows": 1},  # transformers rounds rows of other batches otherwise
+    "cuda": ON["cuda"] | CHANGES | {"rollout__max_rows": 6, "rollout__sampling": {"max_new_tokens": 24}},
+}
 BEGUN = "test/second block begun"
 
 
@@ -64,21 +66,19 @@ def _run(rank, folder, changes, meets, options):
         return str(run_recipe(tiny_recipe(folder, **changes), ranks=ranks, **options).folder.path)
 
 
-def beside(folder, changes, *, sampling=1, meets=False, **options):
-    """A run with ranks that only sample."""
+def beside(folder, changes, *, training=1, sampling=1, meets=False, **options):
+    """A run on several ranks."""
     tiny_raw(folder)
-    device = changes.get("model__device", "cpu")
-    found = run_on_ranks(
-        1 + sampling, _run, folder, {**changes, "parallel__sampling": sampling}, meets, options, device=device
-    )
+    device, changes = changes.get("model__device", "cpu"), {**changes, "parallel__sampling": sampling}
+    found = run_on_ranks(training + sampling, _run, folder, changes, meets, options, device=device)
     return RunFolder(Path(found[0]))
 
 
-def again(folder, changes, run, *, sampling=0, name="again"):
+def again(folder, changes, run, *, training=1, sampling=0, name="again"):
     """The same run from the log of another."""
     changes = {**changes, "name": name}
-    if sampling:
-        return beside(folder, changes, sampling=sampling, replay=run.path)
+    if training + sampling > 1:
+        return beside(folder, changes, training=training, sampling=sampling, replay=run.path)
     return completed(tiny_recipe(folder, **changes), replay=run.path)
 
 
@@ -115,7 +115,7 @@ def test_what_was_drawn_by_several_versions_is_drawn_again_on_other_processes(
 
 @pytest.mark.slow
 def test_what_was_killed_goes_on_and_is_repeated_as_one_run_unless_a_decision_was_another(tmp_path):
-    changes = {**ON["cpu"], "rollout__in_flight": "keep"}
+    changes = {**ON["cpu"], "rollout__in_flight": "keep", "parallel__deterministic": True}
     run = beside(tmp_path, changes, meets=True)
     before = drawn(run)
     for path in checkpoints(run.checkpoints):
@@ -125,7 +125,7 @@ def test_what_was_killed_goes_on_and_is_repeated_as_one_run_unless_a_decision_wa
         file.unlink()
     resumed = beside(tmp_path, changes, resume=True)
     assert drawn(resumed)[:3] == before[:3]
-    assert drawn(again(tmp_path, changes, resumed)) == drawn(resumed)
+    assert drawn(again(tmp_path, changes, resumed, training=2)) == drawn(resumed)
     file = run.collected / "block-000002.json"
     row = json.loads(file.read_bytes())
     prompt, sample, runs = next(
@@ -138,17 +138,6 @@ def test_what_was_killed_goes_on_and_is_repeated_as_one_run_unless_a_decision_wa
         again(tmp_path, changes, run, name="other")
 
 
-@pytest.mark.parametrize(
-    ("changes", "needed"),
-    [
-        ({}, "rollout.staleness"),
-        ({"rollout__staleness": 1}, "parallel.sampling"),
-        (
-            {"rollout__staleness": 1, "rollout__engine": {"name": "vllm_server", "urls": ["http://x"]}},
-            "rollout.engine gpu",
-        ),
-    ],
-)
-def test_weights_that_cannot_arrive_are_refused(tmp_path, changes, needed):
-    with pytest.raises(ConfigurationError, match=f"rollout.in_flight: {needed}"):
-        start(tiny_recipe(tmp_path, rollout__in_flight="keep", **changes))
+def test_weights_do_not_arrive_in_turns(tmp_path):
+    with pytest.raises(ConfigurationError, match=r"for rollout.in_flight: parallel.sampling"):
+        start(tiny_recipe(tmp_path, rollout__in_flight="keep", rollout__staleness=1))

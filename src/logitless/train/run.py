@@ -17,7 +17,7 @@ from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
 from logitless.rollout.environment import Driver, Environment
-from logitless.rollout.sampling_ranks import SamplingRanks, sample_for
+from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import check_before_start
@@ -109,11 +109,7 @@ def run_recipe(
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
-            sampling = None
-            if recipe.parallel.sampling:
-                in_flight = recipe.rollout.in_flight is not None and not repeats
-                sampling = SamplingRanks(exchange, first=ranks.world, in_flight=in_flight)
-            engines = engines_on(ranks, engines, sampling, recipe.rollout if repeats else None)
+            engines = engines_on(ranks, engines, recipe, exchange, repeats=repeats)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)

@@ -6,6 +6,7 @@ Under Triton's interpreter and without graphs; on a GPU where there is one.
 import pytest
 
 from logitless.rollout.engine import Weights
+from logitless.rollout.gpu import steps
 from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
@@ -17,7 +18,6 @@ pytest.importorskip("triton")
 __all__ = ["interpreted_head"]  # a fixture of every test here
 
 ASKED = [PROMPTS[2], PROMPTS[0]]
-OPTIONS = SamplingOptions(max_new_tokens=8, temperature=0.8)
 ARRIVE = {3: 1, 8: 2}
 
 
@@ -39,9 +39,10 @@ def versions_of(completion):
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
 def test_recomputed_keys_give_training_s_bits_kept_ones_do_not_and_a_record_draws_both_again(name, recompute):
+    options = SamplingOptions(max_new_tokens=2 * steps.STEPS + 2, temperature=0.8)
     versions = Versions(model_of(name, end_bias=-2.0))
     engine = engine_of(versions.model, max_rows=2, prefill_tokens=64)
-    groups = in_flight(engine, versions, ARRIVE, ASKED, 3, OPTIONS, seed=1, recompute=recompute)
+    groups = in_flight(engine, versions, ARRIVE, ASKED, 3, options, seed=1, recompute=recompute)
     first = [versions_of(each)[0] for each in groups[0]]
     assert len(set(first)) > 1, "no prompt was read again"
     assert any(each.token_versions is not None for each in flat(groups))
@@ -54,4 +55,4 @@ def test_recomputed_keys_give_training_s_bits_kept_ones_do_not_and_a_record_draw
         versions.put(version)
         again.load(Weights.of(versions.model), version)
     again.repeat(drawn)
-    assert again.sample(ASKED, 3, OPTIONS, seed=1) == groups
+    assert again.sample(ASKED, 3, options, seed=1) == groups

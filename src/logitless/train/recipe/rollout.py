@@ -54,8 +54,7 @@ class RolloutSection(Section):
     )
     in_flight: Literal["keep", "recompute"] | None = Field(
         None,
-        description="with parallel.sampling, completions under way go on with new weights, and keys and values so far "
-        "are kept or recomputed; each token carries its version. null: a block's weights stay",
+        description="completions under way go on with newer weights; keys and values so far are kept or recomputed",
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
