@@ -53,6 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in-flight", default="", help="keep, recompute, by commas: beside none, at staleness above 0")
     parser.add_argument("--turns", action="store_true", help="one GPU in turns at each staleness, to compare weights")
     parser.add_argument("--workload", default="64x8-512-64:512", help="prompts x samples, prompt tokens, new tokens")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps a block, about")
     parser.add_argument("--blocks", type=int, default=3, help="timed")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of apart-<GPU>.json")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
@@ -75,12 +76,13 @@ def run(args: argparse.Namespace) -> int:
             *((*plan, each, way) for plan in plans for each in staleness for way in ways if each or not way),
         ],
         "workload": args.workload,
+        "steps": args.steps,
         "blocks": args.blocks,
         "device": args.device,
     }
     here = environment(args.device, ("triton", "transformers"))
     path = args.output / f"apart-{short_name(args.device)}.json"
-    rows = Rows(path, here, ("model", "arrangement", "staleness", "in_flight", "workload"))
+    rows = Rows(path, here, ("model", "arrangement", "staleness", "in_flight", "workload", "steps"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(max(map(sum, plans))), __file__, "--order", json.dumps(order)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -95,16 +97,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A row beside those of one GPU in turns."""
-    is_alike = [all(each[name] == row[name] for name in ("model", "workload")) for each in rows]
+    is_alike = [all(each[name] == row[name] for name in ("model", "workload", "steps")) for each in rows]
     alone = {r["staleness"]: r for r, alike in zip(rows, is_alike, strict=True) if alike and r["arrangement"] == "1"}
     if row["arrangement"] == "1":
         alone[row["staleness"]] = row
     over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
-    same = None if row["in_flight"] else alone.get(row["staleness"])
+    same = None if row.get("in_flight") else alone.get(row["staleness"])
     return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
 
 
-def _rank(models: list[str], plans: list[list[Any]], workload: str, blocks: int, device: str) -> None:
+def _rank(models: list[str], plans: list[list[Any]], workload: str, steps: int, blocks: int, device: str) -> None:
     """What each process does; the first one prints the rows."""
     with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own:
         folder = ranks.broadcast_object(own)
@@ -113,7 +115,9 @@ def _rank(models: list[str], plans: list[list[Any]], workload: str, blocks: int,
                 members = ranks.subset(range(training + sampling))
                 if members is not None:
                     place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}-{in_flight}"
-                    recipe = _recipe(place, name, Workload.parse(workload), training, sampling, staleness, blocks)
+                    recipe = _recipe(
+                        place, name, Workload.parse(workload), training, sampling, staleness, steps, blocks
+                    )
                     recipe["rollout"]["in_flight"] = in_flight
                     members.barrier()
                     row = _measured(recipe, place, members, Workload.parse(workload), blocks, device)
@@ -121,13 +125,13 @@ def _rank(models: list[str], plans: list[list[Any]], workload: str, blocks: int,
                         arrangement = f"{training}+{sampling}" if sampling else "1"
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
                         row["in_flight"] = in_flight
-                        print(json.dumps({**row, "workload": workload}), flush=True)
+                        print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
                 release(device)
                 ranks.barrier()
 
 
 def _recipe(
-    folder: Path, name: str, work: Workload, training: int, sampling: int, staleness: int, blocks: int
+    folder: Path, name: str, work: Workload, training: int, sampling: int, staleness: int, steps: int, blocks: int
 ) -> dict[str, Any]:
     """The recipe of a run; its tokenizer and prompts are written into the folder."""
     shape = next(each for each in (*SHAPES, TINY) if each.name == name)
@@ -147,6 +151,7 @@ def _recipe(
     if shape is TINY:  # this engine's lengths are forced where it looks for a stop string
         raw["rollout"]["sampling"]["stop"] = [contenders.NEVER]
     raw["rewards"] = [{"name": "length", "cap": work.most}]
+    raw["train"]["tokens_per_step"] = -(-work.tokens // steps)
     raw["train"]["blocks"] = WARM_UP + blocks + staleness  # the sampler works until the last timed one
     return raw | {"parallel": {"sampling": sampling, "replicate": training}}
 
