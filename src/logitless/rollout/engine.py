@@ -110,7 +110,7 @@ class Updates(Protocol):
     def version(self, prompt_id: str, sample: int, token: int) -> int | None:
         """The version that has to draw a completion's token, counted from 0; None: whichever is loaded.
 
-        Where any is asked for, that of the first token is.
+        One that has any has one for its first token.
         """
         ...
 

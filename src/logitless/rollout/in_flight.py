@@ -35,7 +35,7 @@ class DrawnVersions:
 
     def __init__(self, calls: Mapping[str, Iterable[list[list[list[int]]]]] | None = None) -> None:
         self.calls = {prompt: list(of) for prompt, of in (calls or {}).items()}
-        self._taken = dict.fromkeys(self.calls, 0)
+        self._taken = dict[str, int]()
 
     @property
     def versions(self) -> set[int]:
@@ -48,22 +48,15 @@ class DrawnVersions:
             self.calls.setdefault(group[0].prompt_id, []).append([_runs(each) for each in group])
 
     def next(self, prompt_ids: Iterable[str]) -> dict[str, list[list[list[int]]]]:
-        """The next call's samples of each prompt, in order.
+        """The next call's samples of each prompt, in order; none where a repetition, which then differs, calls more often.
 
-        Raises:
-            TrainingError: the prompt was not sampled so often.
+        Where it differs first, a comparison of tokens says (``train/collect/replay.py``).
         """
         found = {}
         for prompt in prompt_ids:
-            call = self._taken.get(prompt, 0)
-            if call >= len(self.calls.get(prompt, ())):
-                raise TrainingError(
-                    needed=f"what was recorded: {call} calls that sample prompt {prompt!r} in this block",
-                    given="one more",
-                    remedy="Compare provenance.json of both runs: versions, device, data and rollout.in_flight must be"
-                    " the same.",
-                )
-            self._taken[prompt], found[prompt] = call + 1, self.calls[prompt][call]
+            call, of_prompt = self._taken.get(prompt, 0), self.calls.get(prompt, [])
+            found[prompt] = of_prompt[call] if call < len(of_prompt) else []
+            self._taken[prompt] = call + 1
         return found
 
 
@@ -133,7 +126,7 @@ class RepeatingEngine:
         """Exactly ``num_samples`` completions of each prompt, each token by the weights in the record.
 
         Raises:
-            TrainingError: the record has other calls, or weights that are gone.
+            TrainingError: the record has weights that are gone.
         """
         engine = self._engine
         engine.updates = _Recorded(self._drawn.next(prompt.id for prompt in prompts), self._recompute, self._put)
@@ -180,8 +173,9 @@ class _Recorded:
         self._next = 0
 
     def version(self, prompt_id: str, sample: int, token: int) -> int | None:
-        """The recorded one; None after the last token."""
-        for version, count in self._runs[prompt_id][sample]:
+        """The recorded one; None after the last token, and where there is no record."""
+        of_prompt = self._runs[prompt_id]
+        for version, count in of_prompt[sample] if sample < len(of_prompt) else ():
             token -= count
             if token < 0:
                 return version

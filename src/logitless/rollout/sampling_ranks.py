@@ -60,7 +60,7 @@ class SamplingRanks:
         in_flight: whether weights are sent while completions are under way.
 
     Attributes:
-        drawn: the versions that drew the tokens of all calls since ``use``.
+        drawn: in flight, which weights drew which tokens in the calls since ``use``.
         exact: whether what was sampled last is bitwise what training computes (``ExactEngine``).
         transfer_numbers: seconds that the last finished push took.
     """
@@ -166,7 +166,8 @@ class SamplingRanks:
             exact &= said["exact"]
         self.exact = exact
         sampled = in_order(shares)
-        self.drawn.add(sampled)
+        if self._in_flight:
+            self.drawn.add(sampled)
         return sampled
 
     def _send_until(self, finished: int) -> None:
