@@ -48,7 +48,7 @@ class DrawnVersions:
             self.calls.setdefault(group[0].prompt_id, []).append([_runs(each) for each in group])
 
     def next(self, prompt_ids: Iterable[str]) -> dict[str, list[list[list[int]]]]:
-        """The next call's samples of each prompt, in order; none where a repetition, which then differs, calls more often.
+        """The next call's samples of each prompt, in order; none if a repetition, which differs then, has more calls.
 
         Where it differs first, a comparison of tokens says (``train/collect/replay.py``).
         """
