@@ -3,7 +3,8 @@
 The parts of a run (collector, learner, engine, weights sent from rank to rank) sample and train on whole blocks of a
 model with random weights; the lengths of completions are forced. Blocks are timed from the end of one to the end of the
 next, in the steady state. ``same_weights`` says whether the weights after the last block are those of one GPU in turns
-at the same staleness, in every bit: only with ``--turns`` where the staleness is above 0.
+at the same staleness, in every bit: only with ``--turns`` where the staleness is above 0, and not in flight, where they
+depend on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled.
 
     python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
 """
@@ -25,7 +26,6 @@ from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.train.assembly.engines import Engines, engines_on
 from logitless.train.assembly.process import set_process
 from logitless.train.assembly.stages import assemble, load, read
@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="of shapes.py, by commas")
     parser.add_argument("--arrangements", default="1+1", help="GPUs that train + GPUs that sample, by commas")
     parser.add_argument("--staleness", default="0,1", help="by commas")
+    parser.add_argument("--in-flight", default="", help="keep, recompute, by commas: beside none, at staleness above 0")
     parser.add_argument("--turns", action="store_true", help="one GPU in turns at each staleness, to compare weights")
     parser.add_argument("--workload", default="64x8-512-64:512", help="prompts x samples, prompt tokens, new tokens")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps a block, about")
@@ -66,10 +67,14 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plans = [tuple(map(int, each.split("+"))) for each in args.arrangements.split(",")]
     staleness = [int(each) for each in args.staleness.split(",")]
-    alone = [(1, 0, each) for each in (staleness if args.turns else staleness[:1])]
+    ways = [None, *filter(None, args.in_flight.split(","))]
+    alone = [(1, 0, each, None) for each in (staleness if args.turns else staleness[:1])]
     order = {
         "models": args.models.split(","),
-        "plans": [*alone, *((*plan, each) for plan in plans for each in staleness)],
+        "plans": [
+            *alone,
+            *((*plan, each, way) for plan in plans for each in staleness for way in ways if each or not way),
+        ],
         "workload": args.workload,
         "steps": args.steps,
         "blocks": args.blocks,
@@ -77,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     }
     here = environment(args.device, ("triton", "transformers"))
     path = args.output / f"apart-{short_name(args.device)}.json"
-    rows = Rows(path, here, ("model", "arrangement", "staleness", "workload", "steps"))
+    rows = Rows(path, here, ("model", "arrangement", "staleness", "in_flight", "workload", "steps"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(max(map(sum, plans))), __file__, "--order", json.dumps(order)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -97,27 +102,29 @@ def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
     if row["arrangement"] == "1":
         alone[row["staleness"]] = row
     over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
-    same = alone.get(row["staleness"])
+    same = None if row.get("in_flight") else alone.get(row["staleness"])
     return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
 
 
-def _rank(models: list[str], plans: list[list[int]], workload: str, steps: int, blocks: int, device: str) -> None:
+def _rank(models: list[str], plans: list[list[Any]], workload: str, steps: int, blocks: int, device: str) -> None:
     """What each process does; the first one prints the rows."""
     with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own:
         folder = ranks.broadcast_object(own)
         for name in models:
-            for training, sampling, staleness in plans:
+            for training, sampling, staleness, in_flight in plans:
                 members = ranks.subset(range(training + sampling))
                 if members is not None:
-                    place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}"
+                    place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}-{in_flight}"
                     recipe = _recipe(
                         place, name, Workload.parse(workload), training, sampling, staleness, steps, blocks
                     )
+                    recipe["rollout"]["in_flight"] = in_flight
                     members.barrier()
                     row = _measured(recipe, place, members, Workload.parse(workload), blocks, device)
                     if row is not None:
                         arrangement = f"{training}+{sampling}" if sampling else "1"
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
+                        row["in_flight"] = in_flight
                         print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
                 release(device)
                 ranks.barrier()
@@ -171,18 +178,18 @@ def _measured(
         return None
     with ExitStack() as stack:
         loaded = load(inputs, ranks)
-        sampling = SamplingRanks(exchange, first=ranks.world) if recipe.parallel.num_sampling else None
-        engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), sampling)
+        engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), recipe, exchange)
         stack.callback(engines.close)
         parts = assemble(inputs, loaded, engines, ranks, folder=folder)
         stack.callback(parts.collector.close)
         learner, view = parts.learner, stack.enter_context(LiveView(1, title="apart", silent=True))
-        clock, ended, pushes = WallClock(), list[float](), list[float]()
+        clock, ended, pushes, mixed = WallClock(), list[float](), list[float](), list[float]()
         journal = Journal(RunFolder(folder), view, (), learner.policy.device, ranks, clock)
         for _ in range(WARM_UP + blocks):
             parts.collector.expect(learner.version)
             pushes += engines.load_all(learner.weights(), learner.version).values()
-            _, block, _ = next_block(parts.collector, learner, journal)
+            _, block, metrics = next_block(parts.collector, learner, journal)
+            mixed.append(float(metrics["rollout/mixed_fraction"]))
             assert block is not None
             with journal.phase("training"):
                 learner.begin(block)
@@ -203,6 +210,7 @@ def _measured(
                 "push_seconds": min(pushes, default=0.0),
                 "push_share": min(pushes, default=0.0) / seconds,
                 "block_seconds": seconds,
+                "mixed_fraction": sum(mixed[WARM_UP:]) / blocks,
                 "phases": {name: (value - before.get(name, 0.0)) / blocks for name, value in after.items()},
                 "weights": _checksum(learner.policy.held().values()),
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",

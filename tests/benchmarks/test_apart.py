@@ -21,6 +21,7 @@ def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_stale
     assert [each["over_one_gpu"] for each in found] == [1.5, 1.5, 1.5]
     assert [each["same_weights"] for each in found] == [False, True, None]
     assert apart._compared(row("1", 0, 5.0), rows)["over_one_gpu"] == 1.0
+    assert apart._compared({**row("1+1", 1, 15.0), "in_flight": "keep"}, rows)["same_weights"] is None
 
 
 def test_one_bit_changes_the_checksum():
@@ -35,7 +36,9 @@ def test_one_bit_changes_the_checksum():
 def test_the_tool_runs_on_a_cpu_and_both_arrangements_end_with_the_same_weights(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     given = ["--models", "tiny", "--device", "cpu", "--workload", "4x2-16-4:12", "--blocks", "1", "--turns"]
+    given += ["--in-flight", "recompute"]
     assert main(sys.modules["apart"], [*given, "--output", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "apart-cpu.json").read_text())["rows"]
-    found = [(each["arrangement"], each["staleness"], each["same_weights"]) for each in rows]
-    assert found == [("1", 0, True), ("1", 1, True), ("1+1", 0, True), ("1+1", 1, True)]
+    found = [(each["arrangement"], each["staleness"], each["in_flight"], each["same_weights"]) for each in rows]
+    in_turns = [("1", 0, None, True), ("1", 1, None, True)]
+    assert found == [*in_turns, ("1+1", 0, None, True), ("1+1", 1, None, True), ("1+1", 1, "recompute", None)]

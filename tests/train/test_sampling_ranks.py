@@ -22,7 +22,7 @@ from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
 from tests.train.test_rank_faults import ENVIRONMENT, TORCHRUN
-from tests.train.tiny import TINY_LLAMA, finished_run, start, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, completed, finished_run, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -170,6 +170,7 @@ if __name__ == "__main__":
         ("push", 1, {"rollout__staleness": 1}),
         ("sampling", 1, {"checkpoint__every_blocks": 100}),
         ("training", 0, {"rollout__staleness": 1}),
+        ("sampling", 1, {"rollout__staleness": 1, "rollout__in_flight": "recompute"}),
     ],
 )
 def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
@@ -191,7 +192,9 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_ha
     found = RunFolder(tmp_path / "runs" / "tiny")
     starts = json.loads(found.provenance.read_text())["starts"]
     assert [start["step"] > 0 for start in starts] == [False, True]  # from a checkpoint
-    assert_same(in_turns(tmp_path / "alone", device=device, **changes), found)
+    replay = found.path if "rollout__in_flight" in changes else None
+    alone = tiny_recipe(tmp_path / "alone", **ON[device], **changes)
+    assert_same(completed(alone, replay=replay), found)
 
 
 def test_an_engine_that_fails_on_a_sampling_rank_ends_the_run_with_the_rank_and_a_checkpoint(tmp_path):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
 from logitless.distributed import gradient_sums
@@ -170,6 +171,18 @@ class Ranks:
     def broadcast_object(self, value: Any) -> Any:
         """The value of rank 0, on every rank."""
         return self.all_gather_object(value if self.rank == 0 else None)[0]
+
+    def count(self, name: str, more: int = 0) -> int:
+        """Add to a counter of this name that all ranks of the run share, and read it. Not a collective.
+
+        Example:
+            >>> Ranks.alone().count("pushes", 1)
+            1
+        """
+        if self._everyone is None:
+            return more
+        with _all_present():
+            return int(_get_default_store().add(f"count/{name}", more))
 
     def nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
         """The machines of the run: torchrun's nodes, without torchrun the hosts.

@@ -86,7 +86,7 @@ def made_completions(
     *,
     options: SamplingOptions,
     ends: Sequence[int],
-    version: int,
+    versions: Sequence[np.ndarray],
     logp_policies: Sequence[np.ndarray | None] | None = None,
     entropies: Sequence[np.ndarray | None] | None = None,
 ) -> list[Completion]:
@@ -99,7 +99,7 @@ def made_completions(
         logps: [L] ``logp_sampler`` of each.
         options: of sampling.
         ends: result of ``stop_ids``.
-        version: of the weights.
+        versions: [L] integers of each: which weights drew each token.
         logp_policies: [L] of each, if the engine computes it; kept only if filters or penalties make it differ from
             ``logps``.
         entropies: [L] of each, if the engine computes them.
@@ -108,6 +108,7 @@ def made_completions(
     finished = [int(ids[-1]) in special for ids in tokens]
     shown = [(ids[:-1] if stopped else ids).tolist() for ids, stopped in zip(tokens, finished, strict=True)]
     texts = tokenizer.batch_decode(shown, **_TEXT)
+    oldest = [int(each.min()) for each in versions]
     cuts = [min((at for string in options.stop if (at := text.find(string)) >= 0), default=None) for text in texts]
     return [
         Completion(
@@ -116,17 +117,20 @@ def made_completions(
             text=text[:cut],
             finish_reason="stop" if cut is not None or stopped else "length",
             logp_sampler=logp,
-            weights_version=version,
+            weights_version=first,
             entropy_sampler=entropy,
+            token_versions=drawn if (drawn != first).any() else None,
             logp_policy=logp_policy if options.filters_distribution else None,
         )
-        for prompt_id, ids, logp, text, cut, stopped, entropy, logp_policy in zip(
+        for prompt_id, ids, logp, text, cut, stopped, drawn, first, entropy, logp_policy in zip(
             prompt_ids,
             tokens,
             logps,
             texts,
             cuts,
             finished,
+            versions,
+            oldest,
             entropies or nothing,
             logp_policies or nothing,
             strict=True,

@@ -1,6 +1,6 @@
 """The interface of a sampling engine, and the weights that training gives it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -97,6 +97,48 @@ class ExactEngine(Engine, Protocol):
         They are in ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
         """
         ...
+
+
+class Updates(Protocol):
+    """Weights that arrive while completions are under way; an engine asks for them between two decoding steps."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether new weights recompute the keys and values of all tokens so far, or those of older weights stay."""
+        ...
+
+    def version(self, prompt_id: str, sample: int, token: int) -> int | None:
+        """The version that has to draw a completion's token, counted from 0; None: whichever is loaded.
+
+        One that has any has one for its first token.
+        """
+        ...
+
+    def due(self, needed: Callable[[], Collection[int | None]]) -> bool:
+        """Whether other weights are to be loaded before the next step.
+
+        Args:
+            needed: the versions that have to draw the next tokens of the completions under way; before the first of
+                them, the one that begins.
+        """
+        ...
+
+    def load(self) -> None:
+        """Give the engine the weights that are due, by its own ``load``."""
+        ...
+
+
+@runtime_checkable
+class InFlightEngine(Engine, Protocol):
+    """An engine that goes on with other weights between two decoding steps.
+
+    A token's ``logp_sampler`` is of the weights in ``token_versions``. Where keys and values are recomputed, it is what
+    these weights give after prompt and completion so far. Where they are kept, it is of no single model: these weights
+    read keys and values that older ones made. Those of a prompt are always of the weights that drew the first token.
+    """
+
+    updates: Updates | None
+    """Asked in every call of ``sample``; None: weights stay."""
 
 
 @runtime_checkable

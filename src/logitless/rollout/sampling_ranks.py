@@ -7,12 +7,17 @@
 The sampling ranks keep no state but the model: each request names its weights' version and its seed. All messages
 travel over one group, whose rank 0 trains. A thread of it sends "wait" in between, for no collective of that group may
 wait longer than its timeout, and warm start, evaluation or training may.
+
+In flight, weights come while completions are under way. A sampling rank looks between two decoding steps whether rank 0
+has announced a message (a counter in the ranks' store), and receives it; when its share is finished, it goes on
+receiving until all are. Which weights drew which tokens is recorded (``in_flight.py``). A repetition sends the record
+with each request, and sampling ranks keep copies of the weights.
 """
 
 import json
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
@@ -28,8 +33,18 @@ from logitless.distributed.shares import in_order
 from logitless.errors import LostRankError
 from logitless.rollout.arrays import Arrays, taking
 from logitless.rollout.engine import Engine, ExactEngine, Weights
+from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine, in_flight_engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
+
+ANNOUNCED, FINISHED = "sampling/announced", "sampling/finished"
+"""Counters: messages that rank 0 sends while the others sample, and shares of requests that are finished."""
+
+LOOK_SECONDS = 0.005
+"""Between two looks of rank 0 at ``FINISHED``."""
+
+STILL_THERE_SECONDS = 1.0
+"""After so long without a message, sampling ranks are sent one, which fails where one is gone."""
 
 
 class SamplingRanks:
@@ -42,17 +57,22 @@ class SamplingRanks:
     Args:
         ranks: this rank, which is the first, and those that sample; None on further training ranks, which never ask.
         first: number of the first sampling rank among all ranks, for errors.
+        in_flight: whether weights are sent while completions are under way.
 
     Attributes:
+        drawn: in flight, which weights drew which tokens in the calls since ``use``.
         exact: whether what was sampled last is bitwise what training computes (``ExactEngine``).
         transfer_numbers: seconds that the last finished push took.
     """
 
-    def __init__(self, ranks: Ranks | None, *, first: int = 1) -> None:
-        self._ranks, self._first = ranks, first
+    def __init__(self, ranks: Ranks | None, *, first: int = 1, in_flight: bool = False) -> None:
+        self._ranks, self._first, self._in_flight = ranks, first, in_flight
         self._lock = threading.Lock()  # a request and its reply
         self._copies: dict[int, _Copy] = {}
         self._sent: int | None = None
+        self._loaded = threading.Event()
+        self._recorded: DrawnVersions | None = None
+        self.drawn = DrawnVersions()
         self.exact = False
         self.transfer_numbers: dict[str, float] = {}
         self._closed = threading.Event()
@@ -74,16 +94,30 @@ class SamplingRanks:
                 self._send(version, {name: p.detach() for name, p in named if p.is_floating_point()})
         else:  # no lock: another thread holds it while it waits for completions
             self._copies[version] = _Copy({name: p.detach().clone() for name, p in named if p.requires_grad})
+            self._loaded.set()
 
     def use(self, version: int) -> None:
         """Sample with the weights of this version from now on, and forget older ones."""
         assert self._ranks is not None
+        self.drawn = DrawnVersions()
         with self._lock:
-            if version == self._sent:
+            assert self._sent is not None
+            if version == self._sent or (self._in_flight and version < self._sent):  # sent in the block before
                 return
-            copy = self._copies[version]
-            with copy.on_a_stream_of_its_own():
-                self._send(version, copy.tensors)
+            self._send_copy(version)
+
+    def repeat(self, drawn: DrawnVersions) -> None:
+        """Sample the next calls with the versions in a record, which were all loaded."""
+        with self._lock:
+            for version in sorted(self._copies):
+                self._send_copy(version)
+        self._recorded = drawn
+
+    def _send_copy(self, version: int) -> None:
+        """Send a version, and forget older ones and the copy."""
+        copy = self._copies[version]
+        with copy.on_a_stream_of_its_own():
+            self._send(version, copy.tensors)
         self.forget(version + 1)
 
     def forget(self, version: int) -> None:
@@ -110,8 +144,16 @@ class SamplingRanks:
         """
         assert self._ranks is not None
         asked = [[prompt.id, prompt.token_ids.tolist()] for prompt in prompts]
+        request = ["sample", asked, num_samples, asdict(options), seed]
         with self._lock:
-            self._ranks.broadcast_object(["sample", asked, num_samples, asdict(options), seed])
+            if self._recorded is not None:
+                self._ranks.broadcast_object(["repeat", self._recorded.next(prompt.id for prompt in prompts)])
+            if self._in_flight:
+                finished = self._ranks.count(FINISHED) + self._ranks.world - 1
+                self._ranks.broadcast_object([*request, self._ranks.count(ANNOUNCED)])
+                self._send_until(finished)
+            else:
+                self._ranks.broadcast_object([*request, None])
             replies = self._ranks.all_gather_bytes(b"")[1:]
         shares, exact = [], True
         for rank, reply in enumerate(replies, start=self._first):
@@ -123,7 +165,31 @@ class SamplingRanks:
             shares.append([[of_json(each) for each in group] for group in said["completions"]])
             exact &= said["exact"]
         self.exact = exact
-        return in_order(shares)
+        sampled = in_order(shares)
+        if self._in_flight:
+            self.drawn.add(sampled)
+        return sampled
+
+    def _send_until(self, finished: int) -> None:
+        """Send weights as they come, until so many shares are finished."""
+        assert self._ranks is not None
+        ranks, last = self._ranks, time.monotonic()
+        while ranks.count(FINISHED) < finished:
+            newest = max(list(self._copies), default=self._sent)
+            assert newest is not None
+            assert self._sent is not None
+            if newest > self._sent:
+                ranks.count(ANNOUNCED, 1)
+                self._send_copy(newest)
+                last = time.monotonic()
+            elif time.monotonic() - last > STILL_THERE_SECONDS:
+                ranks.count(ANNOUNCED, 1)
+                ranks.broadcast_object(["wait"])
+                last = time.monotonic()
+            else:
+                self._loaded.wait(LOOK_SECONDS)
+                self._loaded.clear()
+        ranks.broadcast_object(["gather"])
 
     def close(self) -> None:
         """Let the sampling ranks go."""
@@ -167,30 +233,100 @@ class _Copy:
             yield
 
 
-def sample_for(ranks: Ranks, engine: Engine, model: nn.Module) -> None:
+def sample_for(
+    ranks: Ranks, engine: Engine | RepeatingEngine, model: nn.Module, *, in_flight: str | None = None
+) -> None:
     """Sample for the rank that trains, until it closes its ``SamplingRanks``.
 
     Args:
         ranks: of ``SamplingRanks``.
         engine: samples with ``model``, whose weights are replaced in place.
+        in_flight: of the recipe, for a ``SamplingRanks`` that sends weights in flight.
 
     Raises:
         LostRankError: another rank is gone.
+        UnavailableError: the engine does not go on with other weights.
     """
-    parameters = dict(model.named_parameters())
+    arriving = _Arriving(ranks, engine, model, recompute=in_flight == "recompute")
     while True:
         match ranks.broadcast_object(None):
             case ["load", version, names]:
-                ranks.broadcast(parameters[name].detach() for name in names)
-                engine.load(Weights.of(model), version)
-            case ["sample", asked, num_samples, options, seed]:
+                arriving.receive(version, names)
+            case ["repeat", runs]:
+                assert isinstance(engine, RepeatingEngine)
+                engine.repeat(DrawnVersions({prompt: [call] for prompt, call in runs.items()}))
+            case ["sample", asked, num_samples, options, seed, announced]:
                 mine = [asked[i] for i in ranks.shared(len(asked), range(1, ranks.world))]
                 prompts = [Prompt(id, "", token_ids) for id, token_ids in mine]
-                ranks.all_gather_bytes(_reply(engine, prompts, num_samples, _options(options), seed))
+                with arriving.between_steps(announced):
+                    reply = _reply(engine, prompts, num_samples, _options(options), seed)
+                ranks.all_gather_bytes(reply)
             case ["wait"]:
                 pass
             case _:
                 return
+
+
+class _Arriving:
+    """``Updates`` from rank 0.
+
+    Args:
+        ranks, engine, model: of ``sample_for``.
+        recompute: of ``Updates``.
+    """
+
+    def __init__(self, ranks: Ranks, engine: Engine, model: nn.Module, *, recompute: bool) -> None:
+        self.recompute = recompute
+        self._ranks, self._engine, self._model = ranks, engine, model
+        self._parameters = dict(model.named_parameters())
+        self._announced = 0
+        self._due: tuple[int, list[str]] | None = None
+
+    def receive(self, version: int, names: Sequence[str]) -> None:
+        """Take the weights of a "load" into the model."""
+        self._ranks.broadcast(self._parameters[name].detach() for name in names)
+        self._engine.load(Weights.of(self._model), version)
+
+    @contextmanager
+    def between_steps(self, announced: int | None) -> Iterator[None]:
+        """Inside, the engine takes weights between two steps; at the end they are taken until all ranks have finished.
+
+        Args:
+            announced: messages announced so far; None: weights stay.
+        """
+        if announced is None:
+            yield
+            return
+        engine = in_flight_engine(self._engine)
+        self._announced, engine.updates = announced, self
+        try:
+            yield
+        finally:
+            engine.updates = None
+        if self._due is not None:  # by an engine that failed
+            self.load()
+        self._ranks.count(FINISHED, 1)
+        while (said := self._ranks.broadcast_object(None)) != ["gather"]:
+            if said[0] == "load":
+                self.receive(*said[1:])
+
+    def version(self, prompt_id: str, sample: int, token: int) -> None:
+        """Whichever is loaded."""
+
+    def due(self, needed: Callable[[], Collection[int | None]]) -> bool:  # noqa: ARG002 - time decides
+        """Whether weights were announced; they wait on rank 0 until ``load``."""
+        while self._due is None and self._ranks.count(ANNOUNCED) > self._announced:
+            self._announced += 1
+            match self._ranks.broadcast_object(None):
+                case ["load", version, names]:
+                    self._due = version, names
+        return self._due is not None
+
+    def load(self) -> None:
+        """Take them."""
+        assert self._due is not None
+        (version, names), self._due = self._due, None
+        self.receive(version, names)
 
 
 def _reply(engine: Engine, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, seed: int) -> bytes:

@@ -8,13 +8,16 @@ continuous batching: no new sequence joins until the whole batch is finished.
 The state of a recurrent layer (gated delta net, Mamba, short convolution) is repeated, joined and compacted as keys and
 values are. Prompts of different lengths are then prefilled apart, so that no padding enters a state.
 
+Weights that arrive while completions are under way (``updates``) are loaded between two steps of a batch. To recompute
+keys and values, prompt and tokens so far are prefilled again, whose rounding differs from decoding's.
+
 In this file R is the number of sequences in the decode batch.
 """
 
 import hashlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -43,7 +46,7 @@ from logitless.rollout.completions import (
     stop_window,
     with_stop_string,
 )
-from logitless.rollout.engine import Weights
+from logitless.rollout.engine import Updates, Weights
 from logitless.rollout.sampling import History, SamplingOptions, penalized, sample, sampling_logp
 from logitless.types import Completion, Prompt
 
@@ -96,6 +99,7 @@ class TransformersEngine:
             )
         self.tokenizer, self.max_rows, self.prefill_tokens = tokenizer, max_rows, prefill_tokens
         self.autocast = autocast
+        self.updates: Updates | None = None
         self._sample_with(model, version=0)
 
     def clone(self) -> "TransformersEngine":
@@ -165,17 +169,40 @@ class TransformersEngine:
             stack.enter_context(sdpa_kernel(_DECODING_KERNELS))
             if self.autocast is not None:
                 stack.enter_context(torch.autocast(next(self._model.parameters()).device.type, self.autocast))
-            for part in self._batches(rows, [len(prompt.token_ids) for prompt in prompts]):
+            for part in self._batches(rows, prompts, options.max_new_tokens):
                 for (p, _), completion in zip(part, self._decode(prompts, part, options, seed), strict=True):
                     completions[p].append(completion)
         return completions
 
-    def _batches(self, rows: list[tuple[int, int]], lengths: Sequence[int]) -> Iterator[list[tuple[int, int]]]:
+    def _batches(
+        self, rows: list[tuple[int, int]], prompts: Sequence[Prompt], most: int
+    ) -> Iterator[list[tuple[int, int]]]:
         """Rows that are decoded together: ``max_rows`` of them, of one length where padding would count (Llama 4)."""
-        groups = [list(of) for _, of in groupby(rows, lambda row: lengths[row[0]])] if self._counts_padding else [rows]
+        groups = [rows]
+        if self._counts_padding:
+            groups = [list(of) for _, of in groupby(rows, lambda row: len(prompts[row[0]].token_ids))]
         for group in groups:
             for start in range(0, len(group), self.max_rows):
-                yield group[start : start + self.max_rows]
+                yield from self._parts_alike(group[start : start + self.max_rows], prompts, most)
+
+    def _parts_alike(
+        self, rows: list[tuple[int, int]], prompts: Sequence[Prompt], most: int
+    ) -> Iterator[list[tuple[int, int]]]:
+        """Divide rows that updates ask different versions for at some step: a batch takes steps together."""
+        (p, g), updates = rows[0], self.updates
+        if updates is None or updates.version(prompts[p].id, g, 0) is None:
+            yield rows
+            return
+        part, of_part = list[tuple[int, int]](), list[int | None]()
+        for p, g in rows:
+            versions = [updates.version(prompts[p].id, g, step) for step in range(most)]
+            if part and any(a != b and None not in (a, b) for a, b in zip(versions, of_part, strict=True)):
+                yield part
+                part = []
+            known = of_part if part else versions
+            of_part = [b if a is None else a for a, b in zip(known, versions, strict=True)]
+            part.append((p, g))
+        yield part
 
     def _check(self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions) -> None:
         check_prompts(prompts, num_samples, options, getattr(self._config, "max_position_embeddings", None))
@@ -215,9 +242,17 @@ class TransformersEngine:
         logps = torch.zeros(num_rows, max_new, device=device)
         lengths = torch.full((num_rows,), max_new, device=device)
         failed = torch.full((num_rows,), -1, device=device)  # the step at which a row's logits were not finite
+        versions = np.zeros(max_new, np.int64)
 
+        def needed(rows_left: Iterable[int], step: int) -> set[int | None]:
+            assert self.updates is not None
+            return {self.updates.version(prompts[p].id, g, step) for p, g in (rows[i] for i in rows_left)}
+
+        if self.updates is not None and self.updates.due(lambda: needed(range(num_rows), 0)):
+            self.updates.load()
         batch, logits = self._read_prompts(prompts, rows, options)
         for step in range(max_new):
+            versions[step] = self._version
             history = batch.history(step, ends) if options.needs_history else None
             token, logp = _next_token(logits, noise[batch.row, step], options, history)
             tokens[batch.row, step] = token
@@ -235,6 +270,15 @@ class TransformersEngine:
                 break
             if num_unfinished < _COMPACT_BELOW * len(batch.ended):
                 token = token[batch.keep_unfinished()]
+            batch.add(token)
+            if self.updates is not None and self.updates.due(lambda: needed(batch.unfinished, step + 1)):  # noqa: B023
+                self.updates.load()
+                if self.updates.recompute:
+                    of_rows = [prompts[rows[i][0]].token_ids for i in batch.row.tolist()]
+                    so_far = tokens[batch.row, : step + 1].cpu().numpy()
+                    sequences = [np.concatenate(each) for each in zip(of_rows, so_far, strict=True)]
+                    logits = self._read_again(batch, sequences, options, max_new - step - 1)
+                    continue
             logits = self._advance(batch, token)
         self._check_finite(prompts, rows, failed.tolist())
         cut = lengths.tolist()
@@ -245,7 +289,7 @@ class TransformersEngine:
             [row[:length] for row, length in zip(logps.cpu().numpy(), cut, strict=True)],
             options=options,
             ends=ends.tolist(),
-            version=self._version,
+            versions=[versions[:length] for length in cut],
         )
 
     def _check_finite(self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], failed: Sequence[int]) -> None:
@@ -267,31 +311,40 @@ class TransformersEngine:
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
         """Prefill all prompts; the batch and the logits of the first new tokens."""
-        device = next(self._model.parameters()).device
         num_samples = Counter(p for p, _ in rows)
-        longest = max(len(prompts[p].token_ids) for p in num_samples)
-        lengths = [len(prompts[p].token_ids) for p in num_samples]
+        sequences = [prompts[p].token_ids for p in num_samples]
+        return self._read_all(sequences, list(num_samples.values()), options, options.max_new_tokens)
+
+    def _read_again(
+        self, batch: "_Batch", sequences: Sequence[np.ndarray], options: SamplingOptions, new: int
+    ) -> Float[Tensor, "R V"]:
+        """Recompute keys and values of a batch from all tokens of its sequences; the logits of the next."""
+        again, logits = self._read_all(sequences, [1] * len(sequences), options, new)
+        batch.cache, batch.width, batch.mask, batch.position = again.cache, again.width, again.mask, again.position
+        return logits
+
+    def _read_all(
+        self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions, new: int
+    ) -> tuple["_Batch", Float[Tensor, "R V"]]:
+        """Prefill sequences in ascending lengths, each for its number of samples with so many new tokens."""
+        lengths = [len(ids) for ids in sequences]
         parts = _parts_within(lengths, self.prefill_tokens, alike=self._has_states)
-        chosen = list(num_samples)
-        read = [
-            self._read([prompts[p].token_ids for p in chosen[part]], [num_samples[p] for p in chosen[part]], options)
-            for part in parts
-        ]
+        read = [self._read(sequences[part], num_samples[part], options, new) for part in parts]
         batches, logits = [batch for batch, _ in read], [each for _, each in read]
-        batch = batches[0] if len(batches) == 1 else _side_by_side(batches, longest, options.max_new_tokens)
-        batch.row = torch.arange(len(rows), device=device)
+        batch = batches[0] if len(batches) == 1 else _side_by_side(batches, lengths[-1], new)
+        batch.row = torch.arange(sum(num_samples), device=batch.row.device)
         return batch, logits[0] if len(logits) == 1 else torch.cat(logits)
 
     def _read(
-        self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions
+        self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions, new: int
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
-        """Prefill some prompts in one forward pass, and repeat the results for their samples."""
+        """Prefill some sequences in one forward pass, and repeat the results for their samples."""
         device = next(self._model.parameters()).device
         ids, attended = _left_padded(sequences, self.tokenizer.eos_token_id, device)
         num_tokens = attended.sum(1)
         cache = self._empty_cache()
         padded = len({len(ids) for ids in sequences}) > 1
-        mask = F.pad(attended, (0, options.max_new_tokens), value=1) if padded else None
+        mask = F.pad(attended, (0, new), value=1) if padded else None
         positions = (attended.cumsum(1) - 1).clamp(min=0)
         logits = self._forward(ids, None if mask is None else attended, positions, cache)
         seen = counts = None
@@ -330,10 +383,6 @@ class TransformersEngine:
 
     def _advance(self, batch: "_Batch", token: Int[Tensor, "R"]) -> Float[Tensor, "R V"]:
         """Append one token to every row; the logits of the next."""
-        if batch.seen is not None:
-            batch.seen.scatter_(1, token[:, None], True)
-        if batch.counts is not None:
-            batch.counts.scatter_add_(1, token[:, None], torch.ones_like(token[:, None], dtype=torch.int32))
         batch.width += 1
         mask = None if batch.mask is None else batch.mask[:, : batch.width]
         logits = self._forward(token[:, None], mask, batch.position[:, None], batch.cache)
@@ -397,6 +446,18 @@ class _Batch:
     def history(self, step: int, ends: Int[Tensor, "E"]) -> History:
         """The history before a step."""
         return History(self.seen, self.counts, torch.full_like(self.row, step), ends)
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Indices in the output of the sequences that are not finished."""
+        return self.row[~self.ended].tolist()
+
+    def add(self, token: Int[Tensor, "R"]) -> None:
+        """Add a token of every sequence to the history."""
+        if self.seen is not None:
+            self.seen.scatter_(1, token[:, None], True)
+        if self.counts is not None:
+            self.counts.scatter_add_(1, token[:, None], torch.ones_like(token[:, None], dtype=torch.int32))
 
     def keep_unfinished(self) -> Int[Tensor, "K"]:
         """Remove finished sequences; the indices of those that stay."""

@@ -361,7 +361,10 @@ def next_block(
     done = learner.progress.block
     with journal.phase("rollout") as seconds:
         judged = collector.next(done, length_factor=learner.controllers.length_factor)
-    metrics = block_metrics(judged, seconds=seconds[0]) | lag_metrics(judged, version=learner.version)
+    options = collector.options
+    by_token = options.in_flight is not None or options.engine.changes_in_flight
+    metrics = block_metrics(judged, seconds=seconds[0])
+    metrics |= lag_metrics(judged, version=learner.version, by_token=by_token)
     if "logp_sampler" in learner.algorithm.objective.needs:
         check_sampler_logp(completion for group in judged.trained for completion in group.completions)
     sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)

@@ -17,18 +17,18 @@ from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
 from logitless.rollout.environment import Driver, Environment
-from logitless.rollout.sampling_ranks import SamplingRanks, sample_for
+from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import check_before_start
-from logitless.train.assembly.engines import Engines, engines_on, open_engines
+from logitless.train.assembly.engines import Engines, engines_on, open_engines, repeating_engine
 from logitless.train.assembly.model import after_warm_start
 from logitless.train.assembly.policies import policy_of
 from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
-from logitless.train.collect.replay import check_replayed, check_same_end
+from logitless.train.collect.replay import check_in_flight, check_replayed, check_same_end
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
@@ -85,14 +85,16 @@ def run_recipe(
         return ended
     if replay is not None:
         check_replayed(RunFolder(replay), recipe)
+    elif recipe.rollout.in_flight is not None:
+        check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     clock.outside("data")
     inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
-    everyone = ranks
+    everyone, repeats = ranks, replay is not None and recipe.rollout.in_flight is not None
     training, exchange = parted(everyone, inputs.recipe.parallel.num_sampling)
     if training is None:
         assert exchange is not None
-        sample_only(inputs, exchange, open_engines, clock)
+        sample_only(inputs, exchange, open_engines, clock, repeats=repeats)
         return RunResult.of_json(everyone.broadcast_object(None))
     ranks = training.arranged(inputs.arrangement)
     check_writers(recipe.writers)
@@ -107,8 +109,7 @@ def run_recipe(
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
-            sampling = SamplingRanks(exchange, first=ranks.world) if loaded.recipe.parallel.num_sampling else None
-            engines = engines_on(ranks, engines, sampling)
+            engines = engines_on(ranks, engines, recipe, exchange, repeats=repeats)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)
@@ -157,21 +158,26 @@ def parted(ranks: Ranks, sampling: int) -> tuple[Ranks | None, Ranks | None]:
     return ranks.subset(range(training)), ranks.subset([0, *range(training, ranks.world)])
 
 
-def sample_only(inputs: Inputs, exchange: Ranks, open_engines: OpenEngines, clock: WallClock) -> None:
+def sample_only(
+    inputs: Inputs, exchange: Ranks, open_engines: OpenEngines, clock: WallClock, *, repeats: bool = False
+) -> None:
     """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
 
     Args:
         inputs: of the run.
         exchange: of ``parted``.
         open_engines, clock: of ``run_recipe``.
+        repeats: whether the run repeats one with in-flight updates.
     """
+    rollout = inputs.recipe.rollout
     with _on_its_device(inputs.recipe.model, clock), ExitStack() as stack:
         loaded = load(replace(inputs, arrangement=Arrangement()))
         drop_master_weights(loaded.model.parameters())
         engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
         stack.callback(engines.close)
+        engine = repeating_engine(engines.training, rollout) if repeats else engines.training
         with Interrupt(logger.debug).heard():
-            sample_for(exchange, engines.training, loaded.model)
+            sample_for(exchange, engine, loaded.model, in_flight=rollout.in_flight)
 
 
 @contextmanager

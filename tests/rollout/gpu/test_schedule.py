@@ -26,18 +26,18 @@ def calls(sample):
         "max_rows": sample(st.integers(1, 12)),
         "read_at_once": sample(st.integers(1, 200)),
         **sample(st.sampled_from([{}, {"unit": PAGE, "num_states": 1}, {"unit": PAGE, "num_states": 3}])),
-    }, sample(st.randoms(use_true_random=False))
+    }, (sample(st.randoms(use_true_random=False)), sample(st.sampled_from([0, 0.1])))
 
 
 @given(calls())
 @settings(max_examples=150, deadline=None)
 def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
-    options, random = call
+    options, (random, read_again) = call
     schedule, pool, lengths = Schedule(**options), options["pool"], options["lengths"]
     read = [0] * len(lengths)
     left, ended, rounds = {}, set(), 0
     waited = 0
-    states, waiting = {}, [len(samples) for samples in options["samples"]]
+    states, to_begin = {}, [set(samples) for samples in options["samples"]]
     while schedule.unfinished:
         rounds += 1
         before = len(ended)
@@ -54,13 +54,17 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
         for row in schedule.begin():
             assert read[row.prompt] == lengths[row.prompt] - 1, "began before its prompt was read"
             assert (row.prompt, row.sample) not in left
+            to_begin[row.prompt].remove(row.sample)
             if "num_states" in options and lengths[row.prompt] > 1:
                 assert states[row.state] == row.prompt
-                waiting[row.prompt] -= 1
-                if not waiting[row.prompt]:
+                if not to_begin[row.prompt]:
                     del states[row.state]
             assert len(row.pages) * PAGE >= lengths[row.prompt] + options["max_new_tokens"] - 1
             left[row.prompt, row.sample] = random.randint(1, options["max_new_tokens"])
+        if random.random() < read_again:
+            schedule.read_again()
+            read = [0 if to_begin[p] else length for p, length in enumerate(read)]
+            states, before = {}, -1
         rows = schedule.rows
         assert len({row.slot for row in rows}) == len(rows) <= options["max_rows"]
         own = [page for row in rows for page in row.pages[row.shared :]]

@@ -67,6 +67,15 @@ def test_the_lag_is_the_age_of_the_weights_that_drew_and_unknown_where_nobody_sa
     mixed = replace(second, token_versions=(2,) * (second.length - 1) + (5,))
     block = replace(block, sampled=(replace(block.sampled[0], completions=(first, mixed)),))
     assert lag_metrics(block, version=6)["rollout/mixed_fraction"] == 0.5
+    whole = first.length + second.length
+    assert lag_metrics(block, version=6, by_token=True) == {
+        "rollout/lag_mean": 2.5,
+        "rollout/lag_max": 4,
+        "rollout/mixed_fraction": 0.5,
+        "rollout/token_lag_mean": (first.length + 4 * (second.length - 1) + 1) / whole,
+        "rollout/lag_fraction/1": (first.length + 1) / whole,
+        "rollout/lag_fraction/4": (second.length - 1) / whole,
+    }
 
 
 def test_a_block_that_nothing_could_score_has_no_mean_reward():

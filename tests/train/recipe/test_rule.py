@@ -31,6 +31,7 @@ HOST = ("train.optimizer.moments=host", *BFLOAT16)
 SERVER = ("rollout.engine={name: vllm_server, urls: [http://127.0.0.1:1]}",)
 ADAPTER = (*SERVER, *LORA, "rollout.engine.weights={name: adapter}")
 FLIGHT = (*SERVER, "rollout.engine.in_flight=true", "rollout.staleness=1")
+IN_FLIGHT = ("rollout.in_flight=keep", "rollout.staleness=1")
 PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 COLUMN = "rollout.engine={name: recorded, column: answer}"
@@ -95,6 +96,8 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*SERVER, "rollout.engine.api_key_file=a"), "rollout.engine.api_key_variable=B"),
     ((*SERVER, "rollout.engine.model=served", "model.source={model_type: llama}"), "rollout.engine.model=null"),
     (FLIGHT, "rollout.staleness=0"),
+    (IN_FLIGHT, "rollout.staleness=0"),
+    (IN_FLIGHT, *SERVER),
     ((*FLIGHT, *LORA), "rollout.engine.weights={name: adapter}"),
     (ADAPTER, "model.lora=null"),
     (ADAPTER, *WARM),
@@ -171,6 +174,7 @@ OF_PROCESSES = [
     ((layers("row_invariant"),), 1, 2),
     (FOUR_BITS, 1, 2),
     ((*SERVER, "rollout.staleness=1"), 1, 2),
+    (IN_FLIGHT, 1, 2),
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),

@@ -10,15 +10,18 @@ Log-probs come from the head, called as in training on the hidden states of a wh
 temperature 0, tokens are not sampled from the model's softmax: ``logp_sampler`` is then of the distribution sampled
 from, and ``logp_policy`` is bitwise identical to training's.
 
+Weights that arrive while completions are under way (``updates``) are loaded when the device has finished a round, so
+that a round's tokens are of one version. Keys and values are recomputed by prefill, whose bits are those of decoding.
+
 Not supported: layers that the row-invariant forward pass does not cover, and autocast. In tests the same code runs on
 the CPU, under Triton's interpreter and without graphs.
 """
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,7 +37,7 @@ from logitless.models.modes import evaluating
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.row_invariant.delta_net import CHUNK
 from logitless.models.row_invariant.layers import Installation, install_row_invariant
-from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
+from logitless.models.row_invariant.paged_attention import PAGE, Chunk, PrefillLayout
 from logitless.rollout.completions import (
     check_prompts,
     made_completions,
@@ -42,7 +45,7 @@ from logitless.rollout.completions import (
     stop_window,
     with_stop_string,
 )
-from logitless.rollout.engine import Weights
+from logitless.rollout.engine import Updates, Weights
 from logitless.rollout.gpu.page_pool import Pool, PromptPages, pages_for, pages_within
 from logitless.rollout.gpu.schedule import Reading, Row, Schedule
 from logitless.rollout.gpu.state_memory import prompt_slots, slot_bytes, slots_for
@@ -99,6 +102,7 @@ class GpuEngine:
                 needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
             )
         self.tokenizer, self.max_rows, self.prefill_tokens, self.memory = tokenizer, max_rows, prefill_tokens, memory
+        self.updates: Updates | None = None
         self._installations: list[Installation] = []
         self._checked: tuple[Any, ...] = ()
         self._kept_bits = True
@@ -171,12 +175,13 @@ class GpuEngine:
         for place in dict.fromkeys(places) or (0,):
             own = [prompt for prompt, its in zip(prompts, places, strict=True) if its == place]
             check_prompts(own, num_samples, options, limit)
-        wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)), places)
+        ends = tuple(stop_ids(self.tokenizer, inner, options))
+        wanted = _Wanted(prompts, num_samples, options, seed, ends, places, self.updates)
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
             rows = self._rows_within_memory(rows)
             self._check_model(wanted, rows)
-            while wanted.unfinished:
+            while any(wanted.unfinished):
                 try:
                     _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
                     continue
@@ -269,6 +274,7 @@ class _Wanted:
         prompts, num_samples, options, seed: of the call.
         ends: tokens that end a completion.
         adapters: of the prompts.
+        updates: of the engine.
         done: finished completions by (prompt, sample).
     """
 
@@ -278,6 +284,7 @@ class _Wanted:
     seed: int
     ends: tuple[int, ...]
     adapters: tuple[int, ...]
+    updates: Updates | None = None
     done: dict[tuple[int, int], Completion] = field(default_factory=dict)
 
     @property
@@ -302,21 +309,33 @@ class _Wanted:
 
     @property
     def unfinished(self) -> list[list[int]]:
-        """The missing samples of each prompt; an empty list if none is missing."""
-        left = [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
-        return left if any(left) else []
+        """The missing samples of each prompt."""
+        return [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
+
+    def version(self, prompt: int, sample: int, token: int) -> int | None:
+        """The version that has to draw a token; None: whichever is loaded."""
+        updates = self.updates
+        return None if updates is None else updates.version(self.prompts[prompt].id, sample, token)
+
+    @property
+    def to_begin(self) -> tuple[int | None, list[list[int]]]:
+        """The oldest version that has to draw a first token, and the missing samples of each prompt that it begins."""
+        left = [[(g, self.version(p, g, 0)) for g in samples] for p, samples in enumerate(self.unfinished)]
+        first = min((version for of in left for _, version in of if version is not None), default=None)
+        return first, [[g for g, version in of if version == first] for of in left]
 
 
 @dataclass
 class _Round:
-    """Steps that the device is running: their rows, and a call that waits for them."""
+    """Steps that the device is running: their rows, the version of the weights, and a call that waits for them."""
 
     rows: list[Row]
+    version: int
     wait: Callable[[], Log]
 
 
 class _Session:
-    """Samples all missing completions, with a pool of pages that is freed at the end.
+    """Samples all missing completions that one version begins, with a pool of pages that is freed at the end.
 
     The host is a round behind: while the device runs a round, the host handles the results of the one before. A
     finished row is therefore empty for up to a round before another takes its place.
@@ -333,7 +352,7 @@ class _Session:
     def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
         self.options, self.sampling = wanted.options, wanted.sampling
-        missing, new = wanted.unfinished, wanted.options.max_new_tokens
+        (self.first, missing), new = wanted.to_begin, wanted.options.max_new_tokens
         chosen = [p for p, samples in enumerate(missing) if samples]
         self.lengths = [len(prompt.token_ids) for prompt in wanted.prompts]
         lengths = [self.lengths[p] for p in chosen]
@@ -356,11 +375,13 @@ class _Session:
             read_at_once=read_at_once, unit=1 if steps.states is None else CHUNK,
             num_states=None if steps.states is None else prompt_slots(steps.max_rows),
         )  # fmt: skip
+        self.read_at_once = read_at_once
         self.placed: Place | None = None
         self.count = 0
         self.ended: set[Row] = set()
         shape = (max_rows, new)
         self.tokens = np.zeros(shape, np.int32)  # this and all below are indexed by slot
+        self.versions = np.zeros(shape, np.int64)
         self.scores = [np.zeros(shape, np.float32) for _ in range(3)]  # logp, logp_policy, entropy
         self.sampled, self.launched = np.zeros(max_rows, np.int64), np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
@@ -372,20 +393,29 @@ class _Session:
             self.steps.open(self.num_pages)
             self.steps.compile(len(self.sampled), self.wanted.reaches, self.sampling)
             while self.schedule.unfinished or before is not None:
-                after = self._launch()
+                after = self._launch(is_drained=before is None)
                 if before is not None:
                     self._take_results(before)
                 before = after
         finally:
             self.steps.close()
 
-    def _launch(self) -> _Round | None:
-        """Prefill further chunks, start samples, and launch the next round."""
-        self._read(self.schedule.read())
-        if new := self.schedule.begin():
-            self._begin(new)
-            self.placed = None  # a slot may have other pages now
-        rows = [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
+    def _launch(self, *, is_drained: bool) -> _Round | None:
+        """Prefill further chunks, start samples, and launch the next round; before it, load weights that are due.
+
+        Args:
+            is_drained: whether the results of all rounds so far were taken.
+        """
+        if self.wanted.updates is not None and self.wanted.updates.due(self._needed):
+            if not is_drained:
+                return None
+            self._update(self.wanted.updates)
+        if self.first in (None, self.engine._version):
+            self._read(self.schedule.read())
+            if new := self.schedule.begin():
+                self._begin(new)
+                self.placed = None  # a slot may have other pages now
+        rows = [row for row in self._under_way() if self._version(row) in (None, self.engine._version)]
         if not rows:
             return None
         rows.sort(key=lambda row: (self.wanted.adapters[row.prompt], row.prompt, row.sample))
@@ -393,18 +423,58 @@ class _Session:
         place = self._place(rows)
         if place != self.placed:
             self.placed, self.count = place, self.steps.place(place)
-        return _Round(rows, self.steps.run(place, self.count, self.sampling))
+        return _Round(rows, self.engine._version, self.steps.run(place, self.count, self.sampling))
+
+    def _under_way(self) -> list[Row]:
+        return [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
+
+    def _version(self, row: Row) -> int | None:
+        """The version that has to draw a row's next round."""
+        return self.wanted.version(row.prompt, row.sample, int(self.launched[row.slot]))
+
+    def _needed(self) -> set[int | None]:
+        return {self._version(row) for row in self._under_way()} or {self.first}
+
+    def _update(self, updates: Updates) -> None:
+        """Load the weights that are due. Samples that have not started read their prompt again."""
+        self.schedule.read_again()
+        updates.load()
+        if not updates.recompute:
+            return
+        reads, prompts_read = list[_Read](), set[int]()
+        for row in self.schedule.rows:
+            prompt, known, start = self.wanted.prompts[row.prompt].token_ids, int(self.sampled[row.slot]), 0
+            if self.steps.states is None:  # a state is of the whole sequence, pages are shared
+                start = row.shared * PAGE
+                if start and row.pages[0] not in prompts_read:
+                    prompts_read.add(row.pages[0])
+                    reads.append(_Read(prompt, Chunk(0, start, row.pages), row.prompt))
+            length = len(prompt) + known - 1 - start  # the last token is the next step's
+            if length > 0:
+                ids = np.concatenate([prompt, self.tokens[row.slot, :known]])
+                reads.append(_Read(ids, Chunk(start, length, row.pages, row.slot), row.prompt))
+        for part in _parts(reads, max(self.read_at_once, CHUNK)):
+            self._prefill(part)
 
     def _read(self, readings: Sequence[Reading]) -> None:
         """Prefill chunks of prompts into their pages."""
-        if not readings:
-            return
-        ids = [self.wanted.prompts[r.prompt].token_ids[r.start : r.start + r.length] for r in readings]
-        tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
         first = self.steps.max_rows + 1  # slots of prompts are behind those of rows and the empty one
-        layout = PrefillLayout([Chunk(r.start, r.length, r.pages, first + r.state) for r in readings], self.device)
-        adapter = np.repeat([self.wanted.adapters[r.prompt] for r in readings], [r.length for r in readings])
-        self.steps.prefill(tokens, layout, torch.from_numpy(adapter).to(self.device))
+        prompts = self.wanted.prompts
+        self._prefill(
+            [
+                _Read(prompts[r.prompt].token_ids, Chunk(r.start, r.length, r.pages, first + r.state), r.prompt)
+                for r in readings
+            ]
+        )
+
+    def _prefill(self, reads: Sequence[_Read]) -> None:
+        """Prefill chunks of sequences."""
+        if not reads:
+            return
+        ids = [tokens[chunk.start : chunk.start + chunk.length] for tokens, chunk, _ in reads]
+        adapter = np.repeat([self.wanted.adapters[read.prompt] for read in reads], [len(part) for part in ids])
+        tokens, adapters = (torch.from_numpy(each).to(self.device) for each in (np.concatenate(ids), adapter))
+        self.steps.prefill(tokens, PrefillLayout([read.chunk for read in reads], self.device), adapters)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         prompts = self.wanted.prompts
@@ -435,10 +505,10 @@ class _Session:
         slots = tuple(row.slot for row in rows)
         starts = np.array([self.lengths[row.prompt] for row in rows])
         reach = int((starts + np.minimum(self.launched[list(slots)], self.options.max_new_tokens)).max())
-        members: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}  # by the first page: a prompt may have been read twice
         for i, row in enumerate(rows):
             if row.shared:
-                members.setdefault(row.prompt, []).append(i)
+                members.setdefault(row.pages[0], []).append(i)
         groups = tuple((tuple(of), rows[of[0]].shared) for of in members.values() if len(of) > 1)
         return Place(slots, self.steps.reach(reach), groups, tuple(self.wanted.adapters[row.prompt] for row in rows))
 
@@ -461,6 +531,7 @@ class _Session:
             where = slots[on], before[on] + step
             for kept, sampled in zip((self.tokens, *self.scores), (token, *scores), strict=True):
                 kept[where] = sampled[step, on]
+            self.versions[where] = of.version
         self.sampled[slots] = before + alive.sum(0)
         over: np.ndarray = np.bitwise_or.reduce(flags, 0) & 4
         cut = self._cut([row for _, row in rows], before.tolist())
@@ -476,10 +547,10 @@ class _Session:
         """Make the completions of rows that have ended; the device is running the next round meanwhile."""
         if not rows:
             return
-        wanted, values = self.wanted, (self.tokens, *self.scores)
+        wanted, values = self.wanted, list[np.ndarray]([self.tokens, self.versions, *self.scores])
         counts = [int(self.sampled[row.slot]) for row in rows]
         sampled = [[of[row.slot, :count] for row, count in zip(rows, counts, strict=True)] for of in values]
-        tokens, logp, logp_policy, entropy = sampled
+        tokens, versions, logp, logp_policy, entropy = sampled
         greedy = self.options.temperature == 0  # there is no softmax at temperature 0
         made = made_completions(
             self.engine.tokenizer,
@@ -490,7 +561,7 @@ class _Session:
             entropies=None if greedy else entropy,
             options=self.options,
             ends=wanted.ends,
-            version=self.engine._version,
+            versions=versions,
         )
         for row, completion in zip(rows, made, strict=True):
             wanted.done[row.prompt, row.sample] = completion
@@ -536,6 +607,31 @@ class _Session:
             remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
             " float32 in place of float16.",
         )
+
+
+class _Read(NamedTuple):
+    """Tokens to prefill: a chunk, all tokens of its sequence, and the index of its prompt."""
+
+    tokens: np.ndarray
+    chunk: Chunk
+    prompt: int
+
+
+def _parts(reads: Iterable[_Read], most: int) -> Iterator[list[_Read]]:
+    """The chunks in parts of at most so many tokens; a chunk may be divided, at a multiple of ``CHUNK``."""
+    part, room = list[_Read](), most
+    for read in reads:
+        start, end = read.chunk.start, read.chunk.start + read.chunk.length
+        while start < end:
+            length = end - start if end - start <= room else room - room % CHUNK
+            if length:
+                part.append(read._replace(chunk=read.chunk._replace(start=start, length=length)))
+            start, room = start + length, room - length
+            if start < end:
+                yield part
+                part, room = [], most
+    if part:
+        yield part
 
 
 def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:

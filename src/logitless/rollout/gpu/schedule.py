@@ -103,7 +103,7 @@ class Schedule:
         self, lengths: Sequence[int], samples: Sequence[Sequence[int]], *, max_new_tokens: int, pool: Pool,
         max_rows: int, read_at_once: int, unit: int = 1, num_states: int | None = None,
     ) -> None:  # fmt: skip
-        self._lengths, self._samples, self._new, self._pool = lengths, samples, max_new_tokens, pool
+        self._lengths, self._samples, self._new, self._pool = lengths, list(samples), max_new_tokens, pool
         self._read_at_once, self._unit = max(unit, read_at_once), unit
         self._states = None if num_states is None else list(range(num_states))[::-1]
         order = sorted((p for p in range(len(lengths)) if samples[p]), key=lambda p: (-lengths[p], p))
@@ -170,6 +170,22 @@ class Schedule:
                 begun.state = -1
         return found
 
+    def read_again(self) -> None:
+        """Let all samples that have not started read their prompt anew: other weights are about to draw them."""
+        for begun in [each for each in reversed(self._begun) if each.waiting]:
+            self._samples[begun.prompt] = list(begun.waiting)
+            self._waiting.appendleft(begun.prompt)
+            begun.waiting.clear()
+            self._pool.give_back(begun.first)
+            begun.first = ()
+            if begun.state >= 0:
+                assert self._states is not None
+                self._states.append(begun.state)
+                begun.state = -1
+            if not begun.running:
+                self._pool.give_back(begun.pages)
+                self._begun.remove(begun)
+
     def _row(self, begun: _Begun, own: tuple[int, ...]) -> Row:
         shared = begun.need.shared
         row = Row(
@@ -190,7 +206,7 @@ class Schedule:
         self.rows.remove(row)
         self._slots.append(row.slot)
         self._pool.give_back(row.pages[row.shared :])
-        begun = next(each for each in self._begun if each.prompt == row.prompt)
+        begun = next(each for each in self._begun if each.prompt == row.prompt and row.sample in each.running)
         begun.running.remove(row.sample)
         if not begun.running and not begun.waiting:
             self._pool.give_back(begun.pages)

@@ -283,7 +283,7 @@ class VllmServerEngine:
             [np.zeros_like(sample.logp) if greedy else sample.logp for sample in sampled],
             options=options,
             ends=ends,
-            version=self._version,
+            versions=[np.array(sample.versions) for sample in sampled],
         )
         for sample, completion in zip(sampled, made, strict=True):
             if sample.finish_reason != completion.finish_reason:
@@ -293,14 +293,8 @@ class VllmServerEngine:
                     f" tokens ends because of {completion.finish_reason!r}: ...{sample.token_ids[-8:].tolist()}",
                     remedy="Start the server with the policy's tokenizer and --generation-config vllm.",
                 )
-        return [_with_versions(completion, each.versions or ()) for completion, each in zip(made, sampled, strict=True)]
+        return made
 
     def close(self) -> None:
         """Close the weight transfer, and remove its private folder; the servers keep running."""
         self._sync.close()
-
-
-def _with_versions(completion: Completion, versions: tuple[int, ...]) -> Completion:
-    """The completion with the oldest of its versions, and with the version of each token if they differ."""
-    several = len(set(versions)) > 1
-    return replace(completion, weights_version=min(versions), token_versions=np.array(versions) if several else None)

@@ -13,6 +13,7 @@ from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
+from logitless.rollout.in_flight import RepeatingEngine, in_flight_engine
 from logitless.rollout.recorded import ColumnEngine, RecordedEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
@@ -33,6 +34,7 @@ from logitless.train.recipe.engine import (
     TransformersEngineSection,
     VllmServerEngineSection,
 )
+from logitless.train.recipe.rollout import RolloutSection
 from logitless.train.record.metrics import Numbers
 
 
@@ -72,20 +74,39 @@ class Engines:
                 stack.callback(engine.close)
 
 
-def engines_on(ranks: Ranks, engines: Engines, sampling: SamplingRanks | None = None) -> Engines:
-    """Engines on servers are used by one rank of each node only; any other engine by every rank. A collective.
+def engines_on(
+    ranks: Ranks, engines: Engines, recipe: Recipe, exchange: Ranks | None = None, *, repeats: bool = False
+) -> Engines:
+    """The engines that training uses: ranks that only sample, this rank's, or servers by one rank of each node.
+
+    A collective. Held-out prompts are sampled here, while ranks that only sample go on.
 
     Args:
         ranks: that train.
         engines: opened by this rank.
-        sampling: ranks that sample for training; held-out prompts are sampled here, while they go on.
+        recipe: of the run.
+        exchange: the first of ``ranks`` with those that only sample; None on all others.
+        repeats: whether the run repeats one with in-flight updates.
+
+    Raises:
+        UnavailableError: weights would arrive in flight, for which the engine is not made.
     """
-    if sampling is not None:
-        return replace(engines, training=sampling)
+    if recipe.rollout.in_flight is not None:
+        in_flight_engine(engines.training)
+    if recipe.parallel.num_sampling:
+        in_flight = recipe.rollout.in_flight is not None and not repeats
+        return replace(engines, training=SamplingRanks(exchange, first=ranks.world, in_flight=in_flight))
+    if repeats:
+        return replace(engines, training=repeating_engine(engines.training, recipe.rollout))
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
     shared = OneClientANode(engines.training, ranks)
     return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
+
+
+def repeating_engine(engine: Engine, options: RolloutSection) -> RepeatingEngine:
+    """The engine as one that repeats in-flight updates."""
+    return RepeatingEngine(engine, recompute=options.in_flight == "recompute", copies=options.staleness + 1)
 
 
 def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engines:

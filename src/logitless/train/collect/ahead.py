@@ -6,8 +6,10 @@ r"""Blocks sampled by older weights, in turns with training or beside it: block 
                                                   \   \  ^ \    ^ \              weights and waits for completions
                                        train       │0 │/ 1 │ /2   │ 3 ...        waits for its block alone
 
-Both are the same run, bit for bit (drawn for staleness 1). Servers (``vllm_server``) are the exception: they sample
-with whatever weights they were synced with last, which depends on time.
+Both are the same run, bit for bit (drawn for staleness 1). Two exceptions depend on time: servers (``vllm_server``)
+sample with whatever weights they were synced with last, and in flight (``rollout.in_flight``) a block begins with the
+newest weights and goes on with newer ones, which makes it at most ``staleness`` blocks old, as the others are. Which
+weights drew which tokens is then in the log, and a repetition collects each block when training asks for it.
 
 Each block is written to a file, the *log*, before it is trained on. A resumed run takes from there the blocks whose
 weights are gone: a checkpoint appears only when all of them are in the log (``settle``). Another run can replay the
@@ -29,6 +31,8 @@ from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
 from logitless.rollout.environment import Driver, Environment, play
+from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector
@@ -104,7 +108,17 @@ class CollectedBlocks:
         """Whether the block is in the log."""
         return self._file(block).is_file()
 
-    def write(self, block: int, judged: JudgedBlock, *, begun_after: int, exact: bool, before: Any, after: Any) -> None:
+    def write(
+        self,
+        block: int,
+        judged: JudgedBlock,
+        *,
+        begun_after: int,
+        exact: bool,
+        before: Any,
+        after: Any,
+        drawn: DrawnVersions | None = None,
+    ) -> None:
         """Write a block, atomically.
 
         Args:
@@ -113,6 +127,7 @@ class CollectedBlocks:
             begun_after: blocks that had been trained on when it began.
             exact: of ``ExactEngine``; False for any other engine.
             before, after: the collector's states.
+            drawn: in flight, which weights drew which tokens.
         """
         self.folder.mkdir(exist_ok=True)
         completions = [completion for group in judged.sampled for completion in group.completions]
@@ -133,6 +148,8 @@ class CollectedBlocks:
                 {"prompt_id": group.prompt.id, **each} for group, each in zip(judged.sampled, rest, strict=True)
             ],
         }
+        if drawn is not None:
+            row["in_flight"] = drawn.calls
         write_atomically(self._file(block).with_suffix(".numbers"), numbers)
         write_atomically(self._file(block), json.dumps(row, default=str).encode())  # last: ``has`` looks for it
 
@@ -169,6 +186,15 @@ class CollectedBlocks:
         """
         with self._reading(block):
             return bool(json.loads(self._file(block).read_bytes()).get("exact", False))
+
+    def drawn(self, block: int) -> DrawnVersions:
+        """Which weights drew which tokens of a block that was sampled in flight.
+
+        Raises:
+            DataError: the block is missing or damaged, or was not sampled in flight.
+        """
+        with self._reading(block):
+            return DrawnVersions(json.loads(self._file(block).read_bytes())["in_flight"])
 
     @contextmanager
     def _reading(self, block: int) -> Iterator[None]:
@@ -215,10 +241,11 @@ class ScheduledCollector(Collector):
         self._begun = self._wanted = 0
         self._before: dict[int, Any] = {}
         self._ready: dict[int, JudgedBlock] = {}
+        self._factors: dict[int, float] = {}  # of lengths, by trained blocks
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:
         """The block, after every block was sampled that has to be by the current weights."""
-        self._wanted = block
+        self._wanted, self._factors[block] = block, length_factor
         if self._first is None:
             self._first = self._begun = block
         while self._begun < self.blocks and self.sampled_after(self._begun) <= block:
@@ -231,9 +258,16 @@ class ScheduledCollector(Collector):
     def sampled_after(self, block: int) -> int:
         """The number of trained blocks whose weights sample a block."""
         assert self._first is not None
+        if self._in_flight is not None:
+            return block  # by then all weights are there that sampled it
         if self.replayed is not None and self.replayed.has(block):
             return self.replayed.begun_after(block)
         return max(block - self.staleness, self._first)
+
+    @property
+    def _in_flight(self) -> CollectedBlocks | None:
+        """The log that says which weights draw which tokens, where a run with in-flight updates is repeated."""
+        return None if self.options.in_flight is None else self.replayed
 
     def state_dict(self) -> dict[str, Any]:
         """The position in the prompts at which the block begins that training asks for next."""
@@ -255,11 +289,20 @@ class ScheduledCollector(Collector):
             if isinstance(engine, VersionedEngine):
                 engine.exact = self.log.exact(block)
         else:
+            drawn = None
+            if (recorded := self._in_flight) is not None:
+                assert isinstance(engine, RepeatingEngine | SamplingRanks)
+                begun_after, drawn = recorded.begun_after(block), recorded.drawn(block)
+                engine.repeat(drawn)
+                length_factor = self._factors[begun_after]
             judged = self._sample(block, length_factor)
+            if drawn is None and self.options.in_flight is not None:
+                assert isinstance(engine, SamplingRanks)
+                drawn = engine.drawn
             after = Collector.state_dict(self)
             if self.ranks.is_first:
-                exact, before = isinstance(engine, ExactEngine) and engine.exact, self._before[block]
-                self.log.write(block, judged, begun_after=begun_after, exact=exact, before=before, after=after)
+                exact, more = isinstance(engine, ExactEngine) and engine.exact, {"before": self._before[block]}
+                self.log.write(block, judged, begun_after=begun_after, exact=exact, after=after, drawn=drawn, **more)
         if self.replayed is not None and self.replayed.has(block):
             check_same_block(block, judged, self.replayed.read(block)[0])
         self._ready[block] = judged
@@ -301,8 +344,9 @@ class ScheduledCollector(Collector):
 class AheadCollector(ScheduledCollector):
     """A ``ScheduledCollector`` that collects in a thread, beside training, from an engine with weights of its own.
 
-    A ``VersionedEngine`` samples a block with exactly the weights that its number says. Other engines sample with those
-    that they were given last; when a block begins then depends on time, and the log says when it did.
+    A ``VersionedEngine`` samples a block with exactly the weights that its number says. Other engines, and any in
+    flight, sample with those that they were given last; when a block begins then depends on time, and the log says when
+    it did.
 
     Args:
         *arguments, **options: of ``ScheduledCollector``.
@@ -315,7 +359,7 @@ class AheadCollector(ScheduledCollector):
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._trained = 0
-        self._weights: dict[int, tuple[int | None, float]] = {}  # version and length factor, by trained blocks
+        self._versions: dict[int, int | None] = {}  # of weights, by trained blocks
         self._error: BaseException | None = None
         self._closing = False
 
@@ -330,7 +374,7 @@ class AheadCollector(ScheduledCollector):
     def _awaited(self, block: int, length_factor: float) -> JudgedBlock:
         with self._changed:
             self._trained = self._wanted = block
-            self._weights[block] = self._newest, length_factor
+            self._versions[block], self._factors[block] = self._newest, length_factor
             if self._thread is None:
                 self._first = block
                 self._thread = threading.Thread(target=self._go_ahead, args=(block,), name="collector", daemon=True)
@@ -367,7 +411,8 @@ class AheadCollector(ScheduledCollector):
             CheckpointError: the sampling ranks failed before.
         """
         needed = min(done + self.staleness + in_training, self.blocks) if done or in_training else 0
-        if not isinstance(self.engine, VersionedEngine):
+        # In flight, a block that is not in the log is sampled by the checkpoint's weights or newer ones.
+        if not isinstance(self.engine, VersionedEngine) or self.options.in_flight is not None:
             return
         with self._changed:
             if self._thread is not None:
@@ -411,11 +456,11 @@ class AheadCollector(ScheduledCollector):
                         self._changed.wait()
                     if self._closing:
                         return
-                    if not isinstance(engine, VersionedEngine):
+                    if not isinstance(engine, VersionedEngine) or self.options.in_flight is not None:
                         begun_after = self._trained
-                    version, factor = self._weights[begun_after]
+                    version, factor = self._versions[begun_after], self._factors[begun_after]
                     self._before[block] = Collector.state_dict(self)
-                if version is not None and isinstance(engine, VersionedEngine):
+                if version is not None and isinstance(engine, VersionedEngine) and self._in_flight is None:
                     (engine.forget if self.log.has(block) else engine.use)(version)
                 self._collect(block, begun_after, factor)
                 block += 1

@@ -44,6 +44,20 @@ def check_replayed(run: RunFolder, recipe: Recipe) -> None:
         )
 
 
+def check_in_flight(recipe: Recipe) -> None:
+    """Refuse in-flight updates where nothing can arrive: a run in turns can only repeat them.
+
+    Raises:
+        ConfigurationError: no processes only sample.
+    """
+    if not recipe.parallel.sampling:
+        raise ConfigurationError(
+            needed="for rollout.in_flight: parallel.sampling, processes that sample while others train",
+            given="0",
+            remedy="Set it, or leave rollout.in_flight out; --replay repeats such a run on any number of processes.",
+        )
+
+
 def _why_not(run: RunFolder) -> str:
     """Why a run cannot be repeated; empty if it can."""
     summary = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}

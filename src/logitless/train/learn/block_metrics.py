@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
 
+import numpy as np
 import torch
 
 from logitless.objective.advantage import Estimator, num_clipped
@@ -92,19 +93,29 @@ def turn_metrics(groups: Sequence[Group]) -> Numbers:
     }
 
 
-def lag_metrics(block: JudgedBlock, *, version: int) -> Numbers:
+def lag_metrics(block: JudgedBlock, *, version: int, by_token: bool = False) -> Numbers:
     """Lag of a block: the age of the weights that sampled it; none where the engine gives no versions.
 
     Args:
         block: all groups.
         version: of the weights that are about to be trained.
+        by_token: whether weights change while completions are under way; then also the mean over tokens, and the share
+            of tokens that weights of each age sampled.
     """
     known = [(c.weights_version, c) for g in block.sampled for c in g.completions if c.weights_version is not None]
     lags = [version - oldest for oldest, _ in known]
     if not lags:
         return {}
     mixed = sum(completion.token_versions is not None for _, completion in known)
-    return {
+    of_tokens: Numbers = {}
+    if by_token:
+        ages = Counter[int]()
+        for oldest, completion in known:
+            lag = version - (np.full(completion.length, oldest) if (v := completion.token_versions) is None else v)
+            ages.update((lag if completion.trained is None else lag[completion.trained]).tolist())
+        of_tokens["rollout/token_lag_mean"] = sum(age * count for age, count in ages.items()) / ages.total()
+        of_tokens |= {f"rollout/lag_fraction/{age}": ages[age] / ages.total() for age in sorted(ages)}
+    return of_tokens | {
         "rollout/lag_mean": sum(lags) / len(lags),
         "rollout/lag_max": max(lags),
         "rollout/mixed_fraction": mixed / len(lags),

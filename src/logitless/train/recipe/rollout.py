@@ -9,7 +9,7 @@ from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
-from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process
+from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -52,6 +52,10 @@ class RolloutSection(Section):
         0,
         description="blocks that are sampled ahead of training, each by weights so many blocks old; 0: on policy",
     )
+    in_flight: Literal["keep", "recompute"] | None = Field(
+        None,
+        description="completions under way go on with newer weights; keys and values so far are kept or recomputed",
+    )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
@@ -89,7 +93,18 @@ staleness_on_servers = Setting["Recipe"](
     "rollout.staleness with vllm_server", lambda recipe: staleness.when(recipe) and recipe.rollout.engine.is_vllm
 )
 
+in_flight = given("rollout.in_flight")
+
 RULES: tuple[Rule["Recipe"], ...] = (
+    in_flight.requires(
+        "rollout.staleness", ", for without it no weights come while a block is sampled", remedy="Set it to 1."
+    ),
+    in_flight.needs(
+        "rollout.engine gpu, transformers or auto",
+        holds=lambda recipe: recipe.rollout.engine.samples_policy,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Leave rollout.in_flight out; vllm_server has a rollout.engine.in_flight of its own.",
+    ),
     given("rollout.environment").needs(
         "rollout.limits.max_tokens of at least one turn, the largest max_new_tokens",
         holds=lambda recipe: (recipe.rollout.limits.max_tokens or 0) >= _longest_turn(recipe),
@@ -125,6 +140,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES = (
+    needs_whole_weights(in_flight, ", which are swapped while a run is repeated", "Set parallel.replicate."),
     needs_one_process(
         staleness_on_servers,
         ", whose thread sends the requests",

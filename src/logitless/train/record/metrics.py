@@ -105,6 +105,8 @@ teacher/graded_fraction | 1 | mean | token | tokens that a teacher grades, under
 # Age and lengths of completions
 rollout/lag_mean | step | mean | completion | optimizer steps since the weights that sampled a block
 rollout/lag_max | step | max | completion | the same, of a completion's oldest token
+rollout/token_lag_mean | step | mean | token | the same, of each token, in flight
+rollout/lag_fraction/{steps} | 1 | mean | token | tokens of this lag, in flight
 rollout/mixed_fraction | 1 | mean | completion | whether weights of several versions sampled its tokens
 rollout/turns_mean | turn | mean | completion | assistant turns, where an environment answers
 rollout/turns_max | turn | max | completion | the same

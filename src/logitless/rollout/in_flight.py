@@ -1,0 +1,195 @@
+"""In-flight updates, repeated: a record of the weights that drew each token, and an engine that draws so again.
+
+When weights arrive depends on time, and differs from one sampling process to another. What a repetition must know of it
+is which version drew which tokens of which completion: then it decodes each completion by the same versions, however
+completions are divided among processes and decode batches.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import groupby
+
+import torch
+from torch import Tensor, nn
+
+from logitless.errors import TrainingError, UnavailableError
+from logitless.rollout.engine import Engine, ExactEngine, InFlightEngine, Weights
+from logitless.rollout.sampling import SamplingOptions
+from logitless.types import Completion, Prompt
+
+
+class DrawnVersions:
+    """Which weights drew which tokens in the calls of ``sample`` for a block.
+
+    Args:
+        calls: by prompt id, for each call with this prompt, for each of its samples: [version, number of tokens] pairs
+            in the order of its tokens.
+
+    Example:
+        >>> drawn = DrawnVersions()
+        >>> drawn.add([[Completion("7", (4, 5, 2), "45", "stop", weights_version=3, token_versions=(3, 3, 8))]])
+        >>> drawn.calls, drawn.versions
+        ({'7': [[[[3, 2], [8, 1]]]]}, {8, 3})
+        >>> drawn.next(["7"])
+        {'7': [[[3, 2], [8, 1]]]}
+    """
+
+    def __init__(self, calls: Mapping[str, Iterable[list[list[list[int]]]]] | None = None) -> None:
+        self.calls = {prompt: list(of) for prompt, of in (calls or {}).items()}
+        self._taken = dict[str, int]()
+
+    @property
+    def versions(self) -> set[int]:
+        """All versions."""
+        return {v for calls in self.calls.values() for call in calls for runs in call for v, _ in runs}
+
+    def add(self, groups: Sequence[Sequence[Completion]]) -> None:
+        """Add a call's completions."""
+        for group in groups:
+            self.calls.setdefault(group[0].prompt_id, []).append([_runs(each) for each in group])
+
+    def next(self, prompt_ids: Iterable[str]) -> dict[str, list[list[list[int]]]]:
+        """The next call's samples of each prompt, in order; none if a repetition, which differs then, has more calls.
+
+        Where it differs first, a comparison of tokens says (``train/collect/replay.py``).
+        """
+        found = {}
+        for prompt in prompt_ids:
+            call, of_prompt = self._taken.get(prompt, 0), self.calls.get(prompt, [])
+            found[prompt] = of_prompt[call] if call < len(of_prompt) else []
+            self._taken[prompt] = call + 1
+        return found
+
+
+def _runs(completion: Completion) -> list[list[int]]:
+    """[version, number of tokens] pairs of a completion."""
+    if completion.token_versions is None:
+        return [[completion.weights_version or 0, completion.length]]
+    return [[version, len(list(of))] for version, of in groupby(completion.token_versions.tolist())]
+
+
+def in_flight_engine(engine: Engine) -> InFlightEngine:
+    """The engine, if it goes on with other weights between two decoding steps.
+
+    Raises:
+        UnavailableError: it does not.
+    """
+    if not isinstance(engine, InFlightEngine):
+        raise UnavailableError(
+            needed="an engine with `updates`, which takes weights between two decoding steps (rollout.in_flight)",
+            given=type(engine).__name__,
+            remedy="Leave rollout.in_flight out, or sample with rollout.engine gpu or transformers.",
+        )
+    return engine
+
+
+class RepeatingEngine:
+    """An ``Engine`` that samples a block with the versions of a record, of which it keeps copies.
+
+    While it samples, the model has older weights; afterwards it has the newest again, bit for bit. Memory: ``copies``
+    times the trained weights.
+
+    Args:
+        engine: that samples with the model of the last ``load``.
+        recompute: of ``Updates``.
+        copies: versions to keep, the newest included.
+
+    Raises:
+        UnavailableError: the engine does not go on with other weights.
+    """
+
+    def __init__(self, engine: Engine, *, recompute: bool, copies: int) -> None:
+        self._engine, self._recompute, self._most = in_flight_engine(engine), recompute, copies
+        self._copies: dict[int, dict[str, Tensor]] = {}
+        self._drawn = DrawnVersions()
+
+    @property
+    def exact(self) -> bool:
+        """As of ``ExactEngine``."""
+        return isinstance(self._engine, ExactEngine) and self._engine.exact
+
+    def repeat(self, drawn: DrawnVersions) -> None:
+        """Sample with these versions in the next calls."""
+        self._drawn = drawn
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Copy the trained weights, and forget the oldest copy if there are too many."""
+        named = weights.module.named_parameters()
+        self._copies[version] = {name: p.detach().clone() for name, p in named if p.requires_grad}
+        for older in sorted(self._copies)[: -self._most]:
+            del self._copies[older]
+        self._module, self._newest = weights.module, version
+        self._engine.load(weights, version)
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """Exactly ``num_samples`` completions of each prompt, each token by the weights in the record.
+
+        Raises:
+            TrainingError: the record has weights that are gone.
+        """
+        engine = self._engine
+        engine.updates = _Recorded(self._drawn.next(prompt.id for prompt in prompts), self._recompute, self._put)
+        try:
+            return engine.sample(prompts, num_samples, options, seed=seed)
+        finally:
+            engine.updates = None
+            self._put(self._newest)
+
+    def close(self) -> None:
+        """Close the engine."""
+        self._engine.close()
+
+    def _put(self, version: int) -> None:
+        """Write a copy into the model."""
+        if version not in self._copies:
+            raise TrainingError(
+                needed=f"what was recorded: tokens by version {version} of the weights",
+                given=f"the versions {', '.join(map(str, self._copies))}",
+                remedy="Repeat the run with the rollout.staleness that it had.",
+            )
+        module: nn.Module = self._module
+        with torch.no_grad():
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad:
+                    parameter.copy_(self._copies[version][name])
+        self._engine.load(Weights.of(module), version)
+
+
+class _Recorded:
+    """``Updates`` that a record asks for.
+
+    Args:
+        runs: of each sample of each prompt, see ``DrawnVersions``.
+        recompute: of ``Updates``.
+        put: loads a version.
+    """
+
+    def __init__(
+        self, runs: Mapping[str, Sequence[Sequence[Sequence[int]]]], recompute: bool, put: Callable[[int], None]
+    ) -> None:
+        self.recompute, self._runs, self._put = recompute, runs, put
+        self._loaded: int | None = None
+        self._next = 0
+
+    def version(self, prompt_id: str, sample: int, token: int) -> int | None:
+        """The recorded one; None after the last token, and where there is no record."""
+        of_prompt = self._runs[prompt_id]
+        for version, count in of_prompt[sample] if sample < len(of_prompt) else ():
+            token -= count
+            if token < 0:
+                return version
+        return None
+
+    def due(self, needed: Callable[[], Collection[int | None]]) -> bool:
+        """Whether the loaded weights can draw none of the next tokens."""
+        versions = [each for each in needed() if each is not None]
+        if not versions or self._loaded in versions:
+            return False
+        self._next = min(versions)
+        return True
+
+    def load(self) -> None:
+        """Load the oldest version that is needed."""
+        self._put(self._next)
+        self._loaded = self._next
