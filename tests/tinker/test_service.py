@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from logitless.errors import RefusedError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.tinker import service as module
@@ -12,7 +13,6 @@ from logitless.tinker import wire
 from logitless.tinker.service import FailedError, Service
 from logitless.tinker.store import Store
 from logitless.tinker.trainer import Trainer
-from logitless.tinker.wire import RefusedError
 from tests.tinker.test_trainer import CONFIG
 
 KEY = "tml-a"

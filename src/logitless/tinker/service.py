@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 
-from logitless.errors import InputError, LogitlessError
+from logitless.errors import InputError, LogitlessError, RefusedError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
 from logitless.tinker.sessions import Answer, FailedError, Job, Model, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
 from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
-from logitless.tinker.wire import RefusedError
 
 logger = logging.getLogger("logitless")
 

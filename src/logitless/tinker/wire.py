@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from logitless.errors import UnavailableError
+from logitless.errors import RefusedError, UnavailableError
 from logitless.tinker.losses import INPUTS
 
 MAX_BODY_BYTES = 64 << 20
@@ -24,14 +24,6 @@ MAX_CELLS = 1 << 22
 """Targets of all positions of a request: as many as fit into a body, with a weight each."""
 
 _DTYPES = {"DTYPE_FLOAT32": np.float32, "DTYPE_INT64": np.int64, "DTYPE_INT32": np.int32}
-
-
-class RefusedError(Exception):
-    """A request that is answered with a status other than 200, in words."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def messages() -> Any:
