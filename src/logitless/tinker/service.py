@@ -308,6 +308,7 @@ class Service:
                 self.trainer.optimizer_state(adapter) if kind == "weights" else {},
                 self.trainer.peft_config(adapter.shape),
                 overwrite=request.overwrite,
+                recipients=request.age_encryption_recipients or (),
             )
             size = {"size_bytes": made.size} if kind == "external_weights" else {}
             return {"path": made.path, **size}

@@ -98,12 +98,12 @@ def parsed(kind: type[M], body: bytes) -> M:
         raise RefusedError(422, "; ".join(f"{name}: {what}" for name, what in [*said.items()][:8])) from error
 
 
-def _only(*allowed: object) -> BeforeValidator:
+def _only(*allowed: object, why: str = "") -> BeforeValidator:
     """A field whose other values ask for what the service does not have."""
 
     def check(value: object) -> object:
         if value not in allowed:
-            raise ValueError(f"not served with {value!r}")
+            raise ValueError(f"not served with {value!r}{why}")
         return value
 
     return BeforeValidator(check)
@@ -200,7 +200,7 @@ class SaveWeights(OfModel):
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
     kind: Annotated[Any, _only("snapshot")] = "snapshot"
-    age_encryption_recipients: Off = None
+    age_encryption_recipients: list[str] | None = Field(None, max_length=10)
 
 
 class LoadWeights(Message):
@@ -277,7 +277,9 @@ class Sample(Message):
     topk_sample_logprobs: Off = 0
     target_prompt_logprobs: Off = None
     prompt_alt_tokens_k: Off = 0
-    record_stability_info: Off = None
+    record_stability_info: Annotated[
+        Any, _only(None, False, why=", for the formula of stable_reinforce is not published: name another loss_fn")
+    ] = None
 
 
 class RetrieveFuture(Message):
