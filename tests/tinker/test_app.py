@@ -1,11 +1,14 @@
 """The service over HTTP without the SDK: futures, keys, hostile requests, and its end."""
 
 import json
+import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from urllib.parse import quote
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -142,6 +145,33 @@ def test_a_future_answers_try_again_until_it_has_a_result(client, monkeypatch):
     go.set()
     monkeypatch.setattr(module, "POLL_SECONDS", 300.0)
     assert client.answer(promise) == client.answer(promise) == {"type": "create_model", "model_id": model}
+
+
+def test_a_client_that_waits_is_told_when_the_service_ends_and_one_that_leaves_amid_its_body_disturbs_nobody(tmp_path):
+    with closing(Client(tmp_path)) as client, ThreadPoolExecutor(1) as thread:
+        host, port = client.http.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as half:
+            half.sendall(
+                f"POST /api/v1/create_session HTTP/1.1\r\nHost: {host}:{port}\r\nContent-Length: 9\r\n\r\n{{".encode()
+            )
+        _, model = client.model(client.session())
+        missing = client.post("optim_step", model_id=model, seq_id=2)  # 1 never comes
+        waiting = thread.submit(client.answer, missing)
+        client.service.close()
+        assert waiting.result() == {"error": "the service has ended", "category": "server"}
+
+
+def test_a_request_that_is_out_of_memory_fails_alone_and_says_what_to_do(client, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("no room")
+
+    _, model = client.model(client.session())
+    with monkeypatch.context() as patch:
+        patch.setattr(client.service.trainer, "optim_step", full)
+        failed = client.answer(client.post("optim_step", model_id=model, seq_id=1))
+    assert failed["category"] == "server"
+    assert "out of memory: no room; send less at once" in failed["error"]
+    assert "metrics" in client.answer(client.post("optim_step", model_id=model, seq_id=2))
 
 
 def test_capabilities_are_the_models_names_and_positions(client):

@@ -274,7 +274,9 @@ def promise_of(promise):
 
 def post(url, path, body, headers=(), **options):
     content = {"json": body} if isinstance(body, dict) else {"content": body}
-    return httpx.post(f"{url}/api/v1/{path}", **content, headers={**KEY, **dict(headers)}, timeout=60, **options)
+    return httpx.post(
+        f"{url}/api/v1/{path}", **content, headers={**KEY, **dict(headers)}, timeout=60, verify=False, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -389,7 +391,7 @@ def test_a_compressed_body_is_read_and_another_keys_model_is_refused(url):
 def test_data_with_changed_bytes_are_served_or_refused_and_fail_in_no_other_way(url):
     rng, found, message = np.random.default_rng(0), set(), request_of(url)
     datum, tag = message.data[0].SerializeToString(), message.DESCRIPTOR.fields_by_name["data"].number << 3 | 2
-    for message.seq_id in range(1, 150):
+    for message.seq_id in range(1, 100):
         changed = bytearray(datum)
         for place in rng.integers(len(datum), size=rng.integers(1, 4)):
             changed[place] = rng.integers(256)
