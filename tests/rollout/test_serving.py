@@ -24,10 +24,13 @@ from logitless.rollout.environments.harness import Harness, HarnessEpisodes
 from logitless.rollout.environments.options import environment_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.serving.protocol import ChatRequest, CompletionRequest
-from logitless.rollout.serving.server import MAX_BODY_BYTES, EngineServer
 from logitless.types import Completion, Prompt
 from tests.rollout.engines import StandIn
 from tests.rollout.templates import chat_tokenizer
+
+pytest.importorskip("starlette", reason="needs pip install 'logitless[serve]'")
+
+from logitless.rollout.serving.server import MAX_BODY_BYTES, EngineServer
 
 OPTIONS = SamplingOptions(max_new_tokens=40)
 WEIGHTS = Weights(nn.Module(), lambda: iter(()))
