@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--staleness", default="0,1", help="by commas")
     parser.add_argument("--turns", action="store_true", help="one GPU in turns at each staleness, to compare weights")
     parser.add_argument("--workload", default="64x8-512-64:512", help="prompts x samples, prompt tokens, new tokens")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps a block, about")
     parser.add_argument("--blocks", type=int, default=3, help="timed")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of apart-<GPU>.json")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
@@ -70,12 +71,13 @@ def run(args: argparse.Namespace) -> int:
         "models": args.models.split(","),
         "plans": [*alone, *((*plan, each) for plan in plans for each in staleness)],
         "workload": args.workload,
+        "steps": args.steps,
         "blocks": args.blocks,
         "device": args.device,
     }
     here = environment(args.device, ("triton", "transformers"))
     path = args.output / f"apart-{short_name(args.device)}.json"
-    rows = Rows(path, here, ("model", "arrangement", "staleness", "workload"))
+    rows = Rows(path, here, ("model", "arrangement", "staleness", "workload", "steps"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
     command += ["--nproc-per-node", str(max(map(sum, plans))), __file__, "--order", json.dumps(order)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
@@ -90,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]:
     """A row beside those of one GPU in turns."""
-    is_alike = [all(each[name] == row[name] for name in ("model", "workload")) for each in rows]
+    is_alike = [all(each[name] == row[name] for name in ("model", "workload", "steps")) for each in rows]
     alone = {r["staleness"]: r for r, alike in zip(rows, is_alike, strict=True) if alike and r["arrangement"] == "1"}
     if row["arrangement"] == "1":
         alone[row["staleness"]] = row
@@ -99,7 +101,7 @@ def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
     return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
 
 
-def _rank(models: list[str], plans: list[list[int]], workload: str, blocks: int, device: str) -> None:
+def _rank(models: list[str], plans: list[list[int]], workload: str, steps: int, blocks: int, device: str) -> None:
     """What each process does; the first one prints the rows."""
     with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own:
         folder = ranks.broadcast_object(own)
@@ -108,19 +110,21 @@ def _rank(models: list[str], plans: list[list[int]], workload: str, blocks: int,
                 members = ranks.subset(range(training + sampling))
                 if members is not None:
                     place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}"
-                    recipe = _recipe(place, name, Workload.parse(workload), training, sampling, staleness, blocks)
+                    recipe = _recipe(
+                        place, name, Workload.parse(workload), training, sampling, staleness, steps, blocks
+                    )
                     members.barrier()
                     row = _measured(recipe, place, members, Workload.parse(workload), blocks, device)
                     if row is not None:
                         arrangement = f"{training}+{sampling}" if sampling else "1"
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
-                        print(json.dumps({**row, "workload": workload}), flush=True)
+                        print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
                 release(device)
                 ranks.barrier()
 
 
 def _recipe(
-    folder: Path, name: str, work: Workload, training: int, sampling: int, staleness: int, blocks: int
+    folder: Path, name: str, work: Workload, training: int, sampling: int, staleness: int, steps: int, blocks: int
 ) -> dict[str, Any]:
     """The recipe of a run; its tokenizer and prompts are written into the folder."""
     shape = next(each for each in (*SHAPES, TINY) if each.name == name)
@@ -140,6 +144,7 @@ def _recipe(
     if shape is TINY:  # this engine's lengths are forced where it looks for a stop string
         raw["rollout"]["sampling"]["stop"] = [contenders.NEVER]
     raw["rewards"] = [{"name": "length", "cap": work.most}]
+    raw["train"]["tokens_per_step"] = -(-work.tokens // steps)
     raw["train"]["blocks"] = WARM_UP + blocks + staleness  # the sampler works until the last timed one
     return raw | {"parallel": {"sampling": sampling, "replicate": training}}
 

@@ -33,6 +33,7 @@ NAMED = {  # by the beginning of a kernel's name
     "decode_own": "attention, own pages",
     "merge_splits": "attention, splits merged",
     "low_rank_kernel": "LoRA",
+    "add_low_rank_kernel": "LoRA",
     "gate_kernel": "gate",
     "sample_kernel": "sample",
     "finish_kernel": "sample",

@@ -145,12 +145,11 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
     import divergence
     from logitless.bench.machine import release
     from logitless.distributed.ranks import Ranks
-    from logitless.models.loading import load_model
     from rollout_contenders import TOKENS_PER_MICRO_BATCH
     from rollout_workloads import Workload
     from scale_block import block_over_ranks
     from script import milliseconds
-    from shapes import SHAPES, TINY
+    from shapes import SHAPES, TINY, random_model
 
     [shape] = [each for each in SHAPES if each.name == student]
     work = Workload.parse("2x2-4-6" if shape is TINY else "64x8-512-1:512")
@@ -160,8 +159,7 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
         teacher = None
         if kind is not None:
             dtype = torch.bfloat16 if device == "cuda" else torch.float32
-            teacher = load_model(config, random_weights=True, seed=1, dtype=dtype, device=device, attention="packed")
-            teacher = teacher.requires_grad_(False).eval()
+            teacher = random_model(config, dtype, device, seed=1).requires_grad_(False).eval()
         section = {} if kind is None else {"teacher": {"source": "in memory", "divergence": kind, "alone": True}}
         found = block_over_ranks(Ranks.alone(), shape, "replicate", work, device, changes=section, teacher=teacher)
         row = {

@@ -476,7 +476,8 @@ def in_processes(
 ) -> bool:
     """Run commands, each in a process, so many side by side on each GPU; whether all of them ended well.
 
-    One that fails leaves its log in the folder; those after it are run.
+    One that fails leaves its log in the folder; those after it are run. They share the CPUs: threads of each that spin
+    on every core would slow the others down.
 
     Args:
         commands: by the name of their log, the first ones first.
@@ -488,6 +489,7 @@ def in_processes(
     places: queue.Queue[str] = queue.Queue()
     for gpu in gpus() * at_once:
         places.put(gpu)
+    threads = str(max(1, (os.cpu_count() or 1) // places.qsize()))
 
     def process(name: str, command: Sequence[str]) -> bool:
         gpu, path = places.get(), folder / f"{name}.txt"
@@ -495,7 +497,7 @@ def in_processes(
             if time.time() > until:
                 return False
             with path.open("w") as output:
-                settings = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
+                settings = {"OMP_NUM_THREADS": threads} | os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
                 status = subprocess.run(command, stdout=output, stderr=subprocess.STDOUT, env=settings).returncode
             last = path.read_text().splitlines()[-15 if status else -1 :]
             print(f"{name} ends with status {status}:", *last, sep="\n", flush=True)

@@ -33,7 +33,7 @@ CLASSES: tuple[tuple[str, str], ...] = (
         r"(_step|_backward)?_kernel$",
     ),
     ("optimizer", r"adamw|multi_tensor_apply|squares_kernel|[Aa]dam"),
-    ("products", r"^low_rank_kernel|nvjet|gemm|cutlass|xmma|product_kernel|cublas|splitK|gemv"),
+    ("products", r"^(add_)?low_rank_kernel|nvjet|gemm|cutlass|xmma|product_kernel|cublas|splitK|gemv"),
     ("embedding", r"embedding|index_select|indexSelect|gather|scatter|index_elementwise|radix|sort|Sort|unique"),
     ("copies and casts", r"copy|Memcpy|direct_copy|cast|CatArray|Memset|fill|FillFunctor"),
     ("reductions", r"reduce|softmax|SoftMax|scan"),

@@ -15,6 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -76,14 +78,36 @@ def cycles(url: str, *, prompts: int, samples: int, prompt_tokens: int, new_toke
     }
 
 
+@contextmanager
+def served(model: str, *options: str) -> Iterator[tuple[str, Path]]:
+    """URL and checkpoint folder of a service of this model with random weights; without a GPU of a tiny one."""
+    import torch
+
+    from logitless.models.char_tokenizer import character_tokenizer
+    from logitless.models.loading import load_model
+    from rollout_contenders import build
+
+    with tempfile.TemporaryDirectory() as folder:
+        made = build(model, torch.bfloat16) if torch.cuda.is_available() else load_model(TINY, random_weights=True)
+        made.save_pretrained(folder)
+        character_tokenizer("abcdefgh").save_pretrained(folder)
+        del made
+        command = [sys.executable, "-m", "logitless.cli.main", "serve-tinker", folder, "--port", "0", "--name", "model"]
+        command += ["--folder", f"{folder}/saved", "--tokens-per-row", "32768", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+            try:
+                assert server.stdout is not None
+                yield server.stdout.readline().strip(), Path(folder, "saved")
+            finally:
+                server.kill()
+
+
 def measured(model: str, workload: str) -> dict[str, Any]:
     """Of the service and, on a GPU, of a block of `logitless train`."""
     import torch
 
     from logitless.bench.machine import environment
-    from logitless.models.char_tokenizer import character_tokenizer
-    from logitless.models.loading import load_model
-    from rollout_contenders import block, build
+    from rollout_contenders import block
     from rollout_workloads import Workload
 
     work = Workload.parse(workload)
@@ -93,20 +117,9 @@ def measured(model: str, workload: str) -> dict[str, Any]:
         "model": model,
         "workload": workload,
     }
-    with tempfile.TemporaryDirectory() as folder:
-        made = build(model, torch.bfloat16) if torch.cuda.is_available() else load_model(TINY, random_weights=True)
-        made.save_pretrained(folder)
-        character_tokenizer("abcdefgh").save_pretrained(folder)
-        command = [sys.executable, "-m", "logitless.cli.main", "serve-tinker", folder, "--port", "0", "--name", "model"]
-        command += ["--folder", f"{folder}/saved", "--tokens-per-row", "32768"]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
-            try:
-                assert server.stdout is not None
-                url = server.stdout.readline().strip()
-                found["service"] = cycles(url, **numbers, new_tokens=work.most, rank=16)
-                found["small"] = cycles(url, prompts=1, samples=4, prompt_tokens=16, new_tokens=32, rank=16)
-            finally:
-                server.kill()
+    with served(model) as (url, _):
+        found["service"] = cycles(url, **numbers, new_tokens=work.most, rank=16)
+        found["small"] = cycles(url, prompts=1, samples=4, prompt_tokens=16, new_tokens=32, rank=16)
     if torch.cuda.is_available():
         train = block(f"{model}-lora", "gpu", work)
         seconds = sum(value for name, value in train.items() if name.endswith("_seconds"))

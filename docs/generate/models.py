@@ -16,7 +16,7 @@ def page(text: str) -> str:
 
 def _language_models() -> str:
     """A line for all architectures of the same kind."""
-    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "Exact, GPU engine")
+    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "GPU engine (exact), vLLM")
     alike: dict[tuple[str, ...], list[str]] = {}
     for each in FAMILIES:
         alike.setdefault((each.parts, *_cells(each)), []).append(f"{each.models} (`{each.model_type}`)")
@@ -25,14 +25,16 @@ def _language_models() -> str:
 
 def _cells(family: Family) -> tuple[str, str]:
     if family.refused is not None:
-        return "refused", "no"
-    return "yes", "yes" if family.exact else "no"
+        return "refused", ""
+    trains = "yes" if family.attention == "packed" else f"`attention: {family.attention}`, no shared prompts"
+    return trains, {(True, True): "both", (False, True): "vLLM", (False, False): "neither"}[family.exact, family.served]
 
 
 def _image_models() -> str:
     becomes: dict[str, list[str]] = {}
     for each in IMAGE_MODELS:
-        becomes.setdefault(f"`{each.becomes}`", []).append(f"{each.models} (`{each.model_type}`)")
+        kind = "the same with `_text`" if each.becomes == f"{each.model_type}_text" else f"`{each.becomes}`"
+        becomes.setdefault(kind, []).append(f"{each.models} (`{each.model_type}`)")
     return _table(("Models", "Loaded and exported as"), [("; ".join(names), kind) for kind, names in becomes.items()])
 
 

@@ -65,11 +65,12 @@ _AXES: Mapping[str, tuple[float, float]] = {
     "gmpo": (0.0, 2.4),
     "dppo": (0.0, 3.0),
     "ipo": (0.0, 3.0),
+    "kpop": (0.0, 3.0),
     "dro": (0.0, 4.0),
 }
 """Ends of a picture's axis of ratios where they are not 0 and 2: no bound falls on a point of ``ratios``."""
 
-_PROBABILITY_OLD: Mapping[str, float] = {"dppo": 0.3, "ipo": 0.3}
+_PROBABILITY_OLD: Mapping[str, float] = {"dppo": 0.3, "ipo": 0.3, "kpop": 0.3}
 """Of the token in the picture, where it is not 0.1; only a trust region in probability reads it."""
 
 Curves = dict[str, list[float]]

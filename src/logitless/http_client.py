@@ -23,8 +23,8 @@ from logitless.errors import ConfigurationError, EngineError
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 16
 _UNREACHABLE = (
-    "Look into the server's log and go on with --resume; raise give_up_seconds of rollout.engine for a server that"
-    " takes longer to come back."
+    "Start it, look into its log, and go on with --resume. An engine's server may take rollout.engine.give_up_seconds"
+    " to come back."
 )
 _UNUSABLE = "Use a version of vLLM that docs/servers.md names, with the flags listed there."
 T = TypeVar("T")

@@ -11,7 +11,7 @@ from script import main
 
 
 def row(arrangement, staleness, speed, weights=1):
-    place = {"model": "tiny", "workload": "4x2-16-4:12", "arrangement": arrangement, "staleness": staleness}
+    place = {"model": "tiny", "workload": "4x2-16-4:12", "steps": 1, "arrangement": arrangement, "staleness": staleness}
     return {**place, "tokens_per_second": speed, "weights": weights}
 
 

@@ -16,7 +16,6 @@ from logitless.errors import InputError, UnavailableError
 from logitless.head import divergence, token_divergence, token_scores
 from logitless.types import LMHead
 from tests.head.cases import Case, assert_same, error, gradient_error, score_error
-from tests.head.test_api import Sharded
 from tests.head.two_streams import BACKENDS, KINDS, RESULTS, corner, measured, plain, run, scored, truth, two
 from tests.rounding import of_sum
 
@@ -535,8 +534,6 @@ def test_arguments_that_do_not_fit_are_errors_that_say_what_to_do(changed, messa
     [
         ({"backend": "fused"}, "tensors are on cpu.*backend='chunked'"),
         ({"backend": "reference", "memory_budget": 9}, "bound its memory.*backend='chunked'"),
-        ({"head": Sharded(torch.zeros(11, 4))}, "student's weight whole.*DTensor.*full_tensor"),
-        ({"teacher_head": Sharded(torch.zeros(9, 2))}, "teacher's weight whole.*DTensor.*full_tensor"),
     ],
 )
 def test_what_cannot_run_says_so(changed, message):

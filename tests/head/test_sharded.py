@@ -12,8 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from logitless.errors import InputError, UnavailableError
 from logitless.head import sharded
+from tests.head import two_streams
 from tests.head.cases import ANCHORS, Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.head.test_chunked import Allocations
+from tests.head.two_streams import KINDS, RESULTS, scored, two
 from tests.ranks import DEVICES, run_on_ranks
 from tests.rounding import of_sum
 
@@ -264,3 +266,32 @@ def test_a_weight_that_is_sharded_otherwise_is_refused():
             "needed a machine and tensors on which backend='reference' can run",
             "needed one way of sharding the weight",
         ]
+
+
+# --- two streams
+
+
+def _divergence(rank, given, tokens, backend):
+    first = sum(tokens[:rank])
+    rows = slice(first, first + tokens[rank])
+    student, teacher = _sharded(given.student.leaf_copy(), rows), _sharded(given.teacher.leaf_copy(), rows)
+    of_rank = replace(given, student=student, teacher=teacher, grad_value=given.grad_value[rows])
+    found = scored(of_rank, student, backend=backend)
+    upstream = [of_rank.grad_value, student.grad_logp, student.grad_entropy]
+    torch.autograd.backward([found[name] for name in RESULTS[:3]], upstream)
+    result = {name: value.detach() for name, value in found.items()} | {"grad_hidden": student.hidden.grad}
+    for name, leaf in student.leaves.items():
+        assert leaf.grad.placements == leaf.placements, name
+        result[name] = leaf.grad.full_tensor()
+    return result
+
+
+@pytest.mark.parametrize("tokens", [(20, 23), (43, 0)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_sharded_heads_give_each_ranks_tokens_what_whole_ones_give(kind, tokens):
+    given = two(FULL, kind)
+    whole = two_streams.truth(given)
+    for rank, result in enumerate(run_on_ranks(len(tokens), _divergence, given, tokens, "chunked")):
+        rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
+        wanted = {name: v[rows] if name in {*RESULTS, "grad_hidden"} else v for name, v in whole.items()}
+        assert_same(result, wanted, tolerance("chunked", "cpu", given.student))

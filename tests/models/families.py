@@ -12,7 +12,9 @@ SMALL: dict[str, Any] = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
-LOCAL = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+LOCAL: dict[str, Any] = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
+TWICE_LOCAL = {**LOCAL, "num_hidden_layers": 4, "layer_types": 2 * LOCAL["layer_types"]}
+PER_LAYER = {"hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 ROUTED = {
@@ -49,6 +51,7 @@ class Family:
         parts: what sets it apart from a Llama.
         exact: whether row-invariant layers cover it, with which the GPU engine samples.
         refused: words of the error with which it is refused; None: it trains.
+        attention: with which it trains. Only ``packed`` shares prompts.
     """
 
     model_type: str
@@ -57,11 +60,17 @@ class Family:
     parts: str = ""
     exact: bool = False
     refused: str | None = None
+    attention: str = "packed"
 
     @property
     def config(self) -> dict[str, Any]:
         """What ``load_model`` takes."""
         return {"model_type": self.model_type, **SMALL, **self.fields}
+
+    @property
+    def served(self) -> bool:
+        """Whether vLLM 0.32 serves what is exported (``tests/vllm/test_models.py``)."""
+        return self.model_type not in UNSERVED
 
 
 FAMILIES = (
@@ -73,16 +82,26 @@ FAMILIES = (
     Family("gemma2", "Gemma 2", {**LOCAL, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
            "windows, softcaps", exact=True),
     Family("gemma3_text", "Gemma 3 1B", LOCAL, "windows", exact=True),
-    Family("gemma4_text", "Gemma 4", {
-        **LOCAL, "global_head_dim": 16, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": 40,
-        "num_kv_shared_layers": 0}, "windows, two widths of heads"),
+    Family("gemma4_text", "Gemma 4 31B", {
+        **LOCAL, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 0}, "windows, wider heads"),
+    Family("gemma4_text", "Gemma 4 E2B, E4B", {
+        **TWICE_LOCAL, **PER_LAYER, "global_head_dim": 16, "num_kv_shared_layers": 2}, "windows, shared keys"),
+    Family("gemma4_text", "Gemma 4 26B-A4B", {
+        **LOCAL, "global_head_dim": 16, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 12,
+        "attention_k_eq_v": True, "num_global_key_value_heads": 1}, "experts, windows"),
+    Family("gemma3n_text", "Gemma 3n", {
+        **TWICE_LOCAL, **PER_LAYER, "num_kv_shared_layers": 2, "laurel_rank": 2,
+        "activation_sparsity_pattern": [0.0] * 4}, "windows, shared keys"),
     Family("phi3", "Phi-3, Phi-4", {}, exact=True),
+    Family("olmo2", "OLMo 2", {}),
     Family("olmo3", "Olmo 3", LOCAL, "windows"),
-    Family("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}, "layers without positions"),
+    Family("smollm3", "SmolLM3", {"no_rope_layers": [1, 0]}, "NoPE layers"),
     Family("exaone4", "EXAONE 4", LOCAL, "windows"),
     Family("seed_oss", "Seed-OSS", {}),
     Family("glm4", "GLM-4", {}),
     Family("cohere2", "Command A, R7B", LOCAL, "windows"),
+    Family("ernie4_5", "ERNIE 4.5 dense", {}),
     Family("granite", "Granite 3", {"attention_multiplier": 0.5, "logits_scaling": 3.0}),
     Family("hunyuan_v1_dense", "Hunyuan dense", {}),
     Family("qwen2_moe", "Qwen1.5-MoE", {**EXPERTS, **SHARED_EXPERT}, "experts"),
@@ -98,12 +117,21 @@ FAMILIES = (
     Family("glm4_moe_lite", "GLM-4.7-Flash", {**ROUTED, **LATENT}, "experts, latent attention"),
     Family("deepseek_v2", "DeepSeek-V2", {**ROUTED, **LATENT}, "experts, latent attention"),
     Family("deepseek_v3", "DeepSeek-V3, Kimi K2", {**ROUTED, **LATENT, "n_group": 2}, "experts, latent attention"),
+    Family("longcat_flash", "LongCat-Flash", {
+        **LATENT, "num_layers": 2, "n_routed_experts": 4, "zero_expert_num": 2, "moe_topk": 2,
+        "expert_ffn_hidden_size": 12, "ffn_hidden_size": 24}, "experts, latent attention"),
+    Family("dots1", "dots.llm1", ROUTED, "experts, sigmoid router"),
     Family("minimax_m2", "MiniMax-M2", LOCAL_EXPERTS, "experts, sigmoid router"),
+    Family("minimax_m3_vl_text", "MiniMax-M3", {**LOCAL_EXPERTS, "moe_intermediate_size": 12},
+           "experts, sigmoid router"),
+    Family("mimo_v2_flash", "MiMo-V2-Flash", {**LOCAL, **ROUTED}, "experts, windows, sinks"),
+    Family("exaone_moe", "K-EXAONE", {**LOCAL, **EXPERTS}, "experts, windows"),
+    Family("afmoe", "Trinity", {**LOCAL, **EXPERTS, "num_dense_layers": 1}, "experts, windows"),
     Family("gpt_oss", "gpt-oss", {**LOCAL_EXPERTS, "sliding_window": 3}, "experts, windows, sinks", exact=True),
     Family("llama4_text", "Llama 4", {
         "intermediate_size_mlp": 24, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 4,
         "no_rope_layers": [1, 0], "floor_scale": 3, "interleave_moe_layer_step": 2},
-        "experts, chunks, layers without positions"),
+        "experts, chunks, NoPE layers"),
     Family("qwen3_next", "Qwen3-Next", {**WIDE_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts",
            exact=True),
     Family("qwen3_5_text", "Qwen3.5, 3.6 dense", WIDE_NET, "gated delta nets", exact=True),
@@ -124,7 +152,7 @@ FAMILIES = (
     Family("lfm2_moe", "LFM2 MoE", {
         "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, **EXPERTS, "num_dense_layers": 1},
         "short convolutions, experts"),
-    Family("falcon_h1", "Falcon-H1", {**MAMBA2, "mamba_d_ssm": 32}, "Mamba-2 beside attention"),
+    Family("falcon_h1", "Falcon-H1", {**MAMBA2, "mamba_d_ssm": 32}, "Mamba-2, attention"),
     Family("jamba", "Jamba", {
         "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 4, "num_experts_per_tok": 2,
         "expert_layer_period": 2, "expert_layer_offset": 1, "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_dt_rank": 4},
@@ -145,12 +173,15 @@ FAMILIES = (
            "its states are no cache", refused="layers whose packed sequences can be kept apart"),
     Family("minimax", "MiniMax-Text-01", {"layer_types": ["linear_attention", "full_attention"], **LOCAL_EXPERTS},
            "lightning attention", refused="layers whose packed sequences can be kept apart"),
-    Family("deepseek_v32", "DeepSeek-V3.2", {**ROUTED, **LATENT}, "sparse attention",
-           refused="causal attention: full, in chunks, or with a window"),
+    Family("deepseek_v32", "DeepSeek-V3.2", {**ROUTED, **LATENT, "index_topk": 3}, "experts, sparse attention",
+           attention="eager"),
+    Family("glm_moe_dsa", "GLM-5", {**ROUTED, **LATENT, "index_topk": 3}, "experts, sparse attention",
+           attention="eager"),
 )  # fmt: skip
 
+UNSERVED = {"dots1", "minimax_m3_vl_text", "bamba", "recurrent_gemma", "minimax"}
 TRAINED = tuple(family for family in FAMILIES if family.refused is None)
-FAMILY = {family.model_type: family for family in FAMILIES}
+FAMILY = {family.model_type: family for family in reversed(FAMILIES)}
 REFUSED = tuple(family for family in FAMILIES if family.refused is not None)
 
 

@@ -14,6 +14,14 @@ _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nop
 _SHARED = {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _DELTA_NET = {key: value for key, value in CONFIGS["qwen3_5"].items() if key.startswith(("linear", "layer_types"))}
+_JAMBA = {
+    "attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 1, "expert_layer_offset": 0,
+    "mamba_d_state": 6, "mamba_d_conv": 3, "mamba_dt_rank": 4,
+}  # fmt: skip
+_GEMMA = {
+    "enable_moe_block": True, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "num_kv_shared_layers": 0,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
+}  # fmt: skip
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 MIXTURES: dict[str, dict[str, Any]] = {
     name: {"model_type": name, **LLAMA, **_CHOOSE_2_OF_4, **_ENDS, **own}
@@ -29,10 +37,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "glm4_moe": {**_SIGMOID, "first_k_dense_replace": 1},
         "glm4_moe_lite": {**_SIGMOID, **_LATENT, "mlp_layer_types": ["sparse"] * 2},
         "deepseek_v3": {**_SIGMOID, **_LATENT, "first_k_dense_replace": 1},
+        "granitemoe": {"num_local_experts": 4},
+        "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
+        "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
+        "jamba": {"num_experts": 4, **_JAMBA},
+        "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 24},
+        "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, **_GEMMA},
     }.items()
 }
 ATTENTION = {"gpt_oss": "eager"}
-WITH_LOSS = ("qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2")
+WITH_LOSS = (
+    "qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2",
+    "granitemoe", "ernie4_5_moe", "jamba",
+)  # fmt: skip
 
 
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:

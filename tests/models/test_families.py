@@ -59,8 +59,13 @@ def shaken(model: nn.Module) -> nn.Module:
 
 @functools.cache
 def loaded(family: Family) -> nn.Module:
-    model = load_model(family.config, dtype=torch.float64, random_weights=True, seed=1)
-    return shaken(model)
+    options = {"dtype": torch.float64, "random_weights": True, "seed": 1}
+    return shaken(load_model(family.config, attention=family.attention, **options))
+
+
+def shared(family: Family, rows: PackedInputs) -> PackedInputs | SharedInputs:
+    """With shared prompts, where its attention shares them."""
+    return share_prompts(rows) if family.attention == "packed" else rows
 
 
 @functools.cache
@@ -126,9 +131,8 @@ families = pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.
 @pytest.mark.parametrize("shares", [False, True], ids=["repeated", "shared"])
 def test_a_packed_row_is_its_sequences_run_alone_by_transformers_with_all_gradients(family, shares):
     model, rows = loaded(family), inputs()
-    assert why_unshared(model) is None
-    given = share_prompts(rows) if shares else rows
-    assert isinstance(given, SharedInputs) == shares
+    assert (why_unshared(model) is None) == (family.attention == "packed")
+    given = shared(family, rows) if shares else rows
     values = logits(model, given)
     check_equal(values, gradients(model, [values], [weight_of(values)]), *truth_of(family))
 
@@ -140,7 +144,7 @@ def test_micro_batches_cut_anywhere_add_up_to_the_gradient_of_the_whole(family):
     weights = weight_of(expected).split(list(rows.source_counts))
     per_sequence = expected.split(list(rows.source_counts))
     for cut in CUTS:
-        parts = [logits(model, share_prompts(rows.take(part))) for part in cut]
+        parts = [logits(model, shared(family, rows.take(part))) for part in cut]
         found = gradients(model, parts, [torch.cat([weights[s] for s in part]) for part in cut])
         values = torch.cat(parts)
         check_equal(values, found, torch.cat([per_sequence[s] for part in cut for s in part]), truth)
@@ -148,7 +152,7 @@ def test_micro_batches_cut_anywhere_add_up_to_the_gradient_of_the_whole(family):
 
 @families
 def test_recomputed_layers_give_the_same_gradients(family):
-    model, rows = loaded(family), share_prompts(inputs())
+    model, rows = loaded(family), shared(family, inputs())
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed_in_float64})
     model.train()
     try:
@@ -159,7 +163,7 @@ def test_recomputed_layers_give_the_same_gradients(family):
 
 
 @families
-def test_a_row_with_lora_on_every_linear_layer_is_its_sequences_run_alone_with_it(family):
+def test_a_row_with_lora_on_linear_layers_and_experts_is_its_sequences_run_alone_with_it(family):
     rows = inputs()
     ours, theirs = (adapted(family, each) for each in (loaded, plain))
     theirs.load_state_dict(ours.state_dict())
@@ -167,26 +171,23 @@ def test_a_row_with_lora_on_every_linear_layer_is_its_sequences_run_alone_with_i
     assert (expected - truth_of(family)[0]).abs().max() > 1e-3, "the adapters do something"
     truth = gradients(theirs, [expected], [weight_of(expected)])
     assert all("lora_" in name for name in truth)
-    for given in (rows, share_prompts(rows)):
+    idle = [name.removesuffix("weight") for name, gradient in truth_of(family)[1].items() if not gradient.any()]
+    assert all(g.any() or any(each in name for each in idle) for name, g in truth.items()), "every factor learns"
+    assert any(".experts." in name for name in truth) == ("experts" in family.parts)
+    for given in (rows, shared(family, rows)):
         values = logits(ours, given)
         check_equal(values, gradients(ours, [values], [weight_of(values)]), expected.detach(), truth)
 
 
 def adapted(family: Family, make) -> nn.Module:
     """With adapters that do something, in float64; the cached model stays as it is."""
-    model = copy.deepcopy(make(family))  # adapters are put into the model itself
-    linear = [name for name, module in model.named_modules() if type(module) is nn.Linear and name != "lm_head"]
-    if "experts" in family.parts:  # PEFT reads these names as those of experts
-        linear = [name for name in linear if name.rpartition(".")[2] not in ("gate_proj", "up_proj", "down_proj")]
-    if family.model_type in ("falcon_h1", "nemotron_h"):  # PEFT refuses it there
-        linear = [name for name in linear if not name.endswith("out_proj")]
-    return shaken(add_lora(model, LoraOptions(rank=2, targets=tuple(linear))))
+    return shaken(add_lora(copy.deepcopy(make(family)), LoraOptions(rank=2)))  # adapters are put into the model itself
 
 
 @families
 def test_exact_layers_and_the_gpu_engine_cover_what_the_table_says(family):
     with torch.device("meta"):
-        model = load_model(family.config, device="meta", random_weights=True)
+        model = load_model(family.config, device="meta", random_weights=True, attention=family.attention)
     assert (uncovered(model) == ()) == family.exact
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from logitless.errors import UnavailableError
 from logitless.models.loading import load_model
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.text_half import IMAGE_MODELS as LOADED
@@ -97,6 +98,11 @@ def test_a_language_model_without_a_class_of_its_own_is_one_that_row_invariant_l
     for kind in IMAGE_MODELS:
         model = load_model(kind.config, device="meta", random_weights=True)
         assert (uncovered(model) == ()) == FAMILY[kind.becomes].exact
+
+
+def test_another_image_model_is_refused_by_name():
+    with pytest.raises(UnavailableError, match=r"image model among gemma3, .*; given glm4v_moe"):
+        load_model({"model_type": "glm4v_moe"}, device="meta", random_weights=True)
 
 
 def test_every_image_model_that_is_loaded_so_is_tested():

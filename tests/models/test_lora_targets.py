@@ -37,7 +37,9 @@ def test_all_linear_adapts_every_linear_module_and_every_expert_but_neither_rout
     linear = {f"{key}.weight" for key, module in model.named_modules() if isinstance(module, nn.Linear)}
     experts = set(expert_weights(model))
     assert len(experts) == 2 * len(router_modules(model))
-    assert _adapted_weights(model) == (linear | experts) - {"lm_head.weight"}
+    left_out = {key for key in linear if any(f".{name}." in f".{key}" for name in router_modules(model))}
+    left_out |= {key for key in linear if name == "jamba" and "dt_proj" in key}  # read by its weight, without adapters
+    assert _adapted_weights(model) == (linear | experts) - left_out - {"lm_head.weight"}
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from logitless.objective.distillation import (
     teacher_advantage,
 )
 from logitless.objective.presets import algorithm
+from logitless.objective.surrogate import Clip
 from tests.objective.batches import batch_of, double
 
 
@@ -41,6 +42,18 @@ def test_the_advantage_is_positive_where_the_teacher_finds_a_token_likelier_than
     found = teacher_advantage(teacher, double(-2, -1), 0.5)
     assert found.tolist() == [0.5, -1]
     assert not found.requires_grad
+
+
+def test_the_first_step_on_a_teachers_advantage_is_verls_policy_gradient_of_k1_in_its_own_numbers():
+    # verl, August 2026: kl_penalty "k1" as advantage of compute_policy_loss_vanilla (use_policy_gradient), token-mean.
+    # Its other estimators weigh the gradient of one sample's KL, and forward_kl_topk cuts the teacher: no counterpart.
+    logp, teacher = double(-0.5, -1.25, -2.0, -0.75).requires_grad_(), double(-1.0, -0.5, -2.5, -0.25)
+    batch = batch_of([0, 0, 0, 1], advantage=teacher_advantage(teacher, logp), logp_old=logp.detach())
+    clipped = replace(algorithm("dapo").objective, surrogate=Clip(0.8, 1.2, dual=3.0))
+    loss = clipped(logp, None, replace(batch, token_weight=torch.full((4,), 0.25, dtype=torch.float64))).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(-0.0625, rel=1e-12)
+    assert logp.grad.tolist() == pytest.approx([0.125, -0.1875, 0.125, -0.125], rel=1e-12)
 
 
 def test_tokens_without_a_log_prob_of_the_sampler_are_refused_for_the_advantage():

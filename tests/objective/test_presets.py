@@ -18,7 +18,21 @@ from logitless.objective.advantage import (
 )
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
-from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, Ipo, KlCov, Nll, Reinforce, Sapo, Vespo
+from logitless.objective.surrogate import (
+    Cispo,
+    Clip,
+    ClipCov,
+    Dppo,
+    Dro,
+    Gmpo,
+    Ipo,
+    KlCov,
+    KPop,
+    Nll,
+    Reinforce,
+    Sapo,
+    Vespo,
+)
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import ConstantLength, MicroBatchTokenMean, SequenceMean, SequenceSum, TokenMean
 
@@ -37,6 +51,7 @@ TABLE = {
     "gmpo": (TokenRatio(), Gmpo(-0.4, 0.4), STANDARDIZED, SequenceMean()),
     "dppo": (TokenRatio(), Dppo("tv", 0.15, 0.15, 20.0), STANDARDIZED, TokenMean()),
     "ipo": (TokenRatio(), Ipo(0.1, 1e-3, "both"), GroupCentered(), TokenMean()),
+    "kpop": (TokenRatio(), KPop(0.1, 1e-3), GroupCentered(), TokenMean()),
     "clip_cov": (TokenRatio(), ClipCov(2e-4, 1.0, 5.0), STANDARDIZED, TokenMean()),
     "kl_cov": (TokenRatio(), KlCov(2e-4, 1.0), STANDARDIZED, TokenMean()),
     "dro": (TokenRatio(), Dro(0.1), STANDARDIZED, TokenMean()),
@@ -73,6 +88,7 @@ def test_a_preset_is_what_the_table_says(name):
         ("dppo", {"divergence": "kl"}, Dppo("kl", 0.05, 0.05)),
         ("dppo", {"delta": 0.1}, Dppo("tv", 0.1, 0.1)),
         ("ipo", {"threshold": 0.2, "kl_tau": 0.0, "sides": "advantage"}, Ipo(0.2, 0.0, "advantage")),
+        ("kpop", {"threshold": 2.0, "kl_tau": 0.0}, KPop(2.0, 0.0)),
         ("clip_cov", {"r": 1e-3, "omega_low": 2.0, "omega_high": 3.0}, ClipCov(1e-3, 2.0, 3.0)),
         ("kl_cov", {"k": 1e-3, "beta": 2.0}, KlCov(1e-3, 2.0)),
         ("sapo", {"tau_negative": 2.0}, Sapo(1.0, 2.0)),

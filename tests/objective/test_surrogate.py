@@ -364,6 +364,25 @@ def test_ipo_masks_beyond_its_bound_and_not_before():
             assert sur.ipo_mask(three_quarters, half, double(1), max_change=change, sides=sides).item() is inside
 
 
+# --- kpop -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    # kpop_loss_fn of prime-rl's branch feat/kpop-loss, kl_tau 0.5: the loss of all six tokens. Those that moved by 0.15
+    # are 0.0457 nats away in one direction and 0.0472 in the other.
+    [(0.046, -1.9427991789011272), (0.1, -3.2427991789011275)],
+)
+def test_kpop_is_prime_rl_s_in_its_own_numbers(threshold, expected):
+    given = inputs(log(*IPO_AT), IPO_ADVANTAGE, logp_old=log(*[0.5] * 6), token_log_ratio=log(*[2 * p for p in IPO_AT]))
+    assert sur.KPop(threshold, 0.5)(given).loss.sum().item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_kpop_keeps_a_token_whose_probability_has_become_1():
+    at, old = double(0.0, -1e-3, -0.2), double(-1e-3, 0.0, 0.0)
+    assert sur.kpop_mask(at, old, max_divergence=0.1).tolist() == [True, True, False]
+
+
 # --- covariance losses ------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +408,20 @@ def test_kl_cov_pulls_a_selected_tokens_ratio_back_to_one():
 
 @pytest.mark.parametrize(
     "surrogate",
-    [Clip(), Cispo(), sur.Sapo(), sur.Vespo(), Gmpo(), Dppo(), sur.Ipo(), ClipCov(), KlCov(), Dro(0.1), Importance()],
+    [
+        Clip(),
+        Cispo(),
+        sur.Sapo(),
+        sur.Vespo(),
+        Gmpo(),
+        Dppo(),
+        sur.Ipo(),
+        sur.KPop(),
+        ClipCov(),
+        KlCov(),
+        Dro(0.1),
+        Importance(),
+    ],
     ids=lambda surrogate: surrogate.name,
 )
 def test_a_loss_of_the_ratio_asks_for_the_old_policy(surrogate):

@@ -16,7 +16,8 @@ from tests.models.test_families import loaded, logits
 from tests.rounding import of_roundings
 
 LENGTHS = (4, 1, 9, 4, 2)
-families = pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.model_type)
+SAMPLED = [family for family in TRAINED if family.attention == "packed"]  # the cache of sparse attention is refused
+families = pytest.mark.parametrize("family", SAMPLED, ids=lambda family: family.model_type)
 
 
 @pytest.fixture(autouse=True)

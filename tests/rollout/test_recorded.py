@@ -3,7 +3,8 @@ import json
 import pytest
 
 from logitless.errors import DataError, InputError
-from logitless.rollout.recorded import RecordedEngine, read_completions, write_completions
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.rollout.recorded import ColumnEngine, RecordedEngine, read_completions, write_completions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -47,6 +48,24 @@ def test_too_few_or_too_long_completions_are_errors(tmp_path):
         engine.sample([Prompt("b", "", (1,))], 2, OPTIONS, seed=0)
     with pytest.raises(DataError, match="at most 1 tokens; given one of 3"):
         engine.sample([Prompt("a", "", (1,))], 3, SamplingOptions(max_new_tokens=1), seed=0)
+
+
+def test_the_text_of_a_column_is_a_completion_that_eos_ends():
+    tokenizer = character_tokenizer("abc")
+    engine = ColumnEngine("answer", tokenizer)
+    [[found]] = engine.sample([Prompt("7", "a", (3,), {"answer": "cb"})], 1, OPTIONS, seed=0)
+    ids = [*tokenizer("cb", add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    assert found == Completion("7", ids, "cb", "stop")
+    with pytest.raises(DataError, match=r"column 'answer'.*given NoneType for prompt '7', which has 'solution'"):
+        engine.sample([Prompt("7", "a", (3,), {"solution": "cb"})], 1, OPTIONS, seed=0)
+    with pytest.raises(DataError, match="at most 2 tokens in column 'answer'; given 3"):
+        engine.sample([Prompt("7", "a", (3,), {"answer": "cb"})], 1, SamplingOptions(max_new_tokens=2), seed=0)
+
+
+def test_rows_of_text_are_told_where_to_name_their_column(tmp_path):
+    (tmp_path / "c.jsonl").write_text('{"prompt": "a", "completion": "b"}')
+    with pytest.raises(DataError, match="name: recorded, column"):
+        read_completions(tmp_path / "c.jsonl")
 
 
 @pytest.mark.parametrize(

@@ -262,6 +262,9 @@ def promise_of(promise):
     return {"request_id": promise["request_id"]}
 
 
+EMPTY_DATUM = pb.ForwardBackwardRequest(data=[{}]).SerializeToString()
+
+
 def post(url, path, body, headers=(), **options):
     content = {"json": body} if isinstance(body, dict) else {"content": body}
     return httpx.post(
@@ -283,6 +286,8 @@ def post(url, path, body, headers=(), **options):
             413,
             "more than",
         ),
+        ("forward_backward", lambda: b"".join([EMPTY_DATUM] * 10**7), {}, 413, "fields"),
+        ("asample", lambda: b'{"prompt":{"chunks":[' + b'{"tokens":[]},' * 10**6, {}, 422, "objects and lists"),
         ("create_session", {}, {"host": "evil.example:80"}, 403, "loopback"),
         ("create_session", {}, {"x-api-key": ""}, 401, "TINKER_API_KEY"),
         ("create_session", b"[]", {}, 422, "body"),

@@ -3,6 +3,7 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from logitless.errors import RefusedError
@@ -12,7 +13,7 @@ from logitless.tinker import service as module
 from logitless.tinker import wire
 from logitless.tinker.service import FailedError, Service
 from logitless.tinker.store import Store
-from logitless.tinker.trainer import Trainer
+from logitless.tinker.trainer import Shape, Trainer
 from tests.tinker.test_trainer import CONFIG
 
 KEY = "tml-a"
@@ -402,3 +403,156 @@ def test_numbers_that_nothing_can_be_done_with_are_refused(kind, given):
     with pytest.raises(RefusedError) as refused:
         wire.parsed(kind, given.encode())
     assert refused.value.status == 422
+
+
+@pytest.fixture
+def mixing(service, monkeypatch):
+    """What each call of the trainer got, which lets adapters share calls as it does with row-invariant layers."""
+    calls = []
+    for name in ("together", "passes_together"):
+        monkeypatch.setattr(type(service.trainer), name, 2)
+
+    def forward_backward(pairs):
+        calls.append([adapter for adapter, _ in pairs])
+        return [([{"logprobs": np.zeros(1, np.float32)}], {}) for _ in pairs]
+
+    def sample(wanted):
+        calls.append([request.id for _, request in wanted])
+        return [([], None) for _ in wanted]
+
+    monkeypatch.setattr(service.trainer, "forward_backward_together", forward_backward)
+    monkeypatch.setattr(service.trainer, "sample", sample)
+    monkeypatch.setattr(wire, "forward_backward_output", lambda *_: b"")
+    monkeypatch.setattr(wire, "sample_output", lambda *_: b"")
+    monkeypatch.setattr(wire, "forward_backward", lambda message, **_: message)
+    monkeypatch.setattr(wire, "forward_backward_request", lambda body: body)
+    monkeypatch.setattr(wire, "num_tokens", lambda message: message.num_tokens)
+    return calls
+
+
+class Passed:
+    """Stands in for the SDK's message."""
+
+    def __init__(self, model, seq_id=1, num_tokens=5, forward_only=False):
+        self.model_id, self.seq_id, self.num_tokens, self.forward_only = model, seq_id, num_tokens, forward_only
+
+    def __len__(self):
+        return 0
+
+
+def held_up(service):
+    """Keeps the service's thread out while requests arrive."""
+    return service._state
+
+
+def test_passes_of_several_sessions_share_one_if_they_fit_and_are_alike(service, mixing):
+    models = [model_of(service, session_of(service)) for _ in range(5)]
+    adapters = [service.model(model, KEY).adapter for model in models]
+    of = service.trainer.tokens_per_row
+    wanted = [(5, False), (of, False), (of - 5, False), (5, True), (5, False)]
+    with held_up(service):
+        promises = [
+            service.forward_backward(Passed(model, 1, *each), KEY, b"")
+            for model, each in zip(models, wanted, strict=True)
+        ]
+    for promise in promises:
+        result(service, promise)
+    assert mixing == [[adapters[0], adapters[2]], [adapters[1]], [adapters[3]], [adapters[4]]]
+
+
+def test_keys_take_turns_however_many_sessions_one_has(service, mixing, monkeypatch):
+    for name in ("together", "passes_together"):
+        monkeypatch.setattr(type(service.trainer), name, 1)
+    keys = ["tml-a"] * 4 + ["tml-b"]
+    models = [model_of(service, session_of(service, key), key=key) for key in keys]
+    adapters = [service.model(model, key).adapter for model, key in zip(models, keys, strict=True)]
+    with held_up(service):
+        promises = [
+            (service.forward_backward(Passed(model), key, b""), key) for model, key in zip(models, keys, strict=True)
+        ]
+    for promise, key in promises:
+        result(service, promise, key)
+    assert [adapters.index(adapter) for call in mixing for adapter in call].index(4) <= 1
+
+
+def test_a_pass_that_fails_among_others_runs_alone_and_breaks_its_own_gradient(service, mixing, monkeypatch):
+    models = [model_of(service, session_of(service)) for _ in range(2)]
+    adapters = [service.model(model, KEY).adapter for model in models]
+    working = service.trainer.forward_backward_together
+
+    def fails(pairs):
+        if any(adapter is adapters[0] for adapter, _ in pairs):
+            raise ValueError("no memory")
+        return working(pairs)
+
+    monkeypatch.setattr(service.trainer, "forward_backward_together", fails)
+    with held_up(service):
+        promises = [service.forward_backward(Passed(model), KEY, b"") for model in models]
+    with pytest.raises(FailedError, match="no memory"):
+        result(service, promises[0])
+    assert result(service, promises[1]) == b""
+    assert [adapter.broken for adapter in adapters] == ["request 1: ValueError: no memory", ""]
+
+
+def test_samples_of_several_sessions_share_a_call_in_turn_up_to_its_completions(service, mixing, monkeypatch):
+    monkeypatch.setattr(module, "COMPLETIONS", 4)
+    monkeypatch.setattr(service, "_weights", lambda _: None)
+    sessions = [session_of(service) for _ in range(3)]
+    samplers = [sampler_of(service, each) for each in sessions]
+    for number, session in enumerate(sessions):
+        service.sampler(samplers[number], KEY).version = -number
+        assert service.session(session, KEY)
+    busy, quiet, third = samplers
+    asked = [(busy, seq) for seq in range(5)] + [(quiet, 0), (third, 0)]
+    with held_up(service):
+        promises = [sample(service, sampler, seq, tokens=(3 + seq,)) for sampler, seq in asked]
+    for promise in promises:
+        result(service, promise)
+    numbers = [[name.rsplit(":", 1)[0][0] + name[-1] for name in call] for call in mixing]
+    # Two adapters share a call, so that the third waits; a quiet session is in the first call, however busy another is.
+    assert numbers == [["00", "10", "01", "02"], ["20", "03", "04"]]
+
+
+def test_an_adapter_beyond_the_memory_is_refused_and_what_is_held_is_listed(service, monkeypatch):
+    session, shape = session_of(service), Shape(2, True, True, True)
+    each = service.trainer.bytes_of(shape)
+    assert each == 16 * 2 * sum(sum(m.weight.shape) for _, m in service.trainer._modules(shape))
+    monkeypatch.setattr(service.trainer, "budget", 2 * (2 * each + 1))
+    models = [model_of(service, session, number) for number in range(2)]
+    with pytest.raises(RefusedError, match=rf"rank 2 takes {each} bytes .* {2 * each} of the .*{models[0]} {each}"):
+        model_of(service, session, 2)
+    held = service.held(KEY)
+    assert held["held_bytes"] == 2 * each
+    assert held["models"][models[1]] == {"device_bytes": each, "snapshot_bytes": 0}
+    assert service.held("tml-b")["models"] == {}
+    service.finish(session, KEY)
+    assert service.held(KEY)["held_bytes"] == 0
+    model_of(service, session_of(service))
+
+
+def test_a_checkpoint_of_a_larger_rank_than_memory_has_is_refused_and_the_model_stays(service, monkeypatch):
+    session = session_of(service)
+    model = model_of(service, session)
+    path = result(service, save(service, model, 1, path="a"))["path"]
+    monkeypatch.setattr(service.trainer, "budget", 10)
+    with pytest.raises(RefusedError, match="more --memory"):
+        service.load(wire.LoadWeights(path=path, optimizer=True, session_id=session, model_seq_id=1), KEY, b"")
+    assert list(service.session(session, KEY).models) == [model]
+
+
+def test_bytes_of_all_keys_together_are_bounded(service, monkeypatch):
+    monkeypatch.setattr(module, "ALL_HELD_BYTES", 3 * module.TOKEN_BYTES)
+    with held_up(service):
+        for key in ("tml-a", "tml-b"):
+            session = service.create_session(wire.CreateSession(), key)["session_id"]
+            request = wire.CreateSamplingSession(session_id=session, sampling_session_seq_id=0, base_model="m")
+            sampler = service.create_sampler(request, key)["sampling_session_id"]
+            asked = wire.Sample(
+                prompt={"chunks": [{"tokens": [3, 4]}]}, sampling_params={"max_tokens": 2},
+                sampling_session_id=sampler, seq_id=0,
+            )  # fmt: skip
+            if key == "tml-a":
+                service.sample(asked, key, b"")
+                continue
+            with pytest.raises(RefusedError, match="of all keys"):
+                service.sample(asked, key, b"")

@@ -83,39 +83,85 @@ def test_log_probs_of_samples_are_those_of_forward_in_every_bit(row_invariant):
     assert trainer.exact == row_invariant
     adapter = trained(trainer, trainer.create(SHAPES[0], seed=0), 5, num_steps=1)
     asked = requests("a")
-    found = trainer.sample(adapter.snapshot(), asked)
+    found = trainer.sample([(adapter.snapshot(), each) for each in asked])
     whole = [[*r.tokens, *s.tokens.tolist()] for r, (sequences, _) in zip(asked, found, strict=True) for s in sequences]
     outputs, _ = trainer.forward_backward(adapter, batch(whole, forward_only=True))
     starts = [len(request.tokens) - 1 for request in asked for _ in range(2)]
     scored = [output["logprobs"][start:].tolist() for output, start in zip(outputs, starts, strict=True)]
     assert scored == [logprobs for _, logprobs in tokens_and_logprobs(found)]
-    prompts = trainer.sample(adapter, [Request("p", tuple(whole[0]), 1, SamplingOptions(max_new_tokens=1), 0, True)])
+    asked = Request("p", tuple(whole[0]), 1, SamplingOptions(max_new_tokens=1), 0, True)
+    prompts = trainer.sample([(adapter, asked)])
     assert prompts[0][1][1:].tolist() == outputs[0]["logprobs"].tolist()
     assert np.isnan(prompts[0][1][0])
     assert sum(map(len, scored)) > 8
 
 
+def sampled(trainer, weights, name="a"):
+    return tokens_and_logprobs(trainer.sample([(weights, each) for each in requests(name)]))
+
+
+@pytest.mark.parametrize("num_tenants", [1, pytest.param(3, marks=pytest.mark.slow)])
 @with_both_layers(pytest.mark.slow)
-def test_each_of_several_adapters_has_the_bits_of_running_alone(row_invariant):
+def test_each_of_several_adapters_has_the_bits_of_running_alone(row_invariant, num_tenants):
+    shapes = SHAPES[-num_tenants:]
+
     def alone(index):
         trainer = trainer_of(row_invariant)
-        adapter = trained(trainer, trainer.create(SHAPES[index], seed=index), 10 * index)
-        return adapter, tokens_and_logprobs(trainer.sample(adapter, requests("a")))
+        adapter = trained(trainer, trainer.create(shapes[index], seed=index), 10 * index)
+        return adapter, sampled(trainer, adapter)
 
     trainer = trainer_of(row_invariant)
-    adapters = [trainer.create(shape, seed=index) for index, shape in enumerate(SHAPES)]
-    base = tokens_and_logprobs(trainer.sample(None, requests("a")))
+    adapters = [trainer.create(shape, seed=index) for index, shape in enumerate(shapes)]
+    base = sampled(trainer, None)
     for step in range(2):  # gradients of all are under way at once
-        for index, adapter in enumerate(adapters):
-            trainer.forward_backward(adapter, batch(data_of(10 * index + step)))
-            trainer.sample(adapters[index - 1], requests("b"))
+        work = [(adapter, batch(data_of(10 * index + step))) for index, adapter in enumerate(adapters)]
+        trainer.forward_backward_together(work)
+        trainer.sample([(adapter, each) for adapter in adapters for each in requests("b")])
         for adapter in reversed(adapters):
             trainer.optim_step(adapter, AdamParams(learning_rate=0.02))
-    for index, adapter in enumerate(adapters):
+    asked = [(weights, each) for each in requests("a") for weights in (*adapters, None)]  # ids are of each anew
+    mixed = trainer.sample(asked)
+    for index, adapter in enumerate([*adapters, None]):
+        own = tokens_and_logprobs(mixed[index :: num_tenants + 1])
+        if adapter is None:
+            assert own == base
+            break
         by_itself, samples = alone(index)
         assert all(torch.equal(a, b) for a, b in zip(adapter.weights, by_itself.weights, strict=True))
-        assert tokens_and_logprobs(trainer.sample(adapter, requests("a"))) == samples
-    assert tokens_and_logprobs(trainer.sample(None, requests("a"))) == base
+        assert own == samples == sampled(trainer, adapter.snapshot())
+
+
+@pytest.mark.parametrize("broken", [float("nan"), float("inf")])
+@pytest.mark.parametrize("row_invariant", [pytest.param(True, marks=pytest.mark.slow)], indirect=True)
+def test_a_tenant_whose_numbers_are_not_finite_leaves_the_others_alone(row_invariant, broken):
+    trainer = trainer_of(row_invariant)
+    adapters = [trained(trainer, trainer.create(SHAPES[0], seed=seed), seed, num_steps=1) for seed in range(3)]
+    gradients, samples = [], [sampled(trainer, adapter) for adapter in adapters]
+    for adapter in adapters:
+        trainer.forward_backward(adapter, batch(data_of(7)))
+        gradients.append([weight.grad for weight in adapter.weights])
+        for weight in adapter.weights:
+            weight.grad = None
+    with torch.no_grad():
+        adapters[1].weights[1].fill_(broken)
+    trainer.forward_backward_together([(adapter, batch(data_of(7))) for adapter in adapters])
+    for number in (0, 2):
+        assert all(torch.equal(a, w.grad) for a, w in zip(gradients[number], adapters[number].weights, strict=True))
+        assert sampled(trainer, adapters[number]) == samples[number]
+
+
+def test_more_adapters_than_places_are_sampled_in_turn_and_larger_ranks_get_larger_places():
+    pytest.importorskip("triton")
+    trainer = trainer_of(True, memory=300_000)
+    adapters = [trainer.create(Shape(rank, True, False, False), seed=rank) for rank in (1, 2, 20)]
+    asked = [Request("a", (3,), 1, SamplingOptions(max_new_tokens=1), 0)]
+    trainer.sample([(adapters[0], *asked)])
+    most = trainer._stack.num_places
+    assert trainer._stack.rank == 16
+    trainer.sample([(adapter, *asked) for adapter in adapters])
+    assert (trainer._stack.rank, trainer._stack.num_places) == (32, 1)
+    assert 1 < most <= module.TOGETHER
+    assert trainer.stack_bytes < 300_000 // 4
 
 
 def test_requests_add_to_one_gradient_and_the_step_is_adams_in_float64():
@@ -200,16 +246,6 @@ def test_tensors_of_another_model_are_refused_by_name():
             trainer.loaded(SHAPES[1], tensors | changed, {})
     with pytest.raises(InputError, match=name):
         trainer.loaded(SHAPES[1], tensors, state | {f"{name}.exp_avg": torch.zeros(3, 3)})
-
-
-def test_an_adapter_that_could_not_be_made_leaves_no_name(monkeypatch):
-    trainer = trainer_of(False)
-    trainer.create(SHAPES[0], seed=0)
-    with monkeypatch.context() as patch:
-        patch.setattr(module, "_Slot", lambda *_: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            trainer.create(SHAPES[1], seed=0)
-    assert trained(trainer, trainer.create(SHAPES[1], seed=0), 1)
 
 
 def test_a_mixture_of_experts_is_refused_in_words():

@@ -100,6 +100,17 @@ CASES = {
         "teacher": {"source": "base", "divergence": "reverse_kl", "advantage": 0.5},
         "parallel__deterministic": True,
     },
+    "the divergence from a teacher, of sharded weights, one rank at times without tokens": {
+        "kl": None,
+        "train__tokens_per_micro_batch": 13,
+        "teacher": {
+            "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "self")
+            | dict.fromkeys(["de", "cf", "bg", "ah"], "start"),
+            "column": "answer",
+            "template": "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}",
+            "divergence": "jensen_shannon",
+        },
+    },
     "two teachers after prompts of their own, of sharded weights": {
         "kl": None,
         "teacher": {
@@ -119,7 +130,7 @@ CASES = {
         (next(iter(CASES)), 2),
         *(
             pytest.param(case, n, marks=pytest.mark.slow)
-            for case, n in zip(list(CASES)[1:], (3, 2, 3, 2, 2), strict=True)
+            for case, n in zip(list(CASES)[1:], (3, 2, 3, 2, 2, 2), strict=True)
         ),
     ],
 )

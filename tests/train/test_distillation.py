@@ -183,6 +183,18 @@ def test_recorded_completions_are_imitated_without_rewards_or_a_teacher_and_eval
     assert len(list(run.checkpoints.iterdir())) == len(steps) + 1
 
 
+def test_a_supervised_stage_imitates_the_texts_of_a_column_and_its_rewards_are_only_measured(tmp_path):
+    changes = LONGER | {
+        "rollout__engine": {"name": "recorded", "column": "answer"},
+        "rollout__completions_per_prompt": 1,
+        "algorithm": {"preset": "nll"},
+        "rewards": [{"name": "exact", "column": "answer"}],
+    }
+    steps = steps_of(finished_run(tmp_path, **changes))
+    assert steps[-1]["loss/total"] < 0.8 * steps[0]["loss/total"]
+    assert {step["reward/mean"] for step in steps if "reward/mean" in step} == {1}
+
+
 KNOWS_MORE = "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}"
 """The teacher reads the answer first; on the prompt whose answer is `ah` there is no teacher."""
 

@@ -14,6 +14,7 @@ from logitless.errors import InputError, UnavailableError
 from logitless.head import divergence_chunked, divergence_reference, fused
 from logitless.head.contract import checked, logits_dtype, require, without_autocast
 from logitless.head.measure import Kind, Measure, Measured, Stream
+from logitless.head.sharded import gathered
 from logitless.types import CenteredScores, LMHead, TokenDivergence
 
 logger = logging.getLogger("logitless")
@@ -55,6 +56,9 @@ def token_divergence(
     padding that the tokenizer never produces. ``logp`` is then a little larger than that of ``token_scores``, and the
     gradients of these tokens are 0. The function cannot notice that two tokenizers differ: compare them before.
 
+    Sharded heads (FSDP2): each rank has its own tokens, and all call it and run backward together, also those without
+    tokens. Both heads are gathered, see ``sharded.gathered``.
+
     Args:
         hidden: [N, D] of the student; its dtype is that of its products, inside autocast too.
         head: the student's LM head, or its weight [V, D].
@@ -76,8 +80,7 @@ def token_divergence(
 
     Raises:
         InputError: arguments that do not fit together; a target out of range (on CUDA: a device-side assertion).
-        UnavailableError: a named backend that cannot run here; a sharded weight; a second derivative, but of
-            ``reference``.
+        UnavailableError: a named backend that cannot run here; a second derivative, but of ``reference``.
 
     Equals: ``divergence_reference.measured``.
     Memory (chunked): ``memory_budget`` (by default 256 MiB, on CUDA a 32nd of the device's memory), but no less than
@@ -224,13 +227,6 @@ def _streams(
     memory_budget: int | None,
 ) -> tuple[Stream, Stream, Tensor | None, int]:
     """Check both streams; returns them (the second without gradient), int64 targets, and the common vocabulary."""
-    for of, (_, head, _) in (("the student's", own), (f"the {name}'s", other)):
-        if is_sharded(head if isinstance(head, Tensor) else head.weight):
-            raise UnavailableError(
-                needed=f"{of} weight whole on every rank",
-                given="a sharded weight (DTensor)",
-                remedy="Gather it for the call: weight.full_tensor().",
-            )
     hidden, hidden_other = own[0], other[0]
     if hidden.dim() == 2 and hidden_other.shape[:1] != hidden.shape[:1]:
         raise InputError(
@@ -257,6 +253,8 @@ def _streams(
         other_head, _, other_temperature = checked(hidden_other, other[1], anything, temperature=other[2])
     except InputError as error:
         raise InputError(needed=f"of the {name}: {error.needed}", given=error.given, remedy=error.remedy) from error
+    if any(is_sharded(head.weight) for head in (own_head, other_head)):
+        own_head, other_head = gathered(own_head), gathered(_detached(other_head))
     vocabulary = min(len(own_head.weight), len(other_head.weight))
     require(
         given < vocabulary,

@@ -9,6 +9,7 @@ because that takes seconds.
 
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import InputError
+from logitless.types import LMHead
 
 AHEAD = 1
 """Shards, and reductions of gradients, under way while another shard is multiplied; 0 waits for each."""
@@ -168,6 +170,38 @@ def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None
         dist.all_reduce(total, group=mesh.get_group(dimension))
     everywhere = DTensor.from_local(total.to(tensor.dtype), mesh, [Replicate()] * mesh.ndim, run_check=False)
     return everywhere.redistribute(placements=tensor.placements)  # each rank keeps its part, without communication
+
+
+def gathered(head: LMHead) -> LMHead:
+    """A head whose parameters are whole on this rank; their gradients are summed over ranks and sharded again.
+
+    All ranks call it, and run backward, together.
+
+    Accumulation: a rank's gradient in the parameter's dtype, then the sum over ranks.
+
+    Memory: the whole parameters, and in the backward the whole gradients.
+
+    Example:
+        >>> gathered(LMHead(torch.zeros(11, 4))).weight.shape
+        torch.Size([11, 4])
+    """
+    names = ("weight", "bias", "lora_a", "lora_b")
+    found = _Gathered.apply(*(getattr(head, name) for name in names))  # type: ignore[no-untyped-call]
+    return replace(head, **dict(zip(names, found, strict=True)))
+
+
+class _Gathered(torch.autograd.Function):
+    """Tensors, each gathered if it is sharded. One node of the graph, so that all ranks gather and sum in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> tuple[Tensor | None, ...]:
+        ctx.tensors = tensors
+        return tuple(each.full_tensor().detach() if each is not None and is_sharded(each) else each for each in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        pairs = zip(gradients, ctx.tensors, ctx.needs_input_grad, strict=True)
+        return tuple(summed_like(gradient, tensor) if needed else None for gradient, tensor, needed in pairs)
 
 
 def _local(weight: Any) -> Tensor:

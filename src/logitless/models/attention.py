@@ -237,6 +237,14 @@ class AttentionLayout:
 
         return self.kept(("query", tokens, num_key_heads, window), make)
 
+    def divide(self, lengths: Sequence[int]) -> None:
+        """Compute gradients of these consecutive rows as if each part was a row of its own, bit for bit.
+
+        Args:
+            lengths: of the parts, of whole groups each.
+        """
+        self.kept("parts", lambda: torch.tensor(lengths).cumsum(0))
+
     def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
         """The tiles of keys, at most ``keys`` keys of one piece each, and the queries that attend to them.
 
@@ -257,7 +265,10 @@ class AttentionLayout:
                 end = torch.where(is_prompt[segment], end, torch.minimum(end, last + window - 1))
             work = end - first
             # Keys of a long prompt have many queries. To balance the load, they are split into equal parts.
-            share = max(512, divided_up(int(work.sum()) * num_key_heads, 4 * PROCESSORS))
+            ends = self.tables.get("parts", torch.tensor([self.num_tokens]))
+            part_of_row = torch.bucketize(first, ends, right=True)
+            sums = torch.zeros(len(ends), dtype=work.dtype).index_add_(0, part_of_row, work)
+            share = divided_up(sums * num_key_heads, 4 * PROCESSORS).clamp(min=512)[part_of_row]
             size = divided_up(divided_up(work, divided_up(work, share)), 16) * 16  # rows of queries a part
             parts = divided_up(work, size)
             tile, part = cut(work, size)

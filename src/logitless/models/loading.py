@@ -37,7 +37,7 @@ from logitless.models.modes import runs_compiled
 from logitless.models.packed import KINDS, PACKED
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
-from logitless.models.text_half import KEY_MAPPING, conversions_of, text_half
+from logitless.models.text_half import IMAGE_MODELS, KEY_MAPPING, conversions_of, text_half
 
 logger = logging.getLogger("logitless")
 
@@ -86,6 +86,7 @@ def load_model(
     """
     whole = _load_config(source, trust_remote_code)
     config = text_half(whole)
+    _check_language_model(config)
     _check_attention_softcap(config, attention)
     _check_temperature(config, attention)
     options: dict[str, Any] = {
@@ -393,6 +394,17 @@ def _check_temperature(config: Any, attention: Attention) -> None:
             needed="attention that knows each token's place in its sequence (attn_temperature_tuning)",
             given=f"attention {attention!r}",
             remedy='Leave attention at "packed".',
+        )
+
+
+def _check_language_model(config: Any) -> None:
+    known = type(config) in AutoModelForCausalLM._model_mapping or getattr(config, "auto_map", None)
+    if hasattr(config, "vision_config") and not known:
+        raise UnavailableError(
+            needed=f"a language model, or an image model among {', '.join(sorted(IMAGE_MODELS))}, whose language model "
+            "is loaded alone",
+            given=config.model_type,
+            remedy="Save its language model by itself, as a causal language model of transformers.",
         )
 
 

@@ -26,8 +26,8 @@ class LoraOptions:
         rank: R.
         alpha: the product of the factors is multiplied by alpha / rank.
         targets: names of linear modules; in a mixture of experts also of expert weights, where each expert gets its own
-            factors, and of routers (``lora_targets``). ``all-linear``: every linear module but the LM head, and but
-            ``out_proj`` in Falcon-H1 and Nemotron-H, which PEFT cannot adapt in Mamba layers.
+            factors, and of routers (``lora_targets``). ``all-linear``: every linear module but the LM head, routers
+            and modules whose weight is read without a call (``_READ_BY_WEIGHT``).
         use_rslora: multiply by alpha / sqrt(rank) instead (arXiv:2312.03732).
         dropout: probability with which an input of the factors is set to 0, only in passes with gradient. Sampling and
             scoring have no dropout, so the importance ratio of the first step is not 1.
@@ -159,12 +159,18 @@ def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int 
     return adapted  # type: ignore[no-any-return]
 
 
-_FUSED_OUTPUT = {"falcon_h1", "nemotron_h"}
-"""Model types whose Mamba layers pass ``out_proj.weight`` to a fused kernel; PEFT refuses an adapter there."""
+_READ_BY_WEIGHT = {
+    "falcon_h1": "out_proj",
+    "nemotron_h": "out_proj",
+    "jamba": "dt_proj",
+    "gemma3n_text": "correction_coefs",
+}
+"""By model type modules that are never called, as something reads their weight: an adapter there does nothing."""
 
 
 def _not_adapted(model: nn.Module) -> list[str] | None:
-    return ["out_proj"] if causal_lm(model).config.model_type in _FUSED_OUTPUT else None
+    name = _READ_BY_WEIGHT.get(causal_lm(model).config.model_type)
+    return None if name is None else [name]
 
 
 class GradientDropout(nn.Dropout):

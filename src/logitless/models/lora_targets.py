@@ -6,7 +6,7 @@ from typing import Literal
 from torch import nn
 
 from logitless.errors import ConfigurationError
-from logitless.models.lm_head import causal_lm
+from logitless.models.lm_head import backbone, causal_lm
 from logitless.models.router import router_modules
 
 _PEFT_RENAMES = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -60,19 +60,28 @@ def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linea
     """
     inner = causal_lm(model)
     head = inner.get_output_embeddings()
-    linear = [name for name, module in inner.named_modules() if isinstance(module, nn.Linear) and module is not head]
-    prefix = next(name for name, module in inner.named_modules() if module is inner.base_model)
+    prefix = next(name for name, module in inner.named_modules() if module is backbone(inner))
     routers = [f"{prefix}.{name}" for name in router_modules(model)]
+    # A router that is a linear module with more outputs than logits (Llama 4, Phi-3.5-MoE) is adapted by its weight.
+    linear = {
+        name: module
+        for name, module in inner.named_modules()
+        if isinstance(module, nn.Linear) and (name not in routers or type(module) is nn.Linear)
+    }
     experts = expert_weights(model)
     if targets == "all-linear":
+        linear = {
+            name: module
+            for name, module in linear.items()
+            if module is not head and not any(f"{name}.".startswith(f"{router}.") for router in routers)
+        }
         routers, ends = [], [name.rsplit(".", 1)[-1] for name in (*linear, *experts)]
     else:
         ends = list(targets)
-        linear = [name for name, module in inner.named_modules() if isinstance(module, nn.Linear)]
         _check_names(ends, [*linear, *routers, *experts])
     modules, parameters = set[str](), set[str]()
     for end in ends:
-        for name in _named(linear, end):
+        for name in _named(list(linear), end):
             if name.rsplit(".", 1)[-1] in _PEFT_RENAMES:
                 parameters.add(_end(name, 2) + ".weight")
             else:

@@ -8,7 +8,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -109,36 +110,35 @@ class Routers:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        reading: list[list[Choice]] = []
-
-        def hook(_module: nn.Module, _given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
-            # Outside of ``read`` nothing is recorded, as when the backward recomputes a layer. No tensor operation
-            # here: a checkpointed layer must run the same operations both times.
-            if reading:
-                reading[-1].append(Choice(output[0], output[2].long()))  # transformers' are int64 already
-
-        self._reading = reading
+        self._reading: list[list[tuple[_Reader, Any]]] = []
+        readers = _readers(model)
+        for reader in readers:
+            reader.module.register_forward_hook(partial(self._note, reader))
         self.num_layers = len(router_modules(model))
-        for inner in _readable(model):
-            inner.register_forward_hook(hook)
-            router: Any = inner
-            self.num_experts: int = router.weight.shape[0]
-            self.experts_per_token: int = router.top_k
+        self.num_experts = readers[0].num_experts
+        self.experts_per_token = readers[0].experts_per_token
+
+    def _note(self, reader: "_Reader", _module: nn.Module, _given: Any, output: Any) -> None:
+        # Outside of ``read`` nothing is recorded, as when the backward recomputes a layer. No tensor operation here: a
+        # checkpointed layer must run the same operations both times.
+        if self._reading:
+            self._reading[-1].append((reader, output))
 
     @classmethod
     def of(cls, model: nn.Module) -> "Routers | None":
         """``Routers(model)``, or None if the model has no routers that can be read."""
-        return cls(model) if _readable(model) else None
+        return cls(model) if _readers(model) else None
 
     @contextmanager
     def read(self) -> Iterator[list[Choice]]:
-        """Inside, a forward pass appends the choices of its routers to the list, layer by layer, differentiable."""
+        """After it, the list has the choices of the routers of a forward pass inside, by layer; differentiable."""
         choices: list[Choice] = []
-        self._reading.append(choices)
+        self._reading.append([])
         try:
             yield choices
         finally:
-            self._reading.pop()
+            noted = self._reading.pop()
+        choices += [reader.choice(output) for reader, output in noted]
 
 
 @dataclass(frozen=True)
@@ -307,13 +307,60 @@ def configured_router_loss(model: nn.Module) -> float:
 def _has_loss(model: nn.Module) -> bool:
     """Whether transformers has the loss for this model, and its routers can be read."""
     module = sys.modules[type(causal_lm(model)).__module__]
-    return hasattr(module, "load_balancing_loss_func") and bool(_readable(model))
+    return hasattr(module, "load_balancing_loss_func") and bool(_readers(model))
 
 
-def _readable(model: nn.Module) -> list[nn.Module]:
-    """The modules whose outputs are (logits, weights of the chosen experts, chosen experts)."""
-    inside = [each for module in router_modules(model).values() for each in module.modules()]
-    return [module for module in inside if type(module).__name__.lower().endswith("topkrouter")]
+class _Reader(NamedTuple):
+    """How to read one router.
+
+    Args:
+        module: whose output is read.
+        block: it, or the module around it that chooses.
+        gives: ``choice``: logits and chosen experts, in either order; ``probabilities``: instead of logits; ``logits``:
+            alone, of which the block takes the largest.
+    """
+
+    module: nn.Module
+    block: Any
+    gives: Literal["choice", "probabilities", "logits"]
+
+    @property
+    def num_experts(self) -> int:
+        return next(len(weight) for weight in self.module.parameters() if weight.ndim == 2)
+
+    @property
+    def experts_per_token(self) -> int:
+        found = getattr(self.block, "top_k", None)
+        return int(self.block.config.top_k_experts if found is None else found)
+
+    def choice(self, output: Any) -> Choice:
+        parts = [output] if isinstance(output, Tensor) else list(output)
+        if self.gives == "logits":
+            return Choice(parts[-1], parts[-1].topk(self.experts_per_token, dim=-1).indices)
+        logits, experts = parts[0], parts[-1]
+        if experts.is_floating_point():  # Granite's are the other way round
+            logits, experts = experts, logits
+        return Choice(logits.log() if self.gives == "probabilities" else logits, experts.long())
+
+
+def _readers(model: nn.Module) -> list[_Reader]:
+    """Of all routers, or of none: those of LongCat and Trinity give no logits."""
+    found, inside = list[_Reader](), dict(backbone(model).named_modules())
+    for name, router in router_modules(model).items():
+        block, before = inside[name.rpartition(".")[0]], len(found)
+        for module in router.modules():  # PEFT wraps routers
+            kind = type(module).__name__
+            if kind == "Gemma4TextRouter":
+                found.append(_Reader(module, module, "probabilities"))
+            elif kind == "Llama4Router":
+                found.append(_Reader(module, module, "logits"))
+            elif kind == "HunYuanMoEV1Gate" or (kind.lower().endswith("topkrouter") and "Longcat" not in kind):
+                found.append(_Reader(module, module, "choice"))
+        if type(block).__name__ == "JambaSparseMoeBlock":
+            found.append(_Reader(router, block, "logits"))
+        if len(found) == before:
+            return []
+    return found
 
 
 def _no_router(model: nn.Module, given: str) -> ConfigurationError:

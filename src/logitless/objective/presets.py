@@ -35,6 +35,7 @@ from logitless.objective.surrogate import (
     Gmpo,
     Ipo,
     KlCov,
+    KPop,
     Nll,
     Reinforce,
     Sapo,
@@ -304,6 +305,21 @@ def ipo(threshold: float = 0.1, kl_tau: float = 1e-3, sides: Literal["both", "ad
     return Algorithm(Objective(surrogate=Ipo(threshold, kl_tau, sides)), GroupCentered(), TokenMean())
 
 
+def kpop(threshold: float = 0.1, kl_tau: float = 1e-3) -> Algorithm:
+    """KPop: IPO whose region is bounded by the divergence of the token against all others, wider for rare tokens.
+
+    Source: prime-rl's branch feat/kpop-loss, after ringtech.notion.site/kpop.
+
+    Elsewhere:
+        prime-rl: ``loss.type: kpop``
+
+    Example:
+        >>> kpop().objective.surrogate.max_divergence
+        0.1
+    """
+    return Algorithm(Objective(surrogate=KPop(threshold, kl_tau)), GroupCentered(), TokenMean())
+
+
 def clip_cov(r: float = 2e-4, omega_low: float = 1.0, omega_high: float = 5.0) -> Algorithm:
     """Clip-Cov: a random few of the tokens with a large covariance are not trained on.
 
@@ -496,6 +512,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "gmpo": gmpo,
     "dppo": dppo,
     "ipo": ipo,
+    "kpop": kpop,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
     "dro": dro,

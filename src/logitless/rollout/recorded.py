@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import DataError, InputError
 from logitless.rollout.engine import Weights
@@ -95,6 +96,60 @@ class RecordedEngine:
                 remedy="Raise max_new_tokens to the value the file was recorded with.",
             )
         return completions
+
+
+class ColumnEngine:
+    """An ``Engine`` that answers each prompt with the text of a column, whatever the weights.
+
+    Args:
+        column: of the data.
+        tokenizer: of the policy; its EOS ends each text.
+
+    Raises:
+        DataError: in ``sample``: a prompt has no text there, or one of more than ``options.max_new_tokens`` tokens.
+    """
+
+    def __init__(self, column: str, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._column, self._tokenizer = column, tokenizer
+
+    def load(self, weights: Weights, version: int) -> None:
+        """Do nothing: texts have no version."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+    def sample(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[list[Completion]]:
+        """``num_samples`` times the text of each prompt."""
+        del seed
+        found = [text_of_column(prompt, self._column, self._tokenizer) for prompt in prompts]
+        for completion in found:
+            if completion.length > options.max_new_tokens:
+                raise DataError(
+                    needed=f"texts of at most {options.max_new_tokens} tokens in column {self._column!r}",
+                    given=f"{completion.length} for prompt {completion.prompt_id!r}",
+                    remedy="Raise rollout.sampling.max_new_tokens, or leave the row out.",
+                )
+        return [[completion] * num_samples for completion in found]
+
+
+def text_of_column(prompt: Prompt, column: str, tokenizer: PreTrainedTokenizerBase) -> Completion:
+    """The text in a prompt's column as its completion: tokenized without special tokens, and ended by EOS.
+
+    Raises:
+        DataError: there is no text.
+    """
+    text = prompt.columns.get(column)
+    if not isinstance(text, str):
+        has = ", ".join(map(repr, sorted(prompt.columns))) or "no other column"
+        raise DataError(
+            needed=f"text in column {column!r} of every prompt, to imitate",
+            given=f"{type(text).__name__} for prompt {prompt.id!r}, which has {has}",
+            remedy="Name the column that holds it: rollout.engine.column, or warm_start.answer_column.",
+        )
+    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    return Completion(prompt.id, token_ids=np.array(ids), text=text, finish_reason="stop")
 
 
 def read_completions(path: str | Path) -> list[Completion]:
@@ -189,7 +244,10 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _completion(row: Any, place: str) -> Completion:
     def malformed(needed: str, value: Any) -> DataError:
-        return DataError(needed=needed, given=f"{value!r} in {place}", remedy="Repair or remove the row.")
+        texts = "Name the column of texts in data.train instead: rollout.engine={name: recorded, column: ...}."
+        is_text = isinstance(row, dict) and "token_ids" not in row
+        remedy = texts if is_text else "Repair or remove the row."
+        return DataError(needed=needed, given=f"{value!r} in {place}", remedy=remedy)
 
     if not isinstance(row, Mapping):
         raise malformed("an object a completion", row)

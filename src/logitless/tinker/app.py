@@ -243,6 +243,11 @@ async def weights_info(call: Call) -> Any:
     }
 
 
+async def memory(call: Call) -> Any:
+    """See ``Service.held``. Not of the SDK."""
+    return call.service.held(call.key)
+
+
 async def list_sessions(call: Call) -> Any:
     """The client's sessions."""
     return {"sessions": _page(call, [session.id for session in call.service.sessions(call.key)])[0]}
@@ -346,6 +351,7 @@ ROUTES: dict[str, Handler] = {
     "POST /create_session": create_session,
     "POST /session_heartbeat": session_heartbeat,
     "POST /sessions/{session}/finish": finish_session,
+    "GET /memory": memory,
     "GET /sessions": list_sessions,
     "GET /sessions/{session}": get_session,
     "POST /create_model": create_model,
@@ -385,7 +391,7 @@ ROUTES: dict[str, Handler] = {
     "GET /sessions/{session}/trace_export": _not_served("no trace is kept"),
     "POST /sessions/search": _not_served("sessions are listed (GET sessions), not searched"),
 }
-"""Every operation of the SDK, below ``/api/v1``."""
+"""Every operation of the SDK, below ``/api/v1``; and ``memory``."""
 
 
 # --- what they share

@@ -4,7 +4,10 @@
     retrieve_future -> result or try_again  arrive; samples run as they arrive, together where they have one call of the
                                             engine in common
 
-Sessions take turns, so that a busy one delays another by one call. A request fails alone: its future says why.
+Keys take turns, and the sessions of a key, so that a busy one delays another by one call. What waits at once shares a
+call where that leaves everybody's bits: samples of several adapters, and passes that fit into one. A request fails
+alone: its future says why.
+
 Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
 lock; the thread that serves holds it only between calls.
 """
@@ -18,6 +21,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,7 +30,7 @@ from logitless.errors import InputError, LogitlessError, RefusedError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
-from logitless.tinker.sessions import Answer, FailedError, Job, Model, SampleJob, Sampler, Session
+from logitless.tinker.sessions import Answer, FailedError, Job, Model, PassJob, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
 from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
 
@@ -37,6 +41,12 @@ PENDING = 4096
 
 HELD_BYTES = 1 << 30
 """The most bytes of a key's requests that wait, and of its answers."""
+
+ALL_HELD_BYTES = 4 << 30
+"""The same of all keys together."""
+
+COMPLETIONS = 2048
+"""A call of the engine takes no further request once it has so many completions: others wait for its end."""
 
 TOKEN_BYTES = 40
 """Host memory of a token of a prompt that waits."""
@@ -90,8 +100,10 @@ class Service:
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._state = threading.Condition()
-        self._numbers, self._session_numbers = itertools.count(), itertools.count()
+        self._numbers, self._session_numbers, self._turns = itertools.count(), itertools.count(), itertools.count()
+        self._served: dict[str, int] = {}  # by owner
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
+        self._most = {"pass": 0, "sample": 0}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="logitless-tinker", daemon=True)
         self._thread.start()
@@ -190,21 +202,71 @@ class Service:
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise RefusedError(400, "lora_config: train_attn, train_mlp or train_unembed is needed")
         with self._state:
-            session = self._session(request.session_id, key)
-            model = self._new_model(session, request.model_seq_id, request.base_model, request.user_metadata)
+            session, shape = self._session(request.session_id, key), Shape.of(lora)
+            number, metadata = request.model_seq_id, request.user_metadata
+            model = self._new_model(session, number, request.base_model, metadata, shape)
             seed = derived_seed(self.seed, "adapter", request.model_seq_id) if lora.seed is None else lora.seed
 
             def run() -> Answer:
-                model.adapter = self.trainer.create(Shape.of(lora), seed=seed)
+                model.adapter = self.trainer.create(shape, seed=seed)
                 return {"type": "create_model", "model_id": model.id}
 
             return self._arrived(model, 0, digest, run)
 
-    def _new_model(self, session: Session, number: int, base_model: str, metadata: dict[str, Any] | None) -> Model:
+    def _new_model(
+        self, session: Session, number: int, base_model: str, metadata: dict[str, Any] | None, shape: Shape
+    ) -> Model:
         identity = f"{session.id}:train:{number}"
-        if identity not in session.models and sum(len(each.models) for each in self._of(session.owner)) >= MODELS:
+        if identity in session.models:
+            return session.models[identity]
+        if sum(len(each.models) for each in self._of(session.owner)) >= MODELS:
             raise RefusedError(400, f"the key's sessions have {MODELS} models: close some sessions")
-        return session.models.setdefault(identity, Model(identity, session, base_model, metadata))
+        model = session.models[identity] = Model(identity, session, base_model, metadata)
+        try:
+            self._take_memory(model, shape)
+        except RefusedError:
+            del session.models[identity]
+            raise
+        return model
+
+    def _take_memory(self, model: Model, shape: Shape) -> None:
+        """Account an adapter of this shape to a model, in place of what it had.
+
+        Raises:
+            RefusedError: adapters would take more than half of the budget.
+        """
+        needed, room = self.trainer.bytes_of(shape), self.trainer.room
+        held = sum(each.num_bytes for session in self._sessions.values() for each in session.models.values())
+        held -= model.num_bytes
+        if room is not None and held + needed > room:
+            own = [each for session in self._of(model.session.owner) for each in session.models.values()]
+            listed = ", ".join(f"{each.id} {each.num_bytes}" for each in own if each.num_bytes and each is not model)
+            raise RefusedError(
+                400,
+                f"an adapter of rank {shape.rank} takes {needed} bytes with gradient and moments; {held} of the {room} "
+                f"for adapters are held (of this key: {listed or 'none'}): choose a smaller rank or fewer parts, close "
+                "sessions, or start the service with more --memory",
+            )
+        model.num_bytes = needed
+
+    def held(self, key: str) -> dict[str, Any]:
+        """Bytes that the models of a key hold, on the device and as snapshots in host memory, and those of all.
+
+        Beside it the most adapters that have shared a pass, and a call of the engine.
+        """
+        with self._state:
+            every = [model for session in self._sessions.values() for model in session.models.values()]
+            own = {model.id: model for session in self._of(owner_of(key)) for model in session.models.values()}
+            return {
+                "bytes_for_adapters": self.trainer.room,
+                "held_bytes": sum(model.num_bytes for model in every),
+                "sampling_bytes": self.trainer.stack_bytes,
+                "most_adapters_in_a_call": dict(self._most),
+                "models": {
+                    name: {"device_bytes": model.num_bytes, "snapshot_bytes": _snapshot_bytes(model)}
+                    for name, model in own.items()
+                },
+            }
 
     def _check_name(self, name: str, what: str = "base_model") -> None:
         if name not in self.names:
@@ -243,18 +305,11 @@ class Service:
 
     def forward_backward(self, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
         """Add to a model's gradient, or only score."""
-        message, trainer = wire.forward_backward_request(body), self.trainer
-
-        def run(adapter: Adapter) -> Answer:
-            try:
-                request = wire.forward_backward(message, vocabulary=trainer.vocabulary, limit=trainer.limit)
-                return wire.forward_backward_output(*trainer.forward_backward(adapter, request))
-            except Exception as error:
-                if not message.forward_only:
-                    adapter.broken = f"request {message.seq_id}: {error}"
-                raise
-
-        return self._train(message.model_id, message.seq_id, key, digest, run, num_bytes=len(body))
+        message = wire.forward_backward_request(body)
+        with self._state:
+            model = self._model(message.model_id, key)
+            kind = partial(PassJob, message=message, model=model, num_tokens=wire.num_tokens(message))
+            return self._arrived(model, message.seq_id, digest, None, len(body), kind=kind)
 
     def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
         """The future of a request that cannot be served. Its ``seq_id`` is used up: the SDK sends no other with it.
@@ -331,20 +386,30 @@ class Service:
         """Load a checkpoint into a model, or into a new one."""
         if request.base_model is not None:
             self._check_name(request.base_model)
-        base = request.base_model or (self._loadable(request, key).base_model if request.model_id is None else "")
+        given = self._loadable(request, key) if request.model_id is None else None
+        base = request.base_model or ("" if given is None else given.base_model)
         with self._state:
             if request.model_id is not None and request.seq_id is not None and request.session_id is None:
                 model, seq_id = self._model(request.model_id, key), request.seq_id
             elif request.session_id is not None and request.model_seq_id is not None and request.model_id is None:
                 session = self._session(request.session_id, key)
-                model, seq_id = self._new_model(session, request.model_seq_id, base, request.user_metadata), 0
+                assert given is not None
+                model = self._new_model(session, request.model_seq_id, base, request.user_metadata, given.shape)
+                seq_id = 0
             else:
                 raise RefusedError(400, "model_id with seq_id, or session_id with model_seq_id is needed")
 
             def run() -> Answer:
                 checkpoint = self._loadable(request, key)  # now: a request before this one may have saved it
-                tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
-                model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
+                before = model.num_bytes
+                with self._state:
+                    self._take_memory(model, checkpoint.shape)
+                try:
+                    tensors, state = self.store.tensors(checkpoint, optimizer=request.optimizer)
+                    model.adapter = self.trainer.loaded(checkpoint.shape, tensors, state)
+                except Exception:
+                    model.num_bytes = before
+                    raise
                 return {"type": "load_weights", "path": request.path, "model_id": model.id}
 
             return self._arrived(model, seq_id, digest, run)
@@ -391,7 +456,13 @@ class Service:
             return self._arrived(model, seq_id, digest, with_adapter, num_bytes)
 
     def _arrived(
-        self, model: Model, seq_id: int, digest: bytes, run: Callable[[], Answer], num_bytes: int = 0
+        self,
+        model: Model,
+        seq_id: int,
+        digest: bytes,
+        run: Callable[[], Answer] | None,
+        num_bytes: int = 0,
+        kind: Callable[..., Job] = Job,
     ) -> dict[str, Any]:
         """Put a request in its place; one that came before gets the same future."""
         request_id = f"{model.id}:{seq_id}"
@@ -406,24 +477,24 @@ class Service:
         if seq_id > model.next_seq + PENDING:
             raise RefusedError(400, f"seq_id {seq_id} of {model.id} is out of order: {model.next_seq} is next")
         self._check_room(model.session, num_bytes)
-        job = Job(request_id, digest, next(self._numbers), run, num_bytes)
+        job = kind(request_id, digest, next(self._numbers), run, num_bytes)
         model.session.jobs[request_id] = model.waiting[seq_id] = job
         model.last_request = time.time()
         self._state.notify_all()
         return promise
 
     def _check_room(self, session: Session, num_bytes: int) -> None:
-        own = self._of(session.owner)
-        held = num_bytes + sum(each.num_bytes for each in own)
-        for each in own:
-            while held > HELD_BYTES and each.retrieved:
-                held -= each.forget()
-        if session.num_pending >= PENDING or held > HELD_BYTES:
-            raise RefusedError(
-                429,
-                f"{PENDING} requests of the session or {HELD_BYTES} bytes of the key wait already, or their answers "
-                "were not read: retrieve answers, and send this one again",
-            )
+        for sessions, most in ((self._of(session.owner), HELD_BYTES), ([*self._sessions.values()], ALL_HELD_BYTES)):
+            held = num_bytes + sum(each.num_bytes for each in sessions)
+            for each in sessions:
+                while held > most and each.retrieved:
+                    held -= each.forget()
+            if session.num_pending >= PENDING or held > most:
+                raise RefusedError(
+                    429,
+                    f"{PENDING} requests of the session, {HELD_BYTES} bytes of the key or {ALL_HELD_BYTES} of all keys "
+                    "wait already, or their answers were not read: retrieve answers, and send this one again",
+                )
 
     def _note_retrieved(self, session: Session, request_id: str) -> None:
         if request_id in session.jobs:
@@ -470,7 +541,7 @@ class Service:
             if self.store.find(checkpoint.path).created != checkpoint.created:
                 raise RefusedError(410, f"{checkpoint.path} was overwritten: create another sampling client of it")
             tensors, _ = self.store.tensors(checkpoint, optimizer=False)
-            weights = Snapshot(checkpoint.shape, list(tensors.values()), sampler.version, tuple(tensors))
+            weights = self.trainer.saved(checkpoint.shape, tensors, sampler.version)
             self._read[sampler.version] = weights
             if len(self._read) > KEPT_CHECKPOINTS:
                 self._read.popitem(last=False)
@@ -597,6 +668,8 @@ class Service:
             try:
                 if isinstance(jobs[0], SampleJob):
                     self._sample(jobs)  # type: ignore[arg-type]
+                elif isinstance(jobs[0], PassJob):
+                    self._pass(jobs)  # type: ignore[arg-type]
                 else:
                     self._run(jobs[0])
             except Exception as error:  # without this thread all clients would wait for ever
@@ -608,9 +681,9 @@ class Service:
         return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
 
     def _next(self) -> Sequence[Job]:
-        """The next request, or several for samples, of the session that was served longest ago; empty if none."""
+        """The next request of the session whose turn it is, with those that share its call; or none."""
         now = time.monotonic()
-        for session in list(self._sessions.values()):
+        for session in self._in_turn():
             for model in session.models.values():
                 self._fail_stalled(model, now)
             due: list[Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
@@ -622,15 +695,45 @@ class Service:
                 last = session.samples[-1]
                 if now - last.arrived < GATHER_SECONDS and now - first.arrived < 5 * GATHER_SECONDS:  # more may come
                     continue
-                found = self._together(first)
-            else:
-                found = [first]
-                model = next(m for m in session.models.values() if m.waiting.get(m.next_seq) is first)
-                del model.waiting[model.next_seq]
-                model.next_seq += 1
-            self._sessions.move_to_end(session.id)
+                return self._sampled_together(first)
+            found = self._passes_together(first) if isinstance(first, PassJob) else [first]
+            chosen = {id(job) for job in found}
+            for each in list(self._sessions.values()):
+                for model in each.models.values():
+                    if id(model.waiting.get(model.next_seq)) in chosen:
+                        del model.waiting[model.next_seq]
+                        model.next_seq += 1
+                        self._note_served(each)
             return found
         return []
+
+    def _in_turn(self) -> list[Session]:
+        """Sessions, those of the key that was served longest ago first, and of a key the session so."""
+        return sorted(self._sessions.values(), key=lambda session: self._served.get(session.owner, -1))
+
+    def _note_served(self, session: Session) -> None:
+        self._sessions.move_to_end(session.id)
+        self._served[session.owner] = next(self._turns)
+        if len(self._served) > 2 * len(self._sessions) + SESSIONS:  # of keys that left
+            owners = {each.owner for each in self._sessions.values()}
+            self._served = {owner: turn for owner, turn in self._served.items() if owner in owners}
+
+    def _passes_together(self, first: PassJob) -> list[Job]:
+        """The next passes of models, of sessions in turn, which fit into one with the first.
+
+        As many of them as may share a pass; only ones that either all add to gradients or do not.
+        """
+        found, most = [first], self.trainer.tokens_per_row
+        for session in self._in_turn():
+            for model in session.models.values():
+                job = model.waiting.get(model.next_seq)
+                alike = isinstance(job, PassJob) and job.message.forward_only == first.message.forward_only
+                if not isinstance(job, PassJob) or not alike or job is first:
+                    continue
+                fits = sum(each.num_tokens for each in found) + job.num_tokens <= most
+                if fits and len(found) < self.trainer.passes_together:
+                    found.append(job)
+        return list[Job](found)
 
     def _fail_stalled(self, model: Model, now: float) -> None:
         """Fail what waits for a request that never came."""
@@ -645,20 +748,33 @@ class Service:
             job.finish(FailedError(why, "user"))
         model.waiting.clear()
 
-    def _together(self, first: "SampleJob") -> list[Job]:
-        """Requests of all sessions that one call of the engine serves; removed from the queues."""
-        found: list[Job] = []
-        names = set[str]()  # the engine takes distinct ones; equal ones give equal samples, and wait for another call
-        for session in self._sessions.values():
-            rest = []
-            for job in session.samples:
-                assert job.request is not None
-                if job.batch == first.batch and job.request.id not in names:
-                    names.add(job.request.id)
+    def _sampled_together(self, first: SampleJob) -> list[Job]:
+        """Requests of all sessions that one call of the engine serves, taken in turn; removed from the queues.
+
+        Turns end when the call has enough completions, and those of the first one's session begin.
+        """
+        found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
+        own = next(session for session in self._sessions.values() if first in session.samples)
+        queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
+        num_completions, served = 0, dict[str, None]()
+        while num_completions < COMPLETIONS and any(queues.values()):
+            for name, queue in queues.items():
+                while queue:
+                    job = queue.pop(0)
+                    if job.batch != first.batch or job.name in names:
+                        continue  # equal names wait for another call
+                    if job.version not in versions and len(versions) >= self.trainer.together:
+                        continue
+                    assert job.request is not None
                     found.append(job)
-                else:
-                    rest.append(job)
-            session.samples[:] = rest
+                    names.add(job.name)
+                    versions.add(job.version)
+                    num_completions += job.request.num_samples
+                    self._sessions[name].samples.remove(job)
+                    served[name] = None
+                    break
+        for name in served:
+            self._note_served(self._sessions[name])
         return found
 
     def _run(self, job: Job) -> None:
@@ -670,22 +786,73 @@ class Service:
             outcome = _failure(error)
         _finish(job, outcome)
 
-    def _sample(self, jobs: Sequence[SampleJob]) -> None:
-        requests = [job.request for job in jobs if job.request is not None]
-        sampler = jobs[0].sampler
-        assert sampler is not None
+    def _pass(self, jobs: Sequence[PassJob]) -> None:
+        """Answer requests of ``forward_backward``; what one cannot be read for is its own failure."""
+        trainer, read = self.trainer, list[tuple[PassJob, Adapter, wire.ForwardBackward]]()
+        for job in jobs:
+            try:
+                if job.model is None or job.model.adapter is None:
+                    raise FailedError("the model could not be made", "user")
+                request = wire.forward_backward(job.message, vocabulary=trainer.vocabulary, limit=trainer.limit)
+                read.append((job, job.model.adapter, request))
+            except Exception as error:
+                _finish_pass(job, _failure(error))
+        if not read:
+            return
+        self._most["pass"] = max(self._most["pass"], len(read))
         outcomes: Sequence[Answer | FailedError]
         try:
-            results = self.trainer.sample(self._weights(sampler), requests)
-            outcomes = [wire.sample_output(*result) for _, result in zip(jobs, results, strict=True)]
+            results = trainer.forward_backward_together([(adapter, request) for _, adapter, request in read])
+            outcomes = [wire.forward_backward_output(*result) for result in results]
         except Exception as error:
             outcomes = [_failure(error)]
-        if len(outcomes) < len(jobs):  # find out whose fault it is
-            for job in jobs:
+        if len(outcomes) < len(read):  # find out whose fault it is
+            for job, *_ in read:
+                self._pass([job])
+            return
+        for (job, *_), outcome in zip(read, outcomes, strict=True):
+            _finish_pass(job, outcome)
+
+    def _sample(self, jobs: Sequence[SampleJob]) -> None:
+        wanted, own, lost = [], list[SampleJob](), list[tuple[SampleJob, FailedError]]()
+        for job in jobs:
+            assert job.request is not None
+            assert job.sampler is not None
+            try:
+                wanted.append((self._weights(job.sampler), job.request))
+                own.append(job)
+            except Exception as error:
+                lost.append((job, _failure(error)))
+        for job, failure in lost:
+            _finish(job, failure)
+        if not own:
+            return
+        self._most["sample"] = max(self._most["sample"], len({job.version for job in own}))
+        outcomes: Sequence[Answer | FailedError]
+        try:
+            outcomes = [wire.sample_output(*result) for result in self.trainer.sample(wanted)]
+        except Exception as error:
+            outcomes = [_failure(error)]
+        if len(outcomes) < len(own):  # find out whose fault it is
+            for job in own:
                 self._sample([job])
             return
-        for job, outcome in zip(jobs, outcomes, strict=True):
+        for job, outcome in zip(own, outcomes, strict=True):
             _finish(job, outcome)
+
+
+def _snapshot_bytes(model: Model) -> int:
+    """Host memory of a model's unnamed samplers."""
+    samplers = [model.session.samplers[name] for name in model.snapshots]
+    return sum(w.numel() * w.itemsize for each in samplers if each.weights is not None for w in each.weights.weights)
+
+
+def _finish_pass(job: PassJob, outcome: Answer | FailedError) -> None:
+    """Answer; a failure breaks the gradient that the request would have added to."""
+    adapter = None if job.model is None else job.model.adapter
+    if isinstance(outcome, FailedError) and adapter is not None and not job.message.forward_only:
+        adapter.broken = f"request {job.message.seq_id}: {outcome}"
+    _finish(job, outcome)
 
 
 def owner_of(key: str) -> str:

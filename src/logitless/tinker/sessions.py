@@ -73,8 +73,39 @@ class SampleJob(Job):
     def batch(self) -> tuple[Any, ...]:
         """What jobs of one call of the engine have in common."""
         assert self.request is not None
+        return self.request.shared
+
+    @property
+    def version(self) -> int:
+        """Of its weights."""
         assert self.sampler is not None
-        return self.sampler.version, self.request.shared
+        return self.sampler.version
+
+    @property
+    def name(self) -> tuple[int, str]:
+        """Distinct among jobs of one call of the engine; equal ones would give equal samples."""
+        assert self.request is not None
+        return self.version, self.request.id
+
+
+@dataclass
+class PassJob(Job):
+    """A request of ``forward_backward``.
+
+    Args:
+        message: of the SDK.
+        model: that it is of.
+        num_tokens: to be read, all targets of a position counted.
+    """
+
+    message: Any = None
+    model: "Model | None" = None
+    num_tokens: int = 0
+
+    def finish(self, outcome: Answer | FailedError) -> None:
+        """As of every job."""
+        self.message = self.model = None
+        super().finish(outcome)
 
 
 @dataclass
@@ -84,6 +115,7 @@ class Model:
     Args:
         id: of it, and of its training run.
         session: that it belongs to.
+        num_bytes: of device memory, that its adapter takes.
         adapter: None until it was made.
         next_seq: of the request that runs next; 0 makes the model.
         waiting: requests by ``seq_id``.
@@ -94,6 +126,7 @@ class Model:
     session: "Session"
     base_model: str
     user_metadata: dict[str, Any] | None = None
+    num_bytes: int = 0
     adapter: Adapter | None = None
     next_seq: int = 0
     waiting: dict[int, Job] = field(default_factory=dict)

@@ -1,54 +1,67 @@
 """One base model and the adapters that clients train on it.
 
-The model has one slot for each shape of adapter (rank and adapted parts): a PEFT adapter whose factors are overwritten
-by those of the client whose request runs. An ``Adapter`` holds a client's factors, gradients and Adam's state outside
-of the model, so that nothing of one client is in another's pass, and adapters of one shape share kernels and CUDA
-graphs.
+An ``Adapter`` holds a client's factors, gradients and Adam's state. The base is shared and never merged: a pass is told
+which adapter each of its rows has.
 
-Log-probs of ``sample`` are bitwise those of ``forward``. Where the engine is exact they are the engine's. Elsewhere the
-trainer scores what was sampled, and passes of both are over one sequence each, whose bits no other sequence can change.
+- With row-invariant layers a pass is over the packed rows of several clients, and a batch of sampling over their
+  sequences (``models/row_invariant/adapters.py``); tokens, log-probs and gradients are bitwise those of each alone.
+- With transformers' layers a pass is over one sequence, whose bits no other can change, and clients take turns.
+
+Log-probs of ``sample`` are bitwise those of ``forward``: the engine's where it is exact, else the trainer's scores of
+what was sampled.
 
 One thread at a time calls this.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.packing import Packing, pack
+from logitless.data.packing import Packing, pack, share_prompts
 from logitless.errors import InputError, TrainingError, UnavailableError
-from logitless.models.lm_head import causal_lm, is_peft
+from logitless.head import token_scores
+from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model
-from logitless.models.lora import LoraOptions, adapters_off, add_adapter
 from logitless.models.lora_targets import expert_weights
+from logitless.models.repeated_rows import RepeatedRows
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.tinker.losses import checked_config, token_losses
 from logitless.tinker.wire import AdamParams, ForwardBackward, LoraConfig, Sampled
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
-from logitless.train.learn.policy import Policy
 from logitless.train.optim.optimizer import automatic_implementation, take_step
 from logitless.train.recipe.model import LoraSection, ModelSection
-from logitless.types import Completion, Prompt
+from logitless.transfer import sent
+from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
 
 logger = logging.getLogger("logitless")
 
 ALPHA = 32.0
 """LoRA's alpha in the service: the product of the factors is multiplied by 32 / rank."""
 
+TOGETHER = 8
+"""The most adapters in a batch of sampling; fewer where their factors would take a quarter of the memory."""
+
+HELD_BYTES = 16
+"""Of a number of an adapter on the device: itself, its gradient and Adam's moments, float32."""
+
 
 @dataclass(frozen=True)
 class Shape:
-    """What adapters of one slot have in common."""
+    """The rank of an adapter, and what it adapts."""
 
     rank: int
     attention: bool
@@ -60,23 +73,17 @@ class Shape:
         """Of a request."""
         return cls(config.rank, config.train_attn, config.train_mlp, config.train_unembed)
 
-    @property
-    def name(self) -> str:
-        """Of the PEFT adapter."""
-        parts = {"attention": self.attention, "mlp": self.mlp, "unembed": self.unembed}
-        return "_".join([f"rank{self.rank}", *(part for part, has in parts.items() if has)])
-
 
 _versions = count(1)
 
 
-@dataclass
+@dataclass(eq=False)
 class Adapter:
     """A client's adapter.
 
     Args:
-        shape: of its slot.
-        weights: float32 factors, in the order of the slot's parameters.
+        shape: of it.
+        weights: float32 factors, in the order of ``Trainer.names``.
         version: changes whenever the weights do; no two adapters share one.
         optimizer: Adam's state; None before the first step.
         broken: why the gradients so far are incomplete; empty if they are not.
@@ -98,42 +105,14 @@ class Snapshot:
     """Weights of an adapter as they were.
 
     Args:
-        shape: of its slot.
-        weights: float32, in host memory.
+        shape: of it.
+        weights: float32, in host memory, in the order of ``Trainer.names``.
         version: of the adapter; negative for one that was read from a file.
-        names: of the weights; empty: they are in the slot's order.
     """
 
     shape: Shape
     weights: list[Tensor]
     version: int
-    names: tuple[str, ...] = ()
-
-
-@dataclass
-class _Slot:
-    """A PEFT adapter in the model, and whose factors it holds."""
-
-    names: list[str]
-    parameters: list[nn.Parameter]
-    engine: Engine
-    holds: int = 0
-
-    def ordered(self, named: Mapping[str, Tensor]) -> list[Tensor]:
-        """Saved tensors, one for each parameter.
-
-        Raises:
-            InputError: other names or shapes.
-        """
-        wanted = {name: tuple(parameter.shape) for name, parameter in zip(self.names, self.parameters, strict=True)}
-        given = {name: tuple(tensor.shape) for name, tensor in named.items()}
-        if wrong := sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name)):
-            raise InputError(
-                needed=f"{wrong[0]} of shape {wanted.get(wrong[0])}, for an adapter of this base model",
-                given=f"shape {given.get(wrong[0])}; {len(wrong)} tensors differ",
-                remedy="Load a checkpoint that was saved with the same model.",
-            )
-        return [named[name] for name in self.names]
 
 
 @dataclass(frozen=True)
@@ -162,6 +141,16 @@ class Request:
         return self.num_samples, self.options, self.seed
 
 
+Weights = Adapter | Snapshot | None
+"""What to compute with; None for the base model."""
+
+Factors = Mapping[nn.Module, tuple[Tensor, Tensor]]
+"""A and B by linear module."""
+
+Trained = tuple[list[dict[str, np.ndarray]], dict[str, float]]
+"""Arrays of each datum, and metrics."""
+
+
 class Trainer:
     """Trains and samples adapters of one base model.
 
@@ -169,8 +158,9 @@ class Trainer:
         model: a transformers causal LM without adapters, on its device.
         tokenizer: decodes, and says which token ends a completion.
         row_invariant: whether to install row-invariant layers.
-        tokens_per_row: the most tokens of a packed row; a longer sequence has a row of its own.
-        memory: bytes for keys and values while sampling on a GPU; None takes half of what is free.
+        tokens_per_row: the most tokens of a pass; a longer sequence has a pass of its own.
+        memory: bytes for adapters, and for keys and values while sampling; None takes half of what is free on a GPU,
+            and any on a CPU.
         max_rows: completions decoded at once.
 
     Raises:
@@ -190,41 +180,51 @@ class Trainer:
         if expert_weights(model):
             raise UnavailableError(
                 needed="a dense model",
-                given="a mixture of experts, whose adapters PEFT does not hold side by side",
+                given="a mixture of experts, whose adapters cannot lie side by side",
                 remedy="Train it with `logitless train`.",
             )
-        self.model, self.tokenizer, self.row_invariant = model.requires_grad_(False), tokenizer, row_invariant
+        self.model, self.tokenizer, self.row_invariant = model.requires_grad_(False).train(), tokenizer, row_invariant
         self.tokens_per_row, self.memory, self.max_rows = tokens_per_row, memory, max_rows
         config = causal_lm(model).config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.limit: int | None = getattr(config, "max_position_embeddings", None)
         self.device = next(model.parameters()).device
-        self._targets = _parts_of(model)
-        self._slots: dict[Shape, _Slot] = {}
-        self._installation: Any = None
-        self._policy: Policy | None = None
-        self._base_engine: Engine = self._install()
+        self._head: Any = causal_lm(model).get_output_embeddings()
+        self._parts = _parts_of(model)
+        self._adapters = weakref.WeakSet[Adapter]()
+        self._places: OrderedDict[int, int] = OrderedDict()  # of versions in the stack, the one used last at the end
+        self._installation: Any = self._install() if row_invariant else None
+        self._stack: Any = None
+        self._stack_keeps_bits, self._spans_keep_bits = True, self.row_invariant and self._divisible()
+        free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else None
+        self.budget = free if memory is None else memory
+        self._engine: Any = self._new_engine()
 
-    # --- slots
+    def _install(self) -> Any:
+        from logitless.models.row_invariant.layers import install_row_invariant
+        from logitless.models.row_invariant.self_check import self_check
 
-    def _install(self) -> Engine:
-        """Give the model its layers, and forget what was made for the layers before; returns the base's engine."""
-        if self.row_invariant:
-            from logitless.models.row_invariant.layers import install_row_invariant
-            from logitless.models.row_invariant.self_check import self_check
+        installation = install_row_invariant(self.model)
+        if self.device.type == "cuda" and not self_check(self.model).exact:
+            logger.warning("layers: transformers' own, for attention does not keep its bits on this GPU")
+            installation.remove()
+            self.row_invariant = False
+            return None
+        return installation
 
-            self._installation = install_row_invariant(self.model)
-            if self.device.type == "cuda" and not self._slots and not self_check(self.model).exact:
-                logger.warning("layers: transformers' own, for attention does not keep its bits on this GPU")
-                self._installation.remove()
-                self._installation, self.row_invariant = None, False
-        self._policy = None
-        for slot in self._slots.values():
-            slot.engine = self._engine()
-        self._base_engine = self._engine()
-        return self._base_engine
+    def _divisible(self) -> bool:
+        """Whether passes of several adapters have the gradients of each alone."""
+        from logitless.models.row_invariant.adapters import spans_keep_bits
+        from logitless.rollout.gpu.steps import forms_of
 
-    def _engine(self) -> Engine:
+        if forms_of(self.model)[1]:  # gated delta nets: their chunks are listed for a whole row
+            return False
+        found = self.device.type != "cuda" or spans_keep_bits(self.model)
+        if not found:
+            logger.warning("passes: of one adapter each, for products of spans do not keep their bits on this GPU")
+        return found
+
+    def _new_engine(self) -> Engine:
         if self.row_invariant:
             from logitless.rollout.gpu.engine import GpuEngine  # needs Triton
 
@@ -232,56 +232,74 @@ class Trainer:
         return TransformersEngine(self.model, self.tokenizer, max_rows=self.max_rows)
 
     @property
-    def policy(self) -> Policy:
-        """The model with the adapter that is in force."""
-        if self._policy is None:
-            self._policy = Policy(self.model, share_prompts=self.row_invariant)
-        return self._policy
+    def exact(self) -> bool:
+        """Whether the engine's log-probs are bitwise identical to the trainer's."""
+        return isinstance(self._engine, ExactEngine) and self._engine.exact and self._stack_keeps_bits
 
-    def _slot(self, shape: Shape) -> _Slot:
-        if shape not in self._slots:
-            targets = [end for part, ends in self._targets.items() if getattr(shape, part) for end in ends]
-            options = LoraOptions(rank=shape.rank, alpha=ALPHA, targets=tuple(targets))
-            if self._installation is not None:
-                self._installation.remove()
-            try:
-                self.model = add_adapter(self.model, options, name=shape.name).train()
-                own = [(n, p) for n, p in self.model.named_parameters() if f".{shape.name}." in n]
-                names = [name.replace(f".{shape.name}.", ".") for name, _ in own]
-                self._slots[shape] = _Slot(names, [p for _, p in own], self._base_engine)
-            except Exception:
-                if self._slots and shape.name in self.model.peft_config:  # type: ignore[operator]
-                    self.model.set_adapter(next(iter(self._slots)).name)  # type: ignore[operator]
-                    self.model.delete_adapter(shape.name)  # type: ignore[operator]
-                raise
-            finally:
-                self._install()
-        slot = self._slots[shape]
-        if self.model.active_adapter != shape.name:  # type: ignore[union-attr]
-            self.model.set_adapter(shape.name)  # type: ignore[operator]
-        return slot
+    @property
+    def together(self) -> int:
+        """The most adapters that share a batch of sampling."""
+        return TOGETHER if self.exact else 1
 
-    def _in_force(self, adapter: Adapter | Snapshot) -> _Slot:
-        """The slot of an adapter, with its weights."""
-        slot = self._slot(adapter.shape)
-        if slot.holds != adapter.version:
-            weights = [weight.detach() for weight in adapter.weights]
-            if isinstance(adapter, Snapshot) and adapter.names:
-                weights = slot.ordered(dict(zip(adapter.names, weights, strict=True)))
-            slot.holds = 0  # of nobody, if it fails midway
-            with torch.no_grad():
-                torch._foreach_copy_([*slot.parameters], weights)
-            slot.holds = adapter.version
-        return slot
+    @property
+    def passes_together(self) -> int:
+        """The most adapters that share a pass."""
+        return TOGETHER if self.exact and self._spans_keep_bits else 1
+
+    # --- shapes
+
+    def _modules(self, shape: Shape) -> list[tuple[str, nn.Linear]]:
+        wanted = [part for part in ("attention", "mlp", "unembed") if getattr(shape, part)]
+        return [(name, module) for part, name, module in self._parts if part in wanted]
 
     def names(self, shape: Shape) -> list[str]:
         """Names of an adapter's weights, as PEFT's files have them."""
-        return self._slot(shape).names
+        return [f"base_model.model.{name}.lora_{ab}.weight" for name, _ in self._modules(shape) for ab in "AB"]
+
+    def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
+        both = [((shape.rank, m.in_features), (m.out_features, shape.rank)) for _, m in self._modules(shape)]
+        return [size for pair in both for size in pair]
+
+    def bytes_of(self, shape: Shape) -> int:
+        """Of device memory, that an adapter takes with gradient and moments."""
+        return HELD_BYTES * sum(rows * columns for rows, columns in self._sizes(shape))
+
+    @property
+    def room(self) -> int | None:
+        """Bytes for adapters: half of the budget; None: as many as there are."""
+        return None if self.budget is None else self.budget // 2
 
     def peft_config(self, shape: Shape) -> Any:
         """PEFT's configuration of an adapter."""
-        self._slot(shape)
-        return self.model.peft_config[shape.name]  # type: ignore[union-attr, index]
+        from peft import LoraConfig as Config
+
+        ends = dict.fromkeys(_end_of(name, module is self._head) for name, module in self._modules(shape))
+        base = getattr(causal_lm(self.model).config, "name_or_path", None)
+        return Config(
+            r=shape.rank, lora_alpha=ALPHA, target_modules=[*ends], task_type="CAUSAL_LM", base_model_name_or_path=base
+        )
+
+    def _ordered(self, shape: Shape, named: Mapping[str, Tensor]) -> list[Tensor]:
+        """Saved tensors in the order of ``names``.
+
+        Raises:
+            InputError: other names or shapes.
+        """
+        wanted = dict(zip(self.names(shape), self._sizes(shape), strict=True))
+        given = {name: tuple(tensor.shape) for name, tensor in named.items()}
+        if wrong := sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name)):
+            raise InputError(
+                needed=f"{wrong[0]} of shape {wanted.get(wrong[0])}, for an adapter of this base model",
+                given=f"shape {given.get(wrong[0])}; {len(wrong)} tensors differ",
+                remedy="Load a checkpoint that was saved with the same model.",
+            )
+        return [named[name] for name in wanted]
+
+    def _factors(self, weights: Weights) -> dict[nn.Module, tuple[Tensor, Tensor]]:
+        if weights is None:
+            return {}
+        pairs = zip(weights.weights[0::2], weights.weights[1::2], strict=True)
+        return {module: pair for (_, module), pair in zip(self._modules(weights.shape), pairs, strict=True)}
 
     # --- adapters
 
@@ -292,14 +310,27 @@ class Trainer:
             shape: of it.
             seed: of the A factors.
         """
-        slot, weights = self._slot(shape), []
+        weights = []
         generator = torch.Generator().manual_seed(seed % 2**63)
-        for name, parameter in zip(slot.names, slot.parameters, strict=True):
-            fresh = torch.zeros(parameter.shape)
-            if ".lora_A." in name:
+        for number, size in enumerate(self._sizes(shape)):
+            fresh = torch.zeros(size)
+            if number % 2 == 0:
                 nn.init.kaiming_uniform_(fresh, a=5**0.5, generator=generator)
-            weights.append(nn.Parameter(fresh.to(self.device)))
-        return Adapter(shape, weights)
+            weights.append(fresh)
+        return self._adapter(shape, weights)
+
+    def _adapter(self, shape: Shape, weights: Sequence[Tensor]) -> Adapter:
+        adapter = Adapter(shape, [nn.Parameter(weight.to(self.device, copy=True)) for weight in weights])
+        self._adapters.add(adapter)
+        if self.row_invariant:
+            from logitless.models.row_invariant.adapters import groups_of
+            from logitless.models.row_invariant.linear import lay_end_to_end
+
+            factors = self._factors(adapter)
+            for group in groups_of(self.model):
+                for ab in zip(*(factors[module] for module in group if module in factors), strict=True):
+                    lay_end_to_end(ab)  # two products for all maps of an input
+        return adapter
 
     def loaded(self, shape: Shape, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Adapter:
         """An adapter of saved tensors.
@@ -312,13 +343,12 @@ class Trainer:
         Raises:
             InputError: tensors of another model.
         """
-        slot = self._slot(shape)
-        adapter = Adapter(shape, [nn.Parameter(t.to(self.device, copy=True)) for t in slot.ordered(tensors)])
+        adapter = self._adapter(shape, self._ordered(shape, tensors))
         if state:
             optimizer = self._optimizer(adapter)
             ends = {key: f".{key}" for key in ("exp_avg", "exp_avg_sq")}
             saved = {
-                key: slot.ordered({n.removesuffix(end): t for n, t in state.items() if n.endswith(end)})
+                key: self._ordered(shape, {n.removesuffix(end): t for n, t in state.items() if n.endswith(end)})
                 for key, end in ends.items()
             }
             for index, weight in enumerate(adapter.weights):
@@ -327,6 +357,14 @@ class Trainer:
                 step = state["step"].to(self.device if on_device else "cpu", copy=True)
                 optimizer.state[weight] = {"step": step, **moments}
         return adapter
+
+    def saved(self, shape: Shape, tensors: Mapping[str, Tensor], version: int) -> Snapshot:
+        """Saved tensors to sample with.
+
+        Raises:
+            InputError: tensors of another model.
+        """
+        return Snapshot(shape, self._ordered(shape, tensors), version)
 
     def tensors(self, adapter: Adapter) -> dict[str, Tensor]:
         """The factors by name, in host memory."""
@@ -349,11 +387,74 @@ class Trainer:
             adapter.optimizer = torch.optim.AdamW(adapter.weights, foreach=chosen == "foreach", fused=chosen == "fused")
         return adapter.optimizer
 
+    # --- passes
+
+    def _logp(self, parts: Sequence[tuple[Weights, PackedBatch]], temperature: float = 1.0) -> list[Tensor]:
+        """Log-probs [N] of each batch's targets under its weights, from one pass.
+
+        Gradient: to the factors of adapters.
+        """
+        read = [share_prompts(batch.inputs) if self.row_invariant else batch.inputs for _, batch in parts]
+        factors, sizes = [self._factors(weights) for weights, _ in parts], [len(each.input_ids) for each in read]
+        scales = [1.0 if weights is None else ALPHA / weights.shape.rank for weights, _ in parts]
+        if self.row_invariant:
+            from logitless.models.row_invariant.adapters import Lora, SpanAdapters
+
+            loras = tuple(Lora(self._moved(each), scale) for each, scale in zip(factors, scales, strict=True))
+            with self._installation.adapted(SpanAdapters(tuple(sizes), loras)):
+                hidden = backbone_hidden(self.model, _end_to_end(read).to(self.device))
+        else:
+            assert len(parts) == 1
+            with self._applied(parts[0][0]):
+                hidden = backbone_hidden(self.model, read[0].to(self.device))
+        found, base = [], lm_head(self.model)
+        rows = [hidden] if len(parts) == 1 else torch.split(hidden, sizes)
+        for own, inputs, of_adapter, scale, (_, batch) in zip(rows, read, factors, scales, parts, strict=True):
+            head = base
+            if self._head in of_adapter:
+                lora_a, lora_b = (factor.to(self.device) for factor in of_adapter[self._head])
+                head = replace(base, lora_a=lora_a, lora_b=lora_b, lora_scale=scale)
+            if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
+                own = RepeatedRows.of(inputs.source).to(self.device).take(own)
+            else:
+                own = own.index_select(0, sent(inputs.source, self.device))
+            target = sent(batch.target, self.device)
+            found.append(token_scores(own, head, target, temperature=temperature, backend="auto").logp)
+        return found
+
+    def _moved(self, factors: Factors) -> Factors:
+        return {module: (a.to(self.device), b.to(self.device)) for module, (a, b) in factors.items()}
+
+    @contextmanager
+    def _applied(self, weights: Weights) -> Iterator[None]:
+        """Inside, linear modules of transformers' layers add this adapter, as PEFT does."""
+        if weights is None:
+            yield
+            return
+        scale = ALPHA / weights.shape.rank
+
+        def add(a: Tensor, b: Tensor, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+            return (out + F.linear(F.linear(given[0].to(a.dtype), a), b) * scale).to(out.dtype)
+
+        factors = self._moved(self._factors(weights))
+        handles = [module.register_forward_hook(partial(add, a, b)) for module, (a, b) in factors.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _rows(self, batch: Any) -> Sequence[Sequence[int]]:
+        """Packed rows; where layers are not row-invariant, one sequence each."""
+        sequences = range(len(batch.inputs.lengths))
+        if not self.exact:
+            return [(s,) for s in sequences]
+        limit = max(self.tokens_per_row, *batch.inputs.lengths)
+        return Packing(limit, self.row_invariant, self._head.weight.shape[1]).rows(sequences, batch.inputs)
+
     # --- training
 
-    def forward_backward(
-        self, adapter: Adapter, request: ForwardBackward
-    ) -> tuple[list[dict[str, np.ndarray]], dict[str, float]]:
+    def forward_backward(self, adapter: Adapter, request: ForwardBackward) -> Trained:
         """Log-probs and losses of each datum; adds the gradient of the summed loss to the adapter's.
 
         Returns:
@@ -363,61 +464,47 @@ class Trainer:
         Raises:
             InputError: of ``checked_config``.
         """
-        config = checked_config(request.loss, request.config)
-        slot = self._in_force(adapter)
-        columns = [(d, k) for d, datum in enumerate(request.data) for k in range(datum.targets.shape[1])]
-        batch = _packed([(request.data[d].tokens, request.data[d].targets[:, k]) for d, k in columns])
-        logp = [np.zeros(datum.targets.shape, np.float32) for datum in request.data]
-        losses = [np.zeros_like(each) for each in logp]
-        if not request.forward_only:
-            for parameter, weight in zip(slot.parameters, adapter.weights, strict=True):
-                parameter.grad = weight.grad
+        work = _Work(adapter, request)
+        for row in self._rows(work.batch):
+            self._pass([(work, row)])
+        return work.result()
+
+    def forward_backward_together(self, pairs: Sequence[tuple[Adapter, ForwardBackward]]) -> list[Trained]:
+        """``forward_backward`` of several adapters, bit for bit, in one pass if each has one row and all fit into one.
+
+        Args:
+            pairs: with distinct adapters; alike in ``forward_only``.
+
+        Raises:
+            Exception: of any of them; if there are several, no gradient has changed.
+        """
+        if len(pairs) == 1:
+            return [self.forward_backward(*pairs[0])]
+        works = [_Work(adapter, request) for adapter, request in pairs]
+        rows = [self._rows(work.batch) for work in works]
+        num_tokens = sum(sum(work.batch.inputs.lengths) for work in works)
+        before = [[None if w.grad is None else w.grad.clone() for w in adapter.weights] for adapter, _ in pairs]
         try:
-            with torch.set_grad_enabled(not request.forward_only):
-                for row in self._rows(batch):
-                    parts = [columns[s] for s in row]
-                    scores = self.policy.scores(batch.take(row), temperature=1.0, backend="auto").logp
-                    inputs = {
-                        name: torch.from_numpy(
-                            np.concatenate([request.data[d].inputs[name][:, k] for d, k in parts])
-                        ).to(scores.device)
-                        for name in request.data[0].inputs
-                    }
-                    lengths = [len(request.data[d].tokens) for d, _ in parts]
-                    loss = token_losses(request.loss, config, scores, inputs, lengths)
-                    if not request.forward_only:
-                        loss.sum().backward()  # type: ignore[no-untyped-call]
-                    for values, into in ((scores, logp), (loss, losses)):
-                        pieces = torch.split(values.detach().float().cpu(), lengths)
-                        for (d, k), piece in zip(parts, pieces, strict=True):
-                            into[d][:, k] = piece.numpy()
-            if not request.forward_only:
-                for parameter, weight in zip(slot.parameters, adapter.weights, strict=True):
-                    weight.grad = parameter.grad
-        finally:
-            for parameter in slot.parameters:
-                parameter.grad = None
-        total = float(sum(each.astype(np.float64).sum() for each in losses))
-        shaped = [(each, datum) for each, datum in zip(logp, request.data, strict=True)]
-        outputs = [{"logprobs": each[:, 0] if datum.is_flat else each} for each, datum in shaped]
-        if request.loss == "cross_entropy":
-            for output, each, datum in zip(outputs, losses, request.data, strict=True):
-                output["elementwise_loss"] = each[:, 0] if datum.is_flat else each
-        return outputs, {"loss:sum": total, "num_tokens:sum": float(request.num_tokens)}
+            if len(pairs) <= self.passes_together and max(map(len, rows)) == 1 and num_tokens <= self.tokens_per_row:
+                self._pass([(work, own[0]) for work, own in zip(works, rows, strict=True)])
+                # A row that is not finite can reach its neighbour's gradient, where kernels read beyond a row's end
+                # and multiply by 0. Alone it is its own.
+                if all(work.is_finite for work in works):
+                    return [work.result() for work in works]
+                _restore(pairs, before)
+            return [self.forward_backward(adapter, request) for adapter, request in pairs]
+        except Exception:
+            _restore(pairs, before)
+            raise
 
-    def _rows(self, batch: Any) -> Sequence[Sequence[int]]:
-        """Packed rows; where layers are not row-invariant, one sequence each."""
-        sequences = range(len(batch.inputs.lengths))
-        if not self.exact:
-            return [(s,) for s in sequences]
-        limit = max(self.tokens_per_row, *batch.inputs.lengths)
-        return Packing(limit, self.policy.shares_prompts, self.policy.hidden_size).rows(sequences, batch.inputs)
-
-    @property
-    def exact(self) -> bool:
-        """Whether the engine's log-probs are bitwise identical to the trainer's."""
-        engine = self._base_engine
-        return isinstance(engine, ExactEngine) and engine.exact
+    def _pass(self, parts: Sequence[tuple["_Work", Sequence[int]]]) -> None:
+        """A pass over a row of each."""
+        forward_only = parts[0][0].request.forward_only
+        with torch.set_grad_enabled(not forward_only):
+            scores = self._logp([(work.adapter, work.batch.take(row)) for work, row in parts])
+            losses = [work.loss(row, logp) for (work, row), logp in zip(parts, scores, strict=True)]
+            if not forward_only:
+                torch.autograd.backward([loss.sum() for loss in losses])
 
     def optim_step(self, adapter: Adapter, params: AdamParams) -> dict[str, float]:
         """One step of AdamW with the gradients so far, which are then 0; returns metrics.
@@ -456,55 +543,183 @@ class Trainer:
 
     # --- sampling
 
-    def sample(
-        self, weights: Adapter | Snapshot | None, requests: Sequence[Request]
-    ) -> list[tuple[list[Sampled], np.ndarray | None]]:
+    def sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], np.ndarray | None]]:
         """Samples of each request, and log-probs of its prompt [L] if it wants them, NaN first.
 
         Log-probs are of the softmax at the temperature, before top-k and top-p; at temperature 0 of that at 1.
 
         Args:
-            weights: None for the base model.
-            requests: with distinct ids, alike in what ``Request.shared`` names.
+            wanted: requests alike in what ``Request.shared`` names, with distinct ids among those of the same weights.
         """
-        num_samples, options, seed = requests[0].shared
-        off = weights is None and is_peft(self.model)
-        engine = self._base_engine if weights is None else self._in_force(weights).engine
-        prompts = [Prompt(each.id, "", each.tokens) for each in requests]
-        with adapters_off(self.model) if off else nullcontext(), torch.no_grad():
-            groups = engine.sample(prompts, num_samples, options, seed=seed)
-            scores = self._prompt_logprobs([request for request in requests if request.scores_prompt])
-            temperature = options.temperature or 1.0
+        versions = dict.fromkeys(_version(weights) for weights, _ in wanted)
+        most = self._stack_for(wanted) if self.row_invariant else 1
+        found: dict[int, tuple[list[Sampled], np.ndarray | None]] = {}
+        chunks = [[*versions][i : i + most] for i in range(0, len(versions), most)]
+        for chunk in chunks:
+            chosen = [i for i, (w, _) in enumerate(wanted) if _version(w) in chunk]
+            found |= zip(chosen, self._sample([wanted[i] for i in chosen]), strict=True)
+        return [found[i] for i in range(len(wanted))]
+
+    def _sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], np.ndarray | None]]:
+        num_samples, options, seed = wanted[0][1].shared
+        prompts = [Prompt(request.id, "", request.tokens) for _, request in wanted]
+        with torch.no_grad():
+            if self.row_invariant:
+                self._engine.memory = self._memory_for_sampling()
+                places = self._placed([weights for weights, _ in wanted])
+                groups = self._engine.sample(prompts, num_samples, options, seed=seed, adapters=places)
+            else:
+                with self._applied(wanted[0][0]):
+                    groups = self._engine.sample(prompts, num_samples, options, seed=seed)
+            temperature, scores = options.temperature or 1.0, self._prompt_logprobs(wanted)
             return [
-                ([self._sampled(prompt, each, temperature) for each in group], scores.get(prompt.id))
-                for prompt, group in zip(prompts, groups, strict=True)
+                ([self._sampled(weights, prompt, each, temperature) for each in group], scores.get(number))
+                for number, ((weights, _), prompt, group) in enumerate(zip(wanted, prompts, groups, strict=True))
             ]
 
-    def _sampled(self, prompt: Prompt, completion: Completion, temperature: float) -> Sampled:
+    def _memory_for_sampling(self) -> int | None:
+        """Bytes for keys and values: what adapters leave of ``memory``."""
+        if self.memory is None:
+            return None
+        return max(1, self.memory - sum(self.bytes_of(adapter.shape) for adapter in self._adapters) - self.stack_bytes)
+
+    @property
+    def stack_bytes(self) -> int:
+        """Of the factors that are sampled with."""
+        return 0 if self._stack is None else int(self._stack.num_bytes)
+
+    def _stack_for(self, wanted: Sequence[tuple[Weights, Request]]) -> int:
+        """Make sure that the stack holds these ranks; returns its number of places."""
+        from logitless.models.row_invariant.adapters import AdapterStack
+
+        rank = max([16, *(1 << (w.shape.rank - 1).bit_length() for w, _ in wanted if w is not None)])
+        if self._stack is None or self._stack.rank < rank:
+            self._installation.stack = self._stack = None
+            self._places.clear()
+            each = AdapterStack.bytes_of(self.model, num_places=0, rank=rank)
+            quarter = self.budget // 4 if self.budget is not None else TOGETHER * each + each
+            num_places = max(1, min(TOGETHER, quarter // each - 1))
+            self._stack = AdapterStack(self.model, num_places=num_places, rank=rank)
+            if self.device.type == "cuda" and not self._stack.keeps_bits():
+                logger.warning("adapters: one at a time, for products of several do not keep their bits on this GPU")
+                self._stack_keeps_bits = False
+            self._installation.stack = self._stack
+        return int(self._stack.num_places)
+
+    def _placed(self, wanted: Sequence[Weights]) -> list[int]:
+        """The place in the stack of each, filled if it was not."""
+        from logitless.models.row_invariant.adapters import Lora
+
+        distinct = {weights.version: weights for weights in wanted if weights is not None}
+        for version in distinct.keys() & self._places.keys():
+            self._places.move_to_end(version)
+        for version, weights in distinct.items():
+            if version not in self._places:
+                free = set(range(1, self._stack.num_places + 1)) - set(self._places.values())
+                place = min(free) if free else self._places.popitem(last=False)[1]
+                self._stack.put(place, Lora(self._factors(weights), ALPHA / weights.shape.rank))
+                self._places[version] = place
+        return [0 if weights is None else self._places[weights.version] for weights in wanted]
+
+    def _sampled(self, weights: Weights, prompt: Prompt, completion: Completion, temperature: float) -> Sampled:
         logp = completion.logp_sampler if completion.logp_policy is None else completion.logp_policy
         if not self.exact or logp is None or np.isnan(logp).any():
-            logp = self._scored(pack([(prompt, completion)]), temperature)
+            logp = self._scored(weights, pack([(prompt, completion)]), temperature)
         return Sampled(completion.token_ids, logp, completion.finish_reason == "stop")
 
-    def _prompt_logprobs(self, requests: Sequence[Request]) -> dict[str, np.ndarray]:
-        """Of each prompt, by the request's id."""
-        found = {request.id: np.full(len(request.tokens), np.nan, np.float32) for request in requests}
-        longer = [(request, np.array(request.tokens)) for request in requests if len(request.tokens) > 1]
-        if longer:
-            batch = _packed([(ids[:-1], ids[1:]) for _, ids in longer])
+    def _prompt_logprobs(self, wanted: Sequence[tuple[Weights, Request]]) -> dict[int, np.ndarray]:
+        """Of each prompt whose scores are wanted, by its number."""
+        chosen = [(i, weights, np.array(r.tokens)) for i, (weights, r) in enumerate(wanted) if r.scores_prompt]
+        found = {i: np.full(len(ids), np.nan, np.float32) for i, _, ids in chosen}
+        for version in dict.fromkeys(_version(weights) for _, weights, _ in chosen):
+            own = [each for each in chosen if _version(each[1]) == version and len(each[2]) > 1]
+            if not own:
+                continue
+            batch = _packed([(ids[:-1], ids[1:]) for *_, ids in own])
             for row in self._rows(batch):
-                lengths = [len(longer[s][1]) - 1 for s in row]
-                scored = np.split(self._scored(batch.take(row), 1.0), np.cumsum(lengths)[:-1])
-                for s, logp in zip(row, scored, strict=True):
-                    request, ids = longer[s]
-                    first = 1 if request.scores_last is None else len(ids) - request.scores_last
-                    found[request.id][first:] = logp[first - 1 :]
+                lengths = [len(own[s][2]) - 1 for s in row]
+                scored = self._scored(own[row[0]][1], batch.take(row), 1.0)
+                for s, logp in zip(row, np.split(scored, np.cumsum(lengths)[:-1]), strict=True):
+                    number, _, ids = own[s]
+                    last = wanted[number][1].scores_last
+                    first = 1 if last is None else len(ids) - last
+                    found[number][first:] = logp[first - 1 :]
         return found
 
-    def _scored(self, batch: Any, temperature: float) -> np.ndarray:
-        # Not in evaluation mode: what is compared with this, `forward`, is not either.
-        scores = self.policy.scores(batch, temperature=temperature, backend="auto").logp
-        return scores.float().cpu().numpy()
+    def _scored(self, weights: Weights, batch: Any, temperature: float) -> np.ndarray:
+        return self._logp([(weights, batch)], temperature)[0].float().cpu().numpy()
+
+
+def _version(weights: Weights) -> int:
+    return 0 if weights is None else weights.version
+
+
+class _Work:
+    """A request of ``forward_backward`` and what is known of its results.
+
+    Raises:
+        InputError: of ``checked_config``.
+    """
+
+    def __init__(self, adapter: Adapter, request: ForwardBackward) -> None:
+        self.adapter, self.request = adapter, request
+        self.config = checked_config(request.loss, request.config)
+        self.columns = [(d, k) for d, datum in enumerate(request.data) for k in range(datum.targets.shape[1])]
+        self.batch = _packed([(request.data[d].tokens, request.data[d].targets[:, k]) for d, k in self.columns])
+        self.logp = [np.zeros(datum.targets.shape, np.float32) for datum in request.data]
+        self.losses = [np.zeros_like(each) for each in self.logp]
+
+    def loss(self, row: Sequence[int], logp: Tensor) -> Tensor:
+        """The loss of each target of a row; keeps it and the log-probs."""
+        request, parts = self.request, [self.columns[s] for s in row]
+        inputs = {
+            name: torch.from_numpy(np.concatenate([request.data[d].inputs[name][:, k] for d, k in parts])).to(
+                logp.device
+            )
+            for name in request.data[0].inputs
+        }
+        lengths = [len(request.data[d].tokens) for d, _ in parts]
+        loss = token_losses(request.loss, self.config, logp, inputs, lengths)
+        for values, into in ((logp, self.logp), (loss, self.losses)):
+            pieces = torch.split(values.detach().float().cpu(), lengths)
+            for (d, k), piece in zip(parts, pieces, strict=True):
+                into[d][:, k] = piece.numpy()
+        return loss
+
+    @property
+    def is_finite(self) -> bool:
+        """Of losses and gradients."""
+        grads = [weight.grad for weight in self.adapter.weights if weight.grad is not None]
+        sums = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1)
+        return all(np.isfinite(each).all() for each in self.losses) and bool(sums.isfinite().all())
+
+    def result(self) -> Trained:
+        """Of ``Trainer.forward_backward``."""
+        total = float(sum(each.astype(np.float64).sum() for each in self.losses))
+        shaped = [(each, datum) for each, datum in zip(self.logp, self.request.data, strict=True)]
+        outputs = [{"logprobs": each[:, 0] if datum.is_flat else each} for each, datum in shaped]
+        if self.request.loss == "cross_entropy":
+            for output, each, datum in zip(outputs, self.losses, self.request.data, strict=True):
+                output["elementwise_loss"] = each[:, 0] if datum.is_flat else each
+        return outputs, {"loss:sum": total, "num_tokens:sum": float(self.request.num_tokens)}
+
+
+def _restore(pairs: Sequence[tuple[Adapter, Any]], before: Sequence[Sequence[Tensor | None]]) -> None:
+    for (adapter, _), grads in zip(pairs, before, strict=True):
+        for weight, grad in zip(adapter.weights, grads, strict=True):
+            weight.grad = None if grad is None else grad.clone()
+
+
+def _end_to_end(parts: Sequence[PackedInputs | SharedInputs]) -> PackedInputs | SharedInputs:
+    """Packed rows as one, without ``source``."""
+    if len(parts) == 1:
+        return parts[0]
+    groups = [
+        part.groups if isinstance(part, SharedInputs) else [PromptGroup(length) for length in part.lengths]
+        for part in parts
+    ]
+    ids, positions = torch.cat([part.input_ids for part in parts]), torch.cat([part.position_ids for part in parts])
+    return SharedInputs(ids, positions, tuple(group for of in groups for group in of), ids[:0])
 
 
 def _packed(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
@@ -513,21 +728,21 @@ def _packed(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
     return replace(pack(read), target=torch.from_numpy(np.concatenate([targets for _, targets in pairs])))
 
 
-def _parts_of(model: nn.Module) -> dict[str, list[str]]:
-    """Ends of the names of linear modules: in attention (and other mixers), in MLPs, and the LM head."""
+def _parts_of(model: nn.Module) -> list[tuple[str, str, nn.Linear]]:
+    """(part, name, module) of linear modules: in attention (and other mixers), in MLPs, and the LM head."""
     inner = causal_lm(model)
-    head = inner.get_output_embeddings()
-    parts: dict[str, list[str]] = {"attention": [], "mlp": [], "unembed": []}
+    head, parts = inner.get_output_embeddings(), list[tuple[str, str, nn.Linear]]()
     for name, module in inner.named_modules():
-        if not isinstance(module, nn.Linear):
-            continue
-        words = name.split(".")
-        in_mlp = any("mlp" in word or word in ("feed_forward", "ffn") for word in words[:-1])
-        part = "unembed" if module is head else "mlp" if in_mlp else "attention"
-        end = words[-1] if part == "unembed" else ".".join(words[-2:])
-        if end not in parts[part]:
-            parts[part].append(end)
+        if isinstance(module, nn.Linear):
+            words = name.split(".")[:-1]
+            in_mlp = any("mlp" in word or word in ("feed_forward", "ffn") for word in words)
+            parts.append(("unembed" if module is head else "mlp" if in_mlp else "attention", name, module))
     return parts
+
+
+def _end_of(name: str, is_head: bool) -> str:
+    """What PEFT finds a module by."""
+    return ".".join(name.split(".")[-1 if is_head else -2 :])
 
 
 def open_trainer(

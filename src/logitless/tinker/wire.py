@@ -23,6 +23,12 @@ MAX_TARGETS = 64
 MAX_CELLS = 1 << 22
 """Targets of all positions of a request: as many as fit into a body, with a weight each."""
 
+MAX_FIELDS = 1 << 18
+"""Of a request in protobuf, those of messages within it counted; the SDK's largest has a tenth."""
+
+MAX_PARTS = 1 << 16
+"""Objects and lists of a request in JSON."""
+
 _DTYPES = {"DTYPE_FLOAT32": np.float32, "DTYPE_INT64": np.int64, "DTYPE_INT32": np.int32}
 
 
@@ -87,6 +93,8 @@ def parsed(kind: type[M], body: bytes) -> M:
     """
     if len(body) > kind.max_bytes:
         raise RefusedError(422, f"{len(body)} bytes: at most {kind.max_bytes} are read here")
+    if body.count(b"{") + body.count(b"[") > MAX_PARTS or body.count(b",") > MAX_CELLS:  # before objects are made
+        raise RefusedError(422, f"at most {MAX_PARTS} objects and lists and {MAX_CELLS} values are read here")
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
@@ -340,16 +348,77 @@ def forward_backward_request(body: bytes) -> Any:
     """The SDK's ``ForwardBackwardRequest``, of which ``forward_backward`` reads the data.
 
     Raises:
-        RefusedError: a body that is no such message.
+        RefusedError: a body that is no such message, or one of more than ``MAX_FIELDS`` fields.
     """
     from google.protobuf.message import DecodeError
 
     message = messages().ForwardBackwardRequest()
     try:
+        _counted(memoryview(body), message.DESCRIPTOR, MAX_FIELDS)
+    except (IndexError, ValueError, RecursionError) as error:
+        raise RefusedError(400, f"a body that is no ForwardBackwardRequest: {error}") from error
+    try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise RefusedError(400, f"a body that is no ForwardBackwardRequest: {error}") from error
     return message
+
+
+def _counted(raw: memoryview, descriptor: Any, left: int) -> int:
+    """``left`` without the fields of a message in the wire format, before objects are made of them.
+
+    A body of two bytes a message would take a hundred times its size.
+
+    Raises:
+        RefusedError: there are more.
+        IndexError, ValueError: no message.
+    """
+
+    def number(at: int) -> tuple[int, int]:
+        """A varint, and where it ends."""
+        value = shift = 0
+        while raw[at] & 128:
+            value, shift, at = value | (raw[at] & 127) << shift, shift + 7, at + 1
+            if shift > 63:
+                raise ValueError("a number of more than 64 bits")
+        return value | raw[at] << shift, at + 1
+
+    at, fields = 0, descriptor.fields_by_number
+    while at < len(raw):
+        left -= 1
+        if left < 0:
+            raise RefusedError(413, f"more than {MAX_FIELDS} fields of protobuf: send less at once")
+        tag, at = number(at)
+        kind = tag & 7
+        if kind == 2:
+            size, at = number(at)
+            field = fields.get(tag >> 3)
+            if size > len(raw) - at:
+                raise ValueError("a field that ends behind the body")
+            if field is not None and field.message_type is not None:
+                left = _counted(raw[at : at + size], field.message_type, left)
+            at += size
+        elif kind == 0:
+            _, at = number(at)
+        elif kind in (1, 5):
+            at += 8 if kind == 1 else 4
+        else:
+            raise ValueError("a field of an unknown kind")
+    return left
+
+
+def num_tokens(message: Any) -> int:
+    """An upper bound of the tokens that a request reads, once for each target of a position, before its data are made.
+
+    Numbers that a request claims and does not have are found by ``forward_backward``.
+    """
+    total = 0
+    for datum in message.data:
+        length = sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
+        inputs = datum.loss_fn_inputs
+        shape: list[int] = list(inputs["target_tokens"].shape) if "target_tokens" in inputs else []
+        total += length * (max(1, min(shape[1], MAX_TARGETS)) if len(shape) == 2 else 1)
+    return total
 
 
 def forward_backward(message: Any, *, vocabulary: int, limit: int | None) -> ForwardBackward:

@@ -9,6 +9,7 @@ from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.linear import REFERENCE, Tile, add_low_rank, fixed_order_product, gated_product
 from logitless.models.kernels.norm import norm, norm_backward
 from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.kernels.row_adapters import TILES, add_rows_own
 from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from logitless.models.row_invariant.linear import _HOPPER, _LOW_RANK, _PLAIN, _narrow_tile
 from logitless.models.row_invariant.self_check import _GATED
@@ -33,6 +34,11 @@ def main() -> None:
             fixed_order_product(x, weight, REFERENCE, bias=bias, dtype=torch.float32)
         fixed_order_product(x[:, :24], weight[:, :24].contiguous(), _LOW_RANK, out=x[:, :128], add_to_out=2.0)
         add_low_rank(x[:, :48].contiguous(), weight[:, :16].contiguous(), x[:, :128], (64, 64, 128), 2.0)
+        for own in (*TILES.values(), Tile(16, 16, 128, 4, 4)):
+            stack, scale, rows = weight[None, :48].contiguous(), torch.zeros(1), torch.zeros(64, dtype=torch.int32)
+            b = torch.zeros(1, 128, 16, dtype=dtype)
+            for out in (x[:, :128], torch.zeros(64, 128)):
+                add_rows_own(x, stack, b, scale, rows, [out], (128,), tile=own)
         if capability == 90:
             for tile in _GATED.values():
                 for gelu in (False, True):

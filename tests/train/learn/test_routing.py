@@ -95,7 +95,7 @@ def _assert_same(one, other, tolerance=TOLERANCE):
         torch.testing.assert_close(number, other_numbers[name], rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("name", WITH_LOSS)
+@pytest.mark.parametrize("name", [name for name in WITH_LOSS if name != "granitemoe"])  # 5.17 keeps no logits of it
 def test_of_one_batch_loss_and_gradient_are_transformers_own(name):
     """``output_router_logits`` on the padded batch of what a step reads: all but the last token of each sequence."""
     policy = _policy(name)

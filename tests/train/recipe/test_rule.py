@@ -33,6 +33,7 @@ ADAPTER = (*SERVER, *LORA, "rollout.engine.weights={name: adapter}")
 FLIGHT = (*SERVER, "rollout.engine.in_flight=true", "rollout.staleness=1")
 PARITY = ("rollout.parity={warn: {mean: 0.02}}",)
 ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
+COLUMN = "rollout.engine={name: recorded, column: answer}"
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
 ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
@@ -117,6 +118,9 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((ON_SERVER, "teacher.temperature=1"), "teacher.temperature=0.5"),
     ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
     (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
+    (("rollout.engine={name: recorded, path: a.jsonl}",), "rollout.engine.path=null"),
+    ((COLUMN, "rollout.completions_per_prompt=1"), "rollout.engine.path=a.jsonl"),
+    ((COLUMN, "rollout.completions_per_prompt=1"), "rollout.completions_per_prompt=2"),
 ]
 
 
@@ -169,7 +173,7 @@ OF_PROCESSES = [
     ((*SERVER, "rollout.staleness=1"), 1, 2),
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1",), 2, 3),
-    (TEACHER, 1, 2),
+    ((*TEACHER, "parallel.sequence=2"), None, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]

@@ -9,6 +9,14 @@ import triton.language as tl
 
 from logitless.head.kernels.tiles import FLOOR, LOWEST, logits
 
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp(x):
+    """exp(x), and 0 below 2^-126, which takes three operations less than ``tl.exp``."""
+    return tl.exp2(x * LOG2E)
+
 
 @triton.jit
 def relative(logit, top, MASKED: tl.constexpr):
@@ -23,7 +31,7 @@ def relative(logit, top, MASKED: tl.constexpr):
 def expm1(x):
     """exp(x) - 1 for x <= 0; near 0 by its series, whose next term is below 1e-8 of it."""
     series = 1.0 + x * (1 / 2 + x * (1 / 6 + x * (1 / 24 + x * (1 / 120 + x * (1 / 720 + x * (1 / 5040))))))
-    return tl.where(x > -0.4, x * series, tl.exp(x) - 1.0)
+    return tl.where(x > -0.4, x * series, exp(x) - 1.0)
 
 
 @triton.jit
@@ -43,15 +51,6 @@ def over_mixture(log_ratio, beta, rest):
 
 
 @triton.jit
-def anchored(product, inside, outside, here, counted, top, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
-    """(logits, the new maximum, d, exp(d) of counted columns, the old maximum minus the new one)."""
-    _, logit = logits(product, inside, outside, SOFTCAP)
-    new = tl.maximum(top, tl.max(tl.where(here, logit, LOWEST), 0))
-    d = relative(logit, new, MASKED)
-    return logit, new, d, tl.where(counted, tl.exp(d), 0.0), tl.maximum(top - new, FLOOR)
-
-
-@triton.jit
 def log_probs(product, inside, outside, top, log_normaliser, SOFTCAP: tl.constexpr, MASKED: tl.constexpr):
     """(tanh, or the product without a softcap; the log-probability)."""
     capped, logit = logits(product, inside, outside, SOFTCAP)
@@ -59,14 +58,74 @@ def log_probs(product, inside, outside, top, log_normaliser, SOFTCAP: tl.constex
 
 
 @triton.jit
-def gap_terms(gap, weights, shift, shift_other, factor, e, d, d_other, other, MASKED: tl.constexpr):
-    """Partial sums of exp(d) (d - d_other) with one more block; inf where ``other`` excludes what has a weight."""
-    before = (gap + weights * (shift - shift_other)) * factor
+def moved(gap, weights, shift, shift_other, factor, MASKED: tl.constexpr):
+    """Partial sums of exp(d) (d - d_other) after both maxima have moved."""
+    after = (gap + weights * (shift - shift_other)) * factor
+    if MASKED:
+        after = tl.where(factor == 0.0, 0.0, after)  # inf * 0: the old terms vanish beside the new maximum
+    return after
+
+
+@triton.jit
+def gap_terms(e, d, d_other, other, MASKED: tl.constexpr):
+    """exp(d) (d - d_other); inf where ``other`` excludes what has a weight."""
     terms = e * (d - d_other)
     if MASKED:
-        before = tl.where(factor == 0.0, 0.0, before)  # inf * 0: the old terms vanish beside the new maximum
         terms = tl.where((other == float("-inf")) & (e > 0.0), float("inf"), terms)
-    return before + terms
+    return terms
+
+
+@triton.jit
+def both_larger(a, b, c, d):
+    return tl.maximum(a, c), tl.maximum(b, d)
+
+
+@triton.jit
+def more_sums(
+    z_row, y_row, start, own, num_columns, scale, scale_teacher, inside, inside_teacher,
+    top, top_teacher, s, t, s_teacher, t_teacher, gap,
+    SOFTCAP: tl.constexpr, SOFTCAP_TEACHER: tl.constexpr, MASKED: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr,
+    FULL: tl.constexpr,
+):  # fmt: skip
+    """The state of ``pair_sums`` with one more block of columns; FULL: all of them are there."""
+    lane = tl.arange(0, BLOCK)
+    here = None if FULL else lane < num_columns - start
+    _, p_logit = logits(tl.load(z_row + start + lane, mask=here), inside, scale, SOFTCAP)
+    _, q_logit = logits(tl.load(y_row + start + lane, mask=here), inside_teacher, scale_teacher, SOFTCAP_TEACHER)
+    counted = lane != own - start
+    if not FULL:
+        counted = counted & here
+    p_logit = tl.where(counted, p_logit, LOWEST)
+    q_logit = tl.where(counted, q_logit, LOWEST)
+    new, new_teacher = tl.reduce((p_logit, q_logit), 0, both_larger)
+    new = tl.maximum(top, new)
+    new_teacher = tl.maximum(top_teacher, new_teacher)
+    if (new > top) | (new_teacher > top_teacher):  # of few blocks; the others take half of the operations
+        shift = tl.maximum(top - new, FLOOR)
+        shift_teacher = tl.maximum(top_teacher - new_teacher, FLOOR)
+        factor = exp(shift)
+        factor_teacher = exp(shift_teacher)
+        if KIND == "reverse_kl":
+            gap = moved(gap, s, shift, shift_teacher, factor, MASKED)
+        elif (KIND == "forward_kl") | (KIND == "centering"):
+            gap = moved(gap, s_teacher, shift_teacher, shift, factor_teacher, MASKED)
+        t = (t + s * shift) * factor
+        s = s * factor
+        t_teacher = (t_teacher + s_teacher * shift_teacher) * factor_teacher
+        s_teacher = s_teacher * factor_teacher
+    d = relative(p_logit, new, MASKED)
+    d_teacher = relative(q_logit, new_teacher, MASKED)
+    e = exp(d)
+    e_teacher = exp(d_teacher)
+    if KIND == "reverse_kl":
+        gap += gap_terms(e, d, d_teacher, q_logit, MASKED)
+    elif (KIND == "forward_kl") | (KIND == "centering"):
+        gap += gap_terms(e_teacher, d_teacher, d, p_logit, MASKED)
+    t += e * d
+    s += e
+    t_teacher += e_teacher * d_teacher
+    s_teacher += e_teacher
+    return new, new_teacher, s, t, s_teacher, t_teacher, gap
 
 
 @triton.jit
@@ -83,44 +142,34 @@ def pair_sums(
     n = tl.num_programs(0)
     scale = 1.0 if outside is None else tl.load(outside + row)
     scale_teacher = 1.0 if outside_teacher is None else tl.load(outside_teacher + row)
-    own = tl.load(target + row)
+    own = tl.load(target + row).to(tl.int32)
     z_row = z + row * stride
     y_row = y + row * stride
-    # BLOCK partial sums each, added up at the end: only the maxima are reduced for every block
-    top = tl.full((), LOWEST, tl.float32)
-    s = tl.zeros((BLOCK,), tl.float32)
-    t = tl.zeros((BLOCK,), tl.float32)
-    top_teacher = tl.full((), LOWEST, tl.float32)
-    s_teacher = tl.zeros((BLOCK,), tl.float32)
-    t_teacher = tl.zeros((BLOCK,), tl.float32)
-    gap = tl.zeros((BLOCK,), tl.float32)
-    for start in tl.range(0, num_columns, BLOCK, num_stages=3):
-        v = start + tl.arange(0, BLOCK)
-        here = v < num_columns
-        counted = here & (v != own)
-        p_product = tl.load(z_row + v, mask=here, other=0.0)
-        q_product = tl.load(y_row + v, mask=here, other=0.0)
-        p_logit, top, d, e, shift = anchored(p_product, inside, scale, here, counted, top, SOFTCAP, MASKED)
-        q_logit, top_teacher, d_teacher, e_teacher, shift_teacher = anchored(
-            q_product, inside_teacher, scale_teacher, here, counted, top_teacher, SOFTCAP_TEACHER, MASKED
-        )
-        factor = tl.exp(shift)
-        factor_teacher = tl.exp(shift_teacher)
-        if KIND == "reverse_kl":
-            gap = gap_terms(gap, s, shift, shift_teacher, factor, e, d, d_teacher, q_logit, MASKED)
-        elif (KIND == "forward_kl") | (KIND == "centering"):
-            gap = gap_terms(
-                gap, s_teacher, shift_teacher, shift, factor_teacher, e_teacher, d_teacher, d, p_logit, MASKED
-            )
-        t = (t + s * shift) * factor + e * d
-        s = s * factor + e
-        t_teacher = (t_teacher + s_teacher * shift_teacher) * factor_teacher + e_teacher * d_teacher
-        s_teacher = s_teacher * factor_teacher + e_teacher
     is_here = (own >= 0) & (own < num_columns)
     _, at = logits(tl.load(z_row + own, mask=is_here, other=0.0), inside, scale, SOFTCAP)
     _, at_teacher = logits(
         tl.load(y_row + own, mask=is_here, other=0.0), inside_teacher, scale_teacher, SOFTCAP_TEACHER
     )
+    # BLOCK partial sums each, added up at the end: only the maxima are reduced for every block
+    top = tl.maximum(tl.where(is_here, at, LOWEST), LOWEST)
+    top_teacher = tl.maximum(tl.where(is_here, at_teacher, LOWEST), LOWEST)
+    s = tl.zeros((BLOCK,), tl.float32)
+    t = tl.zeros((BLOCK,), tl.float32)
+    s_teacher = tl.zeros((BLOCK,), tl.float32)
+    t_teacher = tl.zeros((BLOCK,), tl.float32)
+    gap = tl.zeros((BLOCK,), tl.float32)
+    for start in tl.range(0, num_columns - BLOCK + 1, BLOCK, num_stages=3):
+        top, top_teacher, s, t, s_teacher, t_teacher, gap = more_sums(
+            z_row, y_row, start, own, num_columns, scale, scale_teacher, inside, inside_teacher,
+            top, top_teacher, s, t, s_teacher, t_teacher, gap,
+            SOFTCAP, SOFTCAP_TEACHER, MASKED, KIND, BLOCK, FULL=True,
+        )  # fmt: skip
+    if num_columns % BLOCK > 0:
+        top, top_teacher, s, t, s_teacher, t_teacher, gap = more_sums(
+            z_row, y_row, num_columns // BLOCK * BLOCK, own, num_columns, scale, scale_teacher, inside, inside_teacher,
+            top, top_teacher, s, t, s_teacher, t_teacher, gap,
+            SOFTCAP, SOFTCAP_TEACHER, MASKED, KIND, BLOCK, FULL=False,
+        )  # fmt: skip
     tl.store(sums + row, top)
     tl.store(sums + n + row, tl.sum(s, 0))
     tl.store(sums + 2 * n + row, tl.sum(t, 0))
@@ -163,8 +212,8 @@ def pair_terms(
         _, log_q = log_probs(
             q_product, inside_teacher, scale_teacher, top_teacher, log_normaliser_teacher, SOFTCAP_TEACHER, MASKED
         )
-        p = tl.exp(log_p)
-        q = tl.exp(log_q)
+        p = exp(log_p)
+        q = exp(log_q)
         if KIND == "jensen_shannon":
             over_p, over_q = over_mixture(log_q - log_p, beta, rest)
             part = p * over_p
@@ -199,7 +248,7 @@ def pair_gradient(
     slope = slopes + row
     product = tl.load(z + taken * stride + v, mask=here, other=0.0)
     capped, log_p = log_probs(product, inside, scale, tl.load(slope), tl.load(slope + stride_rows), SOFTCAP, MASKED)
-    p = tl.exp(log_p)
+    p = exp(log_p)
     of_entropy = tl.load(slope + 7 * stride_rows) * (log_p + tl.load(slope + 8 * stride_rows))
     u = -p * (tl.load(slope + 6 * stride_rows) + of_entropy)
     if y is not None:
@@ -216,12 +265,12 @@ def pair_gradient(
             over_p, _ = over_mixture(log_q - log_p, beta, rest)
             of_measure = rest * p * (over_p - expected)
         elif KIND == "total_variation":
-            change = p - tl.exp(log_q)
+            change = p - exp(log_q)
             of_measure = p * (tl.where(change > 0.0, 0.5, tl.where(change < 0.0, -0.5, change)) - expected)
         elif KIND == "centering":
-            of_measure = tl.exp(log_q) - p
+            of_measure = exp(log_q) - p
         else:
-            of_measure = p - tl.exp(log_q)
+            of_measure = p - exp(log_q)
         u += tl.load(slope + 5 * stride_rows) * of_measure
     u = tl.where(v == tl.load(target + row), tl.load(slope + 9 * stride_rows), u)
     if SOFTCAP:

@@ -17,6 +17,7 @@ from logitless.errors import UnavailableError
 from logitless.models.kernels.rotary import HeadNorms, rotate
 from logitless.models.kernels.sinks import with_sinks
 from logitless.models.lm_head import backbone
+from logitless.models.row_invariant.adapters import StackedRows
 from logitless.models.row_invariant.delta_net import (
     DecodedStates,
     DeltaForm,
@@ -46,6 +47,7 @@ class PagedRows:
         position: [T] in its sequence, at least 0.
         tables: cosines and sines by name, for all positions that the pages hold.
         states: of a step, for gated delta nets.
+        adapters: of the rows; None: those of the modules.
     """
 
     caches: Sequence[PagedCache | DeltaSlots]
@@ -54,6 +56,7 @@ class PagedRows:
     position: Int[Tensor, "T"]
     tables: RopeTables
     states: DecodedStates | None = None
+    adapters: StackedRows | None = None
 
     def attend(
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
@@ -88,7 +91,7 @@ class PagedRows:
 @torch.no_grad()
 def prefill(
     model: nn.Module, tokens: Int[Tensor, "T"], layout: PrefillLayout, caches: Sequence[PagedCache | DeltaSlots], *,
-    num_layers: int | None = None,
+    num_layers: int | None = None, adapters: StackedRows | None = None,
 ) -> Float[Tensor, "T D"]:  # fmt: skip
     """Last hidden states of chunks of sequences; their keys and values are written to the sequences' pages.
 
@@ -100,13 +103,14 @@ def prefill(
         layout: of the chunks; keys and values before a chunk are in its pages already.
         caches: one a layer; written to.
         num_layers: run only the first few; None for all.
+        adapters: of the tokens; None: those of the modules.
 
     Returns:
         [T, D] as the LM head reads them.
     """
     decoder, installation = _installation(model)
     tables = installation.reach(max(chunk.start + chunk.length for chunk in layout.chunks))
-    rows = PagedRows(caches, layout, layout.slots, layout.positions, tables)
+    rows = PagedRows(caches, layout, layout.slots, layout.positions, tables, adapters=adapters)
     return decoder(input_ids=tokens, rows=rows, num_layers=num_layers).last_hidden_state
 
 

@@ -9,7 +9,8 @@ Needs Triton. Not supported: dropout, quantized weights, positions whose scaling
 families that ``coverage`` does not list. Such a model is not changed, and the report says why.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -27,6 +28,7 @@ from logitless.models.kernels.rotary import HeadNorms, Heads
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.one_node import apply, one_node
 from logitless.models.packed_layout import PackedLayout
+from logitless.models.row_invariant.adapters import AdapterStack, RowAdapters, SpanAdapters
 from logitless.models.row_invariant.coverage import (
     ACTIVATIONS,
     GATE_UP,
@@ -96,7 +98,13 @@ class AttentionForm:
 
 @runtime_checkable
 class Rows(Protocol):
-    """The positions of a layer's rows and what they attend to: a packed row, or a step of decoding."""
+    """The positions of a layer's rows and what they attend to: a packed row, or a step of decoding.
+
+    ``adapters`` are the rows' own; None: those of the modules.
+    """
+
+    @property
+    def adapters(self) -> RowAdapters | None: ...
 
     def attend(
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
@@ -120,11 +128,13 @@ class PackedRows:
         layout: of the attention.
         position: [T] in each token's sequence.
         tables: cosines and sines by name.
+        adapters: of the rows; None: those of the modules.
     """
 
     layout: AttentionLayout | PaddedLayout
     position: Int[Tensor, "T"]
     tables: "RopeTables"
+    adapters: RowAdapters | None = None
 
     def attend(
         self,
@@ -295,7 +305,7 @@ class RowInvariantLayer(GradientCheckpointingLayer):
             if delta is not None:
                 args = (delta, *args)
             return super().forward(hidden_states, *args, **kwargs)
-        weights = _LayerWeights.of(self)
+        weights = _LayerWeights.of(self, rows.adapters)
         given = [hidden_states, *([] if delta is None else [delta])]
         made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
         return made if len(made) == 2 else (*made, None)
@@ -382,7 +392,8 @@ class _LayerWeights:
     mixture: MixtureWeights | None
 
     @classmethod
-    def of(cls, layer: Any) -> "_LayerWeights":
+    def of(cls, layer: Any, adapters: RowAdapters | None = None) -> "_LayerWeights":
+        maps = _projections if adapters is None else adapters.projections
         mixer, dense, form = delta_net_of(layer), dense_mlp(layer.mlp), layer.row_invariant_mixture
         attention = layer.self_attn if mixer is None else mixer
         norms = [layer._modules[name] for name in _NORMS if name in layer._modules]
@@ -397,10 +408,10 @@ class _LayerWeights:
             head_norms,
             attention._parameters.get("sinks"),
             None if mixer is None else DeltaWeights.of(mixer),
-            [_projection(module) for module in inputs_of(layer)],
-            _projection(output_of(layer)),
-            [] if dense is None else [_projection(module) for module in modules_of(dense, GATE_UP)],
-            None if dense is None else _projection(dense.down_proj),
+            maps(inputs_of(layer)),
+            maps([output_of(layer)])[0],
+            [] if dense is None else maps(modules_of(dense, GATE_UP)),
+            None if dense is None else maps([dense.down_proj])[0],
             [_projection(module) for module in gates_of_shared(layer.mlp)],
             None if form is None else MixtureWeights.of(layer.mlp, form),
         )
@@ -413,7 +424,7 @@ class _LayerWeights:
         projections = [*self.inputs, self.out, *self.gate_up, *([] if self.down is None else [self.down])]
         projections += self.shared_gate
         of_experts = [] if self.mixture is None else self.mixture.tensors
-        return [*self.norms, *of_heads, *(t for each in projections for t in each[:4] if t is not None), *of_experts]
+        return [*self.norms, *of_heads, *(t for each in projections for t in each.tensors), *of_experts]
 
 
 @dataclass
@@ -428,6 +439,8 @@ class Installation:
         tables: of positions.
         originals: the layers, and the decoder, that were replaced.
         graphs: of ``graph_short_rows``.
+        adapters: of the rows of packed passes, while ``adapted``.
+        stack: of adapters that rows are decoded with; None: with those of the modules.
     """
 
     model: nn.Module
@@ -437,6 +450,8 @@ class Installation:
     tables: RopeTables | None = None
     originals: list[nn.Module] = field(default_factory=list)
     graphs: LayerGraphs | None = None
+    adapters: SpanAdapters | None = None
+    stack: AdapterStack | None = None
 
     @property
     def exact(self) -> bool:
@@ -450,7 +465,18 @@ class Installation:
             layout = layout.attention
         else:
             longest = layout.longest
-        return PackedRows(layout, position, self.reach(longest))
+        if self.adapters is not None:
+            layout.divide(self.adapters.lengths)
+        return PackedRows(layout, position, self.reach(longest), self.adapters)
+
+    @contextmanager
+    def adapted(self, adapters: SpanAdapters) -> Iterator[None]:
+        """Inside, packed passes are over these spans, in place of the modules' adapters."""
+        self.adapters = adapters
+        try:
+            yield
+        finally:
+            self.adapters = None
 
     def reach(self, length: int) -> RopeTables:
         """Tables of at least ``length`` positions."""
@@ -568,6 +594,10 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm | DeltaForm:
         rope=kind if by_kind else "",
         gated=config.model_type in GATED_ATTENTION,
     )
+
+
+def _projections(modules: Sequence[Any]) -> list[Projection]:
+    return [_projection(module) for module in modules]
 
 
 def _projection(module: Any) -> Projection:

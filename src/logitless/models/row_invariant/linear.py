@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from logitless.models.kernels.linear import (
     gated_product,
     whole_tiles,
 )
+from logitless.models.kernels.row_adapters import add_rows_own
 from logitless.models.kernels.rows import (
     FEW_ROWS,
     MOST_ROWS,
@@ -269,6 +270,25 @@ def gated_product_or_none(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor
     return gated_product(rows, weight, tile, gelu=gelu) if isinstance(tile, Tile) else None
 
 
+class Span(NamedTuple):
+    """LoRA of the rows from ``start`` to ``stop``: factors as of ``Projection``, or None for neither."""
+
+    start: int
+    stop: int
+    lora_a: Tensor | None
+    lora_b: Tensor | None
+    lora_scale: float
+
+
+class RowsOwn(NamedTuple):
+    """LoRA of each row's own adapter, for maps that share their input: factors as of ``row_adapters.add_rows_own``."""
+
+    a: Tensor
+    b: Tensor
+    scale: Tensor
+    adapter: Tensor
+
+
 class Projection(NamedTuple):
     """One linear map: ``x @ weight.T + bias + lora_scale * (x @ lora_a.T) @ lora_b.T``.
 
@@ -277,6 +297,9 @@ class Projection(NamedTuple):
         bias: [N].
         lora_a, lora_b: [R, K] and [N, R]; rounded to the dtype of x, as autocast does.
         lora_scale: a number.
+        spans: in place of factors for all rows: some for each span. Spans cover the rows in order, and are those of all
+            maps of the same input.
+        own: in place of both, of the first of several maps for all of them; without gradients.
     """
 
     weight: Tensor
@@ -284,13 +307,26 @@ class Projection(NamedTuple):
     lora_a: Tensor | None = None
     lora_b: Tensor | None = None
     lora_scale: float = 1.0
+    spans: tuple[Span, ...] = ()
+    own: RowsOwn | None = None
+
+    def spans_of(self, num_rows: int) -> tuple[Span, ...]:
+        """``spans``; without any one of all rows."""
+        return self.spans or (Span(0, num_rows, self.lora_a, self.lora_b, self.lora_scale),)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """What may need a gradient."""
+        of_spans = (each for span in self.spans for each in (span.lora_a, span.lora_b))
+        return [each for each in (*self[:4], *of_spans) if each is not None]
 
 
 def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int] | None = None) -> tuple[Tensor, ...]:
     """Several projections of the same rows.
 
     Gradient: to x, weights, biases and LoRA factors, by torch's products; float32 gradients of bfloat16 weights are
-        added to ``weight.grad`` by the product (``float32_sums``).
+        added to ``weight.grad`` by the product (``float32_sums``). With spans these products are of a span each, so
+        that its gradients are bitwise those of its rows alone.
 
     Args:
         x: [T, K].
@@ -300,8 +336,20 @@ def project(x: Tensor, projections: Sequence[Projection], columns: Sequence[int]
     Returns:
         [T, N] each; columns of one tensor if the weights are adjacent in memory.
     """
-    tensors = [t for projection in projections for t in projection[:4]]
-    return apply(_Project, x, tuple([p.lora_scale for p in projections]), tuple(columns or ()), *tensors)
+    tensors, places = [t for projection in projections for t in projection[:2]], list[_Place]()
+    if any(projection.spans or projection.lora_a is not None for projection in projections):
+        for spans in zip(*(projection.spans_of(len(x)) for projection in projections), strict=True):
+            tensors += [t for span in spans for t in (span.lora_a, span.lora_b)]
+            places.append((spans[0].start, spans[0].stop, tuple([span.lora_scale for span in spans])))
+    outs = apply(_Project, x, len(projections), tuple(places), tuple(columns or ()), *tensors)
+    if (own := projections[0].own) is not None:
+        assert not gradients_wanted(), "training has spans"
+        whole, widths = side_by_side(outs), [projection.weight.shape[0] for projection in projections]
+        together = whole is not None and whole_tiles(widths)
+        add_rows_own(
+            x, own.a, own.b, own.scale, own.adapter, [whole] if whole is not None and together else outs, widths
+        )
+    return cast(tuple[Tensor, ...], outs)
 
 
 def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -> Tensor | None:
@@ -316,7 +364,7 @@ def project_gated(x: Tensor, projections: Sequence[Projection], *, gelu: bool) -
         projections: gate and up, or one of both.
         gelu: the activation, else SiLU.
     """
-    if gradients_wanted() or any(p.bias is not None or p.lora_a is not None for p in projections):
+    if gradients_wanted() or any(p.bias is not None or p.lora_a is not None or p.spans or p.own for p in projections):
         return None
     weight = end_to_end([projection.weight for projection in projections])
     return None if weight is None else gated_product_or_none(x, weight, gelu=gelu)
@@ -352,12 +400,16 @@ def side_by_side(columns: Sequence[Tensor]) -> Tensor | None:
     return first.as_strided((num_rows, width), (width, 1))
 
 
+_Place = tuple[int, int, tuple[float, ...]]
+"""First row of a span, the row behind its last, and the scale of each map."""
+
+
 class _Project(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, scales: tuple[float, ...], columns: tuple[int, ...], *tensors: Tensor | None
+        ctx: Any, x: Tensor, count: int, spans: tuple[_Place, ...], columns: tuple[int, ...], *tensors: Tensor | None
     ) -> tuple[Tensor, ...]:
-        weights, biases = [w for w in tensors[0::4] if w is not None], tensors[1::4]
+        weights, biases = [w for w in tensors[0 : 2 * count : 2] if w is not None], tensors[1 : 2 * count : 2]
         weight, bias = end_to_end(weights), end_to_end(biases)
         outs: tuple[Tensor, ...]
         if weight is not None and (bias is not None or not any(b is not None for b in biases)):
@@ -365,65 +417,76 @@ class _Project(torch.autograd.Function):
             outs = (whole,) if len(weights) == 1 else whole.split_with_sizes([w.shape[0] for w in weights], 1)
         else:
             outs = tuple(product(x, w, b) for w, b in zip(weights, biases, strict=True))
-        lora = any(a is not None for a in tensors[2::4])
-        low_ranks = _add_low_ranks(outs, x, tensors[2::4], tensors[3::4], scales) if lora else ()
+        low_ranks: list[Tensor | None] = []
+        for number, (start, stop, scales) in enumerate(spans, 1):
+            factors = tensors[2 * count * number : 2 * count * (number + 1)]
+            rows, into = _part(x, start, stop), [_part(out, start, stop) for out in outs]
+            low_ranks += _add_low_ranks(into, rows, factors[0::2], factors[1::2], scales)
         ctx.save_for_backward(x, *tensors, *low_ranks)
-        ctx.scales, ctx.lora = scales, lora
+        ctx.count, ctx.spans = count, spans
         ctx.summed = [w for w in weights if sums_in_float32(w)]
         ctx.bias_dtypes = [None if b is None else gradient_dtype(b) for b in biases]
-        ctx.lora_dtypes = [None if t is None else gradient_dtype(t) for t in (*tensors[2::4], *tensors[3::4])]
+        ctx.lora_dtypes = [None if t is None else gradient_dtype(t) for t in tensors[2 * count :]]
         return outs[0].split_with_sizes(columns, 1) if columns else outs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         refuse_twice()
         x, *saved = ctx.saved_tensors
-        count = len(ctx.scales)
-        weights = saved[0 : 4 * count : 4]
-        needed = ctx.needs_input_grad[3:]
+        count, spans = ctx.count, ctx.spans
+        weights, factors = saved[0 : 2 * count : 2], saved[2 * count : 2 * count * (len(spans) + 1)]
+        low_ranks, needed = saved[2 * count * (len(spans) + 1) :], ctx.needs_input_grad[4:]
         weight, grad = end_to_end(weights), side_by_side(grads)
         if len(grads) > count:  # columns of a single projection
             grad = torch.cat(grads, 1) if grad is None else grad
             grads = (grad,)
         grad_x = None
-        if ctx.needs_input_grad[0] and weight is not None and grad is not None:
-            grad_x = grad @ weight
-        elif ctx.needs_input_grad[0]:
-            grad_x = grads[0] @ weights[0]
-            for g, w in zip(grads[1:], weights[1:], strict=True):
-                grad_x.addmm_(g, w)
-        out: list[Tensor | None] = [None] * (4 * count)
+        if ctx.needs_input_grad[0]:
+            grad_x = grads[0].new_empty(len(x), weights[0].shape[1])
+            for start, stop, _ in spans or ((0, len(x), ()),):
+                into = _part(grad_x, start, stop)
+                if weight is not None and grad is not None:
+                    torch.mm(_part(grad, start, stop), weight, out=into)
+                    continue
+                torch.mm(_part(grads[0], start, stop), weights[0], out=into)
+                for g, w in zip(grads[1:], weights[1:], strict=True):
+                    into.addmm_(_part(g, start, stop), w)
+        out: list[Tensor | None] = [None] * len(needed)
         summed = len(ctx.summed) == count
         sizes = [w.shape[0] for w in weights]
         if summed and grad is not None:
             add_product(ctx.summed, grad, x)
-        elif weight is not None and grad is not None and all(needed[0::4]):
-            out[0::4] = (grad.t() @ x).split_with_sizes(sizes)
-        biases, bias_dtype = needed[1::4], ctx.bias_dtypes[0]
+        elif weight is not None and grad is not None and all(needed[0 : 2 * count : 2]):
+            out[0 : 2 * count : 2] = (grad.t() @ x).split_with_sizes(sizes)
+        biases, bias_dtype = needed[1 : 2 * count : 2], ctx.bias_dtypes[0]
         if grad is not None and all(biases) and all(dtype == bias_dtype for dtype in ctx.bias_dtypes):
-            out[1::4] = grad.sum(0, dtype=bias_dtype).split_with_sizes(sizes)
+            out[1 : 2 * count : 2] = grad.sum(0, dtype=bias_dtype).split_with_sizes(sizes)
         for i, g in enumerate(grads):
             if summed and grad is None:
                 add_product([ctx.summed[i]], g, x)
-            elif needed[4 * i] and not summed and out[4 * i] is None:
-                out[4 * i] = g.t() @ x
-            if biases[i] and out[4 * i + 1] is None:
-                out[4 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
-        if ctx.lora:
-            lora_as, lora_bs, low_ranks = saved[2 : 4 * count : 4], saved[3 : 4 * count : 4], saved[4 * count :]
-            dtypes = zip(ctx.lora_dtypes[:count], ctx.lora_dtypes[count:], strict=True)
-            parts = zip(grads, lora_as, lora_bs, low_ranks, ctx.scales, dtypes, strict=True)
-            for i, (g, a, b, low_rank, scale, (a_dtype, b_dtype)) in enumerate(parts):
-                if a is None:
-                    continue
-                back = (g @ b.to(x.dtype)) * scale  # [T, R]
-                if grad_x is not None:
-                    grad_x.addmm_(back, a.to(x.dtype))
-                if needed[4 * i + 2]:
-                    out[4 * i + 2] = float32_product(back.t(), x).to(a_dtype)
-                if needed[4 * i + 3]:
-                    out[4 * i + 3] = float32_product(g.t(), low_rank).to(b_dtype) * scale
-        return grad_x, None, None, *out
+            elif needed[2 * i] and not summed and out[2 * i] is None:
+                out[2 * i] = g.t() @ x
+            if biases[i] and out[2 * i + 1] is None:
+                out[2 * i + 1] = g.sum(0, dtype=ctx.bias_dtypes[i])
+        for i, (a, b, low_rank) in enumerate(zip(factors[0::2], factors[1::2], low_ranks, strict=True)):
+            if a is None:
+                continue
+            start, stop, scales = spans[i // count]
+            g, rows = _part(grads[i % count], start, stop), _part(x, start, stop)
+            place, scale = 2 * (count + i), scales[i % count]
+            back = (g @ b.to(x.dtype)) * scale  # [T, R]
+            if grad_x is not None:
+                _part(grad_x, start, stop).addmm_(back, a.to(x.dtype))
+            if needed[place]:
+                out[place] = float32_product(back.t(), rows).to(ctx.lora_dtypes[2 * i])
+            if needed[place + 1]:
+                out[place + 1] = float32_product(g.t(), low_rank).to(ctx.lora_dtypes[2 * i + 1]) * scale
+        return grad_x, None, None, None, *out
+
+
+def _part(rows: Tensor, start: int, stop: int) -> Tensor:
+    """``rows[start:stop]``, without a view of all."""
+    return rows if stop - start == rows.shape[0] else rows[start:stop]
 
 
 def _add_low_ranks(

@@ -9,7 +9,7 @@ from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
 from logitless.objective.surrogate.covariance_selected import ClipCov, KlCov, kl_cov_loss
 from logitless.objective.surrogate.dppo import Dppo, bernoulli_kl, dppo_loss, dppo_mask
 from logitless.objective.surrogate.gmpo import Gmpo, gmpo_loss
-from logitless.objective.surrogate.ipo import Ipo, ipo_loss, ipo_mask
+from logitless.objective.surrogate.ipo import Ipo, KPop, ipo_loss, ipo_mask, kpop_mask
 from logitless.objective.surrogate.policy_loss import PolicyLoss, SelectionInputs, SurrogateInputs, SurrogateTerms
 from logitless.objective.surrogate.sapo import Sapo, sapo_loss
 from logitless.objective.surrogate.unclipped import (
@@ -33,6 +33,7 @@ Surrogate = (
     | Gmpo
     | Dppo
     | Ipo
+    | KPop
     | ClipCov
     | KlCov
     | Dro
@@ -51,6 +52,7 @@ __all__ = [
     "Gmpo",
     "Importance",
     "Ipo",
+    "KPop",
     "KlCov",
     "Nll",
     "PolicyLoss",
@@ -73,6 +75,7 @@ __all__ = [
     "ipo_loss",
     "ipo_mask",
     "kl_cov_loss",
+    "kpop_mask",
     "nll_loss",
     "reinforce_loss",
     "sapo_loss",

@@ -1,5 +1,6 @@
-"""IPO: the importance ratio where the probability has moved little, and a squared log ratio for every token."""
+"""IPO and KPop: the importance ratio where the probability has moved little, a squared log ratio for every token."""
 
+import math
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.dppo import dppo_mask
+from logitless.objective.surrogate.dppo import bernoulli_kl, dppo_mask
 from logitless.objective.surrogate.policy_loss import (
     PolicyLoss,
     RatioLevel,
@@ -45,6 +46,26 @@ def ipo_mask(
     if sides == "advantage":
         return dppo_mask(logp, logp_old, advantage, divergence="tv", max_low=max_change, max_high=max_change)
     return (logp.exp() - logp_old.exp()).abs() <= max_change
+
+
+NEAREST = 1e-6
+"""To 0 and 1 that ``kpop_mask`` takes a probability to be, as prime-rl does: beside 1 the divergence has no bound."""
+
+
+@shaped
+def kpop_mask(logp: Float[Tensor, "N"], logp_old: Float[Tensor, "N"], *, max_divergence: float) -> Bool[Tensor, "N"]:
+    """True where the token against all others has moved by at most ``max_divergence``, in nats, either way.
+
+    ``m = 1 where max(KL(Bernoulli(p) || Bernoulli(p_old)), KL(Bernoulli(p_old) || Bernoulli(p))) <= max_divergence``
+
+    Source: prime-rl's loss ``kpop`` (its branch feat/kpop-loss), after ringtech.notion.site/kpop.
+
+    Example:
+        >>> kpop_mask(torch.tensor([0.7, 0.9]).log(), torch.tensor([0.5, 0.5]).log(), max_divergence=0.1)
+        tensor([ True, False])
+    """
+    logp, logp_old = (each.clamp(math.log(NEAREST), math.log1p(-NEAREST)) for each in (logp, logp_old))
+    return torch.maximum(bernoulli_kl(logp, logp_old), bernoulli_kl(logp_old, logp)) <= max_divergence
 
 
 @shaped
@@ -91,14 +112,52 @@ class Ipo(PolicyLoss):
     def __post_init__(self) -> None:
         check_knobs(self, "beta")
         check_positive(max_change=self.max_change)
-        if self.beta < 0:
-            raise ConfigurationError(
-                needed="beta of at least 0", given=str(self.beta), remedy="Use 1e-3, or 0 for no penalty."
-            )
+        check_weight(self.beta)
 
     def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:
-        log_ratio = required(inputs.token_log_ratio, "logp_old")
         logp_old = required(inputs.logp_old, "logp_old")
         inside = ipo_mask(inputs.logp, logp_old, inputs.advantage, max_change=self.max_change, sides=self.sides)
-        loss = ipo_loss(log_ratio, inputs.advantage, inside, beta=self.beta)
-        return SurrogateTerms(loss, ~inside & (log_ratio < 0), ~inside & (log_ratio > 0))
+        return _terms(inputs, inside, self.beta)
+
+
+@dataclass(frozen=True)
+class KPop(PolicyLoss):
+    """``ipo_loss`` with ``kpop_mask`` as m.
+
+    Args:
+        max_divergence: of the token against all others, in nats, inside the trust region.
+        beta: weight of the squared log ratio, at least 0.
+
+    Raises:
+        ConfigurationError: a ``max_divergence`` that is not positive, or a negative weight.
+    """
+
+    reads: ClassVar[RatioLevel] = "token"
+    max_divergence: float = 0.1
+    beta: float = 1e-3
+    name: Literal["kpop"] = field(default="kpop", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_knobs(self, "beta")
+        check_positive(max_divergence=self.max_divergence)
+        check_weight(self.beta)
+
+    def __call__(self, inputs: SurrogateInputs) -> SurrogateTerms:
+        logp_old = required(inputs.logp_old, "logp_old")
+        return _terms(inputs, kpop_mask(inputs.logp, logp_old, max_divergence=self.max_divergence), self.beta)
+
+
+def check_weight(beta: float) -> None:
+    """Check the weight of the squared log ratio.
+
+    Raises:
+        ConfigurationError: it is negative.
+    """
+    if beta < 0:
+        raise ConfigurationError(needed="beta of at least 0", given=str(beta), remedy="Use 1e-3, or 0 for no penalty.")
+
+
+def _terms(inputs: SurrogateInputs, inside: Tensor, beta: float) -> SurrogateTerms:
+    log_ratio = required(inputs.token_log_ratio, "logp_old")
+    loss = ipo_loss(log_ratio, inputs.advantage, inside, beta=beta)
+    return SurrogateTerms(loss, ~inside & (log_ratio < 0), ~inside & (log_ratio > 0))

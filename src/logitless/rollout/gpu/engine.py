@@ -32,7 +32,6 @@ from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.models.modes import evaluating
 from logitless.models.row_invariant.coverage import uncovered
-from logitless.models.row_invariant.decoding import prefill
 from logitless.models.row_invariant.delta_net import CHUNK
 from logitless.models.row_invariant.layers import Installation, install_row_invariant
 from logitless.models.row_invariant.paged_attention import Chunk, PrefillLayout
@@ -141,7 +140,13 @@ class GpuEngine:
         return decoder.norm.weight
 
     def sample(
-        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+        self,
+        prompts: Sequence[Prompt],
+        num_samples: int,
+        options: SamplingOptions,
+        *,
+        seed: int,
+        adapters: Sequence[int] = (),
     ) -> list[list[Completion]]:
         """Exactly ``num_samples`` completions of each prompt.
 
@@ -149,10 +154,11 @@ class GpuEngine:
         alone. It is bitwise identical whatever else is sampled, in any order and with any amount of memory.
 
         Args:
-            prompts: P, with distinct ids.
+            prompts: P, with distinct ids; with ``adapters``, among those of one.
             num_samples: G.
             options: the same for all.
             seed: the same seed and weights give the same completions.
+            adapters: of each prompt, its place in the stack of the model's row-invariant layers, if they have one.
 
         Raises:
             InputError: an empty prompt, one whose completion would not fit into the model, or two with one id.
@@ -161,8 +167,11 @@ class GpuEngine:
         """
         inner: Any = causal_lm(self._model)
         limit = getattr(inner.config.get_text_config(), "max_position_embeddings", None)
-        check_prompts(prompts, num_samples, options, limit)
-        wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)))
+        places = tuple(adapters) or (0,) * len(prompts)
+        for place in dict.fromkeys(places) or (0,):
+            own = [prompt for prompt, its in zip(prompts, places, strict=True) if its == place]
+            check_prompts(own, num_samples, options, limit)
+        wanted = _Wanted(prompts, num_samples, options, seed, tuple(stop_ids(self.tokenizer, inner, options)), places)
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
         with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
             rows = self._rows_within_memory(rows)
@@ -259,6 +268,7 @@ class _Wanted:
     Args:
         prompts, num_samples, options, seed: of the call.
         ends: tokens that end a completion.
+        adapters: of the prompts.
         done: finished completions by (prompt, sample).
     """
 
@@ -267,6 +277,7 @@ class _Wanted:
     options: SamplingOptions
     seed: int
     ends: tuple[int, ...]
+    adapters: tuple[int, ...]
     done: dict[tuple[int, int], Completion] = field(default_factory=dict)
 
     @property
@@ -377,7 +388,7 @@ class _Session:
         rows = [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
         if not rows:
             return None
-        rows.sort(key=lambda row: (row.prompt, row.sample))
+        rows.sort(key=lambda row: (self.wanted.adapters[row.prompt], row.prompt, row.sample))
         self.launched[[row.slot for row in rows]] += self.steps.num_steps
         place = self._place(rows)
         if place != self.placed:
@@ -392,7 +403,8 @@ class _Session:
         tokens = torch.from_numpy(np.concatenate(ids)).to(self.device)
         first = self.steps.max_rows + 1  # slots of prompts are behind those of rows and the empty one
         layout = PrefillLayout([Chunk(r.start, r.length, r.pages, first + r.state) for r in readings], self.device)
-        prefill(self.model, tokens, layout, self.steps.caches)
+        adapter = np.repeat([self.wanted.adapters[r.prompt] for r in readings], [r.length for r in readings])
+        self.steps.prefill(tokens, layout, torch.from_numpy(adapter).to(self.device))
 
     def _begin(self, rows: Sequence[Row]) -> None:
         prompts = self.wanted.prompts
@@ -411,6 +423,7 @@ class _Session:
                     row.copy,
                     prompts[row.prompt].token_ids,
                     row.state,
+                    self.wanted.adapters[row.prompt],
                 )
                 for row in rows
             ],
@@ -427,7 +440,7 @@ class _Session:
             if row.shared:
                 members.setdefault(row.prompt, []).append(i)
         groups = tuple((tuple(of), rows[of[0]].shared) for of in members.values() if len(of) > 1)
-        return Place(slots, self.steps.reach(reach), groups)
+        return Place(slots, self.steps.reach(reach), groups, tuple(self.wanted.adapters[row.prompt] for row in rows))
 
     def _take_results(self, of: _Round) -> None:
         """Take over a round's results, and finish rows that have ended."""

@@ -9,6 +9,7 @@ while the memory that it refers to stays in place (for pages ``PageMemory`` ensu
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ from logitless.models.attention import prepare_tables
 from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.kernels.linear import fixed_order_product
 from logitless.models.lm_head import backbone, lm_head
+from logitless.models.row_invariant.adapters import AdapterStack
 from logitless.models.row_invariant.decoding import PagedRows, prefill
 from logitless.models.row_invariant.delta_net import DecodedStates, DeltaForm, DeltaSlots
 from logitless.models.row_invariant.layers import AttentionForm
@@ -75,6 +77,7 @@ class Begin(NamedTuple):
         copy: (page in which its prompt ends, its own copy of it); None if the prompt ends with a page.
         prompt: [L] its prompt's tokens.
         state: of its prompt, among prompts that have one; -1: none.
+        adapter: place in the model's stack of adapters, if it has one.
     """
 
     slot: int
@@ -86,6 +89,7 @@ class Begin(NamedTuple):
     copy: tuple[int, int] | None
     prompt: np.ndarray
     state: int = -1
+    adapter: int = 0
 
 
 class Place(NamedTuple):
@@ -95,11 +99,13 @@ class Place(NamedTuple):
         slots: of the rows.
         reach: larger than any row's position in these steps.
         groups: (rows, number of leading pages that they share) of each group.
+        adapters: of the rows, as of ``Begin``; rows of one adapter are adjacent.
     """
 
     slots: tuple[int, ...]
     reach: int
     groups: tuple[tuple[tuple[int, ...], int], ...]
+    adapters: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -148,6 +154,7 @@ class Steps:
     def __init__(self, model: nn.Module, *, max_rows: int, max_pages: int, group_size: int) -> None:
         decoder: Any = backbone(model)
         self.model, self.head, weight = model, lm_head(model), decoder.norm.weight
+        self.stack: AdapterStack | None = decoder.row_invariant.stack
         self.forms, deltas = forms_of(model)
         if len({(form.heads.key, form.heads.width) for form in self.forms}) > 1 or len(set(deltas)) > 1:
             raise UnavailableError(
@@ -179,12 +186,12 @@ class Steps:
         # by slot; the last slot is for empty rows
         self.slot_token, self.slot_key = ints(rows + 1, dtype=torch.long), ints(rows + 1, dtype=torch.long)
         self.slot_position, self.slot_last = ints(rows + 1, fill=-1), ints(rows + 1)
-        self.slot_pages = ints(rows + 1, max_pages)
+        self.slot_pages, self.slot_adapter = ints(rows + 1, max_pages), ints(rows + 1)
         # by row
         self.slot, self.page_table, self.row_pages = ints(rows, fill=rows), ints(rows, max_pages), ints(rows)
         self.token, self.key = ints(rows, dtype=torch.long), ints(rows, dtype=torch.long)
         self.position, self.place_of = ints(rows, fill=-1), ints(rows)
-        self.cache_row = ints(rows, dtype=torch.long)
+        self.cache_row, self.adapter = ints(rows, dtype=torch.long), ints(rows)
         self.members, self.group_pages = ints(max(1, rows // 2), group_size, fill=-1), ints(max(1, rows // 2))
         # by step of a round
         self.step = ints(1, fill=-1, dtype=torch.long)
@@ -305,7 +312,7 @@ class Steps:
                     self._step(count, size * SPLIT, groups, sampling, self._num_unlike)
             self._scores_of(self.log[:, 0, :count], count, sampling.options)
         for prompt in prompts:
-            prefill(self.model, torch.zeros_like(prompt.slots), prompt, self.caches, num_layers=self._num_unlike)
+            self.prefill(torch.zeros_like(prompt.slots), prompt, torch.zeros_like(prompt.slots), self._num_unlike)
         first = torch.zeros(1, dtype=torch.int32, device=self.device)
         self._copy_pages(first, first)
         if self.states is not None:
@@ -313,13 +320,21 @@ class Steps:
 
     # --- rows
 
+    def prefill(
+        self, tokens: Int[Tensor, "T"], layout: PrefillLayout, adapter: Int[Tensor, "T"], num_layers: int | None = None
+    ) -> None:
+        """Prefill chunks of prompts into their pages; ``adapter`` as of ``Begin``, of each token."""
+        own = None if self.stack is None else self.stack.rows(adapter.int())
+        prefill(self.model, tokens, layout, self.caches, num_layers=num_layers, adapters=own)
+
     def begin(self, new: Sequence[Begin], sampling: TokenSampling) -> None:
         """Write the state of completions that start, on the device's stream. No step under way uses their slots."""
-        table = torch.tensor([(b.slot, b.token, b.position, b.last, b.key) for b in new])
+        table = torch.tensor([(b.slot, b.token, b.position, b.last, b.key, b.adapter) for b in new])
         pages = torch.zeros(len(new), self.max_pages, dtype=torch.int32)
         for i, b in enumerate(new):
             pages[i, : len(b.pages)] = torch.tensor(b.pages, dtype=torch.int32)
-        slot, token, position, last, key = sent(table, self.device).T
+        slot, token, position, last, key, adapter = sent(table, self.device).T
+        self.slot_adapter[slot] = adapter.int()
         self.slot_token[slot], self.slot_key[slot] = token, key
         self.slot_position[slot], self.slot_last[slot] = position.int(), last.int()
         self.slot_pages[slot] = sent(pages, self.device)
@@ -368,6 +383,7 @@ class Steps:
         self.members[: len(groups)] = moved[2 * count + len(self.group_pages) :].view(-1, self.group_size)
         torch.index_select(self.slot_pages, 0, self.slot[:count], out=self.page_table[:count])
         torch.index_select(self.slot_key, 0, self.slot[:count], out=self.key[:count])
+        torch.index_select(self.slot_adapter, 0, self.slot[:count], out=self.adapter[:count])
         return count
 
     # --- steps
@@ -383,12 +399,12 @@ class Steps:
         step = self._step_for(rows, place, sampling)
         for _ in range(STEPS):
             step()
-        return self._read(len(place.slots), sampling.options)
+        return self._read(len(place.slots), sampling.options, place.adapters)
 
-    def _read(self, rows: int, options: SamplingOptions) -> Callable[[], Log]:
+    def _read(self, rows: int, options: SamplingOptions, adapters: Sequence[int]) -> Callable[[], Log]:
         """Launch the scores and the copies to the host, behind the steps."""
         log = self.log[:, :, :rows].contiguous()
-        scores = self._scores_of(log[:, 0], rows, options)
+        scores = self._scores_of(log[:, 0], rows, options, adapters)
         self._turn = 1 - self._turn
         log_host = self._logs[self._turn][: log.numel()].view(log.shape)
         scores_host = self._scores[self._turn][: scores.numel()].view(3, STEPS, rows)
@@ -406,14 +422,22 @@ class Steps:
 
         return wait
 
-    def _scores_of(self, token: Int[Tensor, "S R"], rows: int, options: SamplingOptions) -> Float[Tensor, "3 S*R"]:
+    def _scores_of(
+        self, token: Int[Tensor, "S R"], rows: int, options: SamplingOptions, adapters: Sequence[int] = ()
+    ) -> Float[Tensor, "3 S*R"]:
         """Log-probs in the distribution sampled from, log-probs of the policy, entropies of the policy."""
         sampled_from = self.log_logp[:, :rows].flatten()
         policy = torch.full((2, len(sampled_from)), torch.nan, device=self.device)
         if options.temperature > 0:
-            hidden = self.log_hidden[:, :rows].flatten(0, 1)
-            scored = token_scores(hidden, self.head, token.flatten().long(), temperature=options.temperature)
-            policy = torch.stack([scored.logp, scored.entropy]).float()
+            parts, start = [], 0
+            for place, of_place in groupby(adapters or (0,)):
+                stop = start + len(list(of_place)) if adapters else rows
+                head = self.head if self.stack is None else self.stack.head_of(place, self.head)
+                hidden, own = self.log_hidden[:, start:stop].flatten(0, 1), token[:, start:stop].flatten().long()
+                scored = token_scores(hidden, head, own, temperature=options.temperature)
+                parts.append(torch.stack([scored.logp, scored.entropy]).float().view(2, STEPS, stop - start))
+                start = stop
+            policy = torch.cat(parts, 2).flatten(1)
         return torch.cat([sampled_from[None] if options.filters_distribution else policy[:1], policy])
 
     def _step_for(self, rows: int, place: Place, sampling: TokenSampling) -> Callable[[], None]:
@@ -478,13 +502,14 @@ class Steps:
         tables = decoder.row_invariant.reach(self.max_pages * PAGE)
         layout = DecodeLayout(page_table, position, shared, reach)
         states = None if self.states is None else DecodedStates.of(slot, position)
-        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables, states)
+        adapters = None if self.stack is None else self.stack.rows(self.adapter[:rows])
+        paged = PagedRows(self.caches, layout, self.cache_row[:rows], self.place_of[:rows], tables, states, adapters)
         hidden = decoder(input_ids=token, rows=paged, num_layers=num_layers).last_hidden_state
         ends = self._stop_tokens(sampling.stop_tokens)
         histories = self._histories_of(options)
         for start in range(0, rows, LOGIT_ROWS):
             part = slice(start, min(rows, start + LOGIT_ROWS))
-            logits = logits_of(hidden[part], self.head)
+            logits = logits_of(hidden[part], self.head, adapters=(self.stack, self.adapter[part]))
             history = None
             if histories:
                 own = {name: values[slot[part]] for name, values in histories.items() if name != "first"}
@@ -533,8 +558,10 @@ class Steps:
         return self._ends_of[ends]
 
 
-def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"]:
-    """float32 logits, row-invariant.
+def logits_of(
+    hidden: Float[Tensor, "R D"], head: LMHead, *, adapters: tuple[AdapterStack | None, Tensor | None] = (None, None)
+) -> Float[Tensor, "R V"]:
+    """float32 logits, row-invariant; ``adapters`` are a stack and the place in it of each row.
 
     Example:
         >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
@@ -544,6 +571,9 @@ def logits_of(hidden: Float[Tensor, "R D"], head: LMHead) -> Float[Tensor, "R V"
     if head.lora_a is not None and head.lora_b is not None:
         low, tile = product(hidden, head.lora_a.to(hidden.dtype)), _tile_of_any_length(hidden)
         fixed_order_product(low, head.lora_b.to(hidden.dtype), tile, out=logits, add_to_out=head.lora_scale)
+    stack, index = adapters
+    if stack is not None and index is not None:
+        stack.add_to_logits(hidden, index, logits)
     if head.bias is not None:
         logits = logits + head.bias.float()
     if head.scale != 1:
@@ -562,8 +592,11 @@ def forms_of(model: nn.Module) -> tuple[list[AttentionForm], list[DeltaForm]]:
 
 
 def facts_of(model: nn.Module) -> tuple[Any, ...]:
-    """Address, shape, dtype and device of every parameter; graphs and kernel checks are valid while these stay."""
-    return tuple((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters())
+    """Address, shape, dtype and device of every parameter, and of adapters; graphs are valid while these stay."""
+    decoder: Any = backbone(model)
+    stack: AdapterStack | None = decoder.row_invariant.stack
+    of_stack = () if stack is None else stack.facts
+    return (*((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters()), of_stack)
 
 
 def bucket(rows: int) -> int:

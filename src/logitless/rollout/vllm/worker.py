@@ -2,9 +2,9 @@
 
 Start the server with ``--worker-extension-cls logitless.rollout.vllm.worker.FolderWeights``; logitless has to be
 installed beside vLLM (``pip install --no-deps logitless`` is enough: nothing here imports more than torch and
-safetensors). In addition to vLLM's own ``reload_weights`` it reads differences, and fixes a stale copy: on CPUs a
-linear layer multiplies with a packed copy of its weight, which ``reload_weights`` does not rebuild for an LM head tied
-to the embedding.
+safetensors). In addition to vLLM's own ``reload_weights`` it reads differences, and fixes stale copies: on CPUs layers
+multiply with packed copies of their weights, which ``reload_weights`` does not rebuild for an LM head tied to the
+embedding, nor for experts.
 """
 
 from typing import Any
@@ -35,13 +35,17 @@ class FolderWeights:
         worker.reload_weights(weights_iterator=read_weights(folder))
         return {
             "version": read_marker(Path(folder))["version"],
-            "rebuilt": repack_tied_heads(worker.model_runner.get_model()),
+            "rebuilt": repack(worker.model_runner.get_model()),
         }
 
 
-def repack_tied_heads(model: torch.nn.Module) -> int:
-    """Rebuild the packed weights of LM heads; returns how many. On GPUs there are none."""
-    heads: list[Any] = [m for m in model.modules() if type(m).__name__ == "ParallelLMHead" and hasattr(m, "cpu_linear")]
+def repack(model: torch.nn.Module) -> int:
+    """Rebuild the packed weights of LM heads and experts; returns of how many. On GPUs there are none."""
+    modules: list[Any] = list(model.modules())
+    heads = [m for m in modules if type(m).__name__ == "ParallelLMHead" and hasattr(m, "cpu_linear")]
     for head in heads:
         head.quant_method.process_weights_after_loading(head)
-    return len(heads)
+    experts = [m for m in modules if type(m).__name__ == "RoutedExperts" and m.w13_weight.device.type == "cpu"]
+    for each in experts:  # vLLM packs them as the first weights are loaded, and not again
+        each.quant_method.moe_kernel.fused_experts.process_weights_after_loading(each)
+    return len(heads) + len(experts)

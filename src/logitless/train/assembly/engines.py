@@ -13,7 +13,7 @@ from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
 from logitless.rollout.engine import Engine, PushingEngine, Weights
-from logitless.rollout.recorded import RecordedEngine
+from logitless.rollout.recorded import ColumnEngine, RecordedEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
 from logitless.rollout.turn_taking import TurnTaking
@@ -103,10 +103,13 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
     match recipe.rollout.engine:
         case TransformersEngineSection():
             return Engines(here, here)
-        case RecordedEngineSection(path=path) if Path(path).is_dir():
-            return Engines(here, here)  # the collector replays the log: nothing is sampled for training
-        case RecordedEngineSection(path=path):
-            return Engines(RecordedEngine(Path(path)), here)
+        case RecordedEngineSection() as section:
+            if section.recorded_run is not None:
+                return Engines(here, here)  # the collector replays the log: nothing is sampled for training
+            if section.recorded_file is not None:
+                return Engines(RecordedEngine(section.recorded_file), here)
+            assert section.column is not None
+            return Engines(ColumnEngine(section.column, tokenizer), here)
         case AutoEngineSection():
             raise InputError(needed="a resolved recipe", given="rollout.engine: auto", remedy="Resolve it first.")
         case GpuEngineSection(memory=memory):

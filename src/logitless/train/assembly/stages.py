@@ -331,7 +331,7 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
             f"load-balancing loss, coefficient {coefficient:g}: zero-advantage completions are read too, and all "
             "micro-batches but the first of each step once more, without gradient"
         )
-    elif default := configured_router_loss(policy.model):
+    elif (default := configured_router_loss(policy.model)) and not parts.recipe.model.router.frozen:
         yield f"no load-balancing loss; the model's config suggests model.router.loss: {default:g}"
     if ranks.world > 1:
         yield f"{ranks.world} processes: {parts.inputs.arrangement.words}"

@@ -119,7 +119,7 @@ class Collector:
         Raises:
             EngineError: a completion has no version, or a newer one.
         """
-        if self._newest is None or self.options.engine.recorded_file is not None:
+        if self._newest is None or self.options.engine.samples_nothing:
             return block
         for completion in (each for group in block.sampled for each in group.completions if each.length):
             versions, last = completion.token_versions, completion.weights_version

@@ -205,7 +205,7 @@ class Policy:
         Args:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
-            divergence: of the same batch, from ``Teacher.divergences``; for weights that are whole on this rank.
+            divergence: of the same batch, from ``Teacher.divergences``.
             sum_squares: whether the sum of the squared probabilities is wanted, by a second pass of the head.
         """
         if not batch.num_tokens:
@@ -250,8 +250,11 @@ class Policy:
         return TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
-        """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them."""
-        inputs = self._read(batch)
+        """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them.
+
+        Weights are sharded: all ranks call it, also one whose batch has no target.
+        """
+        inputs = self._read(batch if batch.num_tokens else nothing_to_score())
         return self._rows(inputs, inputs.source), self.head()
 
     def _rows(self, inputs: PackedInputs | SharedInputs, source: Tensor) -> Tensor:

@@ -110,7 +110,8 @@ class Teacher:
             read = [
                 (at, *model.hidden_and_head(part))
                 for model, at, part in self._parts(batch)
-                if part.num_tokens and not isinstance(model, ServedTeacher)  # which a rule keeps out of the loss
+                if not isinstance(model, ServedTeacher)  # which a rule keeps out of the loss
+                and (part.num_tokens or self._is_sharded)  # then other ranks need this one's shards
             ]
 
         def divergence(of_policy: Tensor, policy_head: LMHead) -> Tensor:
@@ -171,6 +172,10 @@ class Teacher:
         for model in dict.fromkeys(self.models):
             if isinstance(model, Policy) and model.sharded is None:
                 yield from model.model.parameters()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return any(each.sharded is not None for each in self._policies)
 
     @property
     def _policies(self) -> list[Policy]:

@@ -2,19 +2,19 @@
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import Packing, pack, plan_epoch
 from logitless.data.prompts import PromptOrder
-from logitless.errors import DataError, TrainingError
+from logitless.errors import TrainingError
 from logitless.models.seeded import seeded
+from logitless.rollout.recorded import text_of_column
 from logitless.seeds import derived_seed
 from logitless.train.learn.policy import Policy
 from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.data import WarmStartSection
 from logitless.train.recipe.training import OptimizerSection, TrainSection
-from logitless.types import Completion, Prompt
+from logitless.types import Prompt
 
 
 def warm_start(
@@ -43,7 +43,7 @@ def warm_start(
         DataError: a prompt has no text in the answer column.
         TrainingError: a gradient is not finite.
     """
-    pairs = [(prompt, _answer(prompt, tokenizer, options.answer_column)) for prompt in prompts]
+    pairs = [(prompt, text_of_column(prompt, options.answer_column, tokenizer)) for prompt in prompts]
     data = pack(pairs)
     schedule = OptimizerSection(learning_rate=options.learning_rate, schedule=options.schedule)
     optimizer = adamw(policy.model.parameters(), schedule, policy.device)
@@ -74,15 +74,3 @@ def warm_start(
             )
         if (step + 1) % max(1, options.steps // 10) == 0:
             tell(f"warm start {step + 1}/{options.steps}: loss {loss:.4f} nat a token")
-
-
-def _answer(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, column: str) -> Completion:
-    text = prompt.columns.get(column)
-    if not isinstance(text, str):
-        raise DataError(
-            needed=f"text in column {column!r} of every warm-start prompt",
-            given=f"{type(text).__name__} for prompt {prompt.id!r}",
-            remedy="Set warm_start.answer_column to the column that holds the answer.",
-        )
-    ids = [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
-    return Completion(prompt.id, token_ids=np.array(ids), text=text, finish_reason="stop")

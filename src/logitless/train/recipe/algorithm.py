@@ -118,7 +118,7 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         lambda composed: composed.algorithm.advantage is not None and composed.algorithm.advantage.reads_baseline,
     ).needs(
         "an engine that samples",
-        holds=lambda composed: composed.recipe.rollout.engine.recorded_file is None,
+        holds=lambda composed: not composed.recipe.rollout.engine.samples_nothing,
         given=lambda _: "recorded completions",
         remedy="Choose another algorithm.advantage.",
     ),

@@ -63,6 +63,16 @@ class EngineSection(Section):
         return None
 
     @property
+    def recorded_column(self) -> str | None:
+        """Column of the data with the completions' texts."""
+        return None
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Whether completions were there before the run, and come from no weights that it knows."""
+        return self.recorded_file is not None or self.recorded_column is not None
+
+    @property
     def takes_adapters(self) -> bool:
         """Whether it is sent the LoRA adapter instead of whole weights."""
         return False
@@ -81,20 +91,25 @@ class TransformersEngineSection(EngineSection):
 
 
 class RecordedEngineSection(EngineSection):
-    """Replay completions from a file."""
+    """Train on completions that exist: token ids in a file, or texts in the data."""
 
     name: Literal["recorded"] = "recorded"
-    path: str = Field(
-        description="JSONL or Parquet file of completions, or folder of a run with a log of its blocks to replay"
+    path: str | None = Field(
+        None, description="JSONL or Parquet file of `logitless sample`, or folder of a run with a log of its blocks"
     )
+    column: str | None = Field(None, description="in place of `path`: column of data.train with the completion's text")
 
     @property
     def recorded_file(self) -> Path | None:
-        return None if self.recorded_run else Path(self.path)
+        return None if self.path is None or self.recorded_run else Path(self.path)
 
     @property
     def recorded_run(self) -> Path | None:
-        return path if (path := Path(self.path)).is_dir() else None
+        return None if self.path is None or not Path(self.path).is_dir() else Path(self.path)
+
+    @property
+    def recorded_column(self) -> str | None:
+        return self.column
 
 
 class _OnGpu(EngineSection):
@@ -209,6 +224,11 @@ def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
     return engine if isinstance(engine, VllmServerEngineSection) else None
 
 
+def _recorded(recipe: "Recipe") -> RecordedEngineSection | None:
+    engine = recipe.rollout.engine
+    return engine if isinstance(engine, RecordedEngineSection) else None
+
+
 def _backends(recipe: "Recipe") -> tuple[str, str]:
     return recipe.train.scoring_backend, recipe.train.training_backend
 
@@ -218,6 +238,8 @@ def _not_applied_by_vllm(recipe: "Recipe") -> str:
     return "; ".join(filter(None, (refusal(partial(request_settings, each, ())) for each in recipe.samplings)))
 
 
+recorded = Setting["Recipe"]("rollout.engine recorded", lambda recipe: _recorded(recipe) is not None)
+of_column = Setting["Recipe"]("rollout.engine.column", lambda recipe: recipe.rollout.engine.recorded_column is not None)
 gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
 server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
 in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
@@ -233,6 +255,18 @@ GPU_FUSED = gpu.needs(
 _FOLDER = "Set rollout.engine.weights: {name: folder}."
 
 RULES: tuple[Rule["Recipe"], ...] = (
+    recorded.needs(
+        "one of path and column",
+        holds=lambda recipe: bool((e := _recorded(recipe)) and (e.path is None) != (e.column is None)),
+        given=lambda recipe: "both" if (e := _recorded(recipe)) and e.path else "neither",
+        remedy="Name a file of `logitless sample` as path, or the column of data.train that holds texts.",
+    ),
+    of_column.needs(
+        "rollout.completions_per_prompt: 1, the text of the row",
+        holds=lambda recipe: recipe.rollout.completions_per_prompt == 1,
+        given=lambda recipe: str(recipe.rollout.completions_per_prompt),
+        remedy="Set it to 1.",
+    ),
     gpu.needs(
         "model.layers: row_invariant or auto, through which it decodes",
         holds=lambda recipe: recipe.model.layers != "transformers",

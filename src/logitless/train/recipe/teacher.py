@@ -7,7 +7,7 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
 from logitless.rollout.environments.options import pays
-from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_weights, value_at
+from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_sequences, value_at
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -162,9 +162,9 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    needs_whole_weights(
+    needs_whole_sequences(
         divergence,
-        ", for the LM heads of policy and teacher are not cut",
-        "Set parallel.replicate to the number of processes, or teacher.advantage in place of divergence.",
+        ", for the teacher's hidden states are not cut",
+        "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
     ),
 )
