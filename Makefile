@@ -58,7 +58,7 @@ TINKER := .venv-tinker/bin
 	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt \
 		--constraint constraints-tinker.txt --editable '.[tinker,triton,rewards,data]' pytest pytest-timeout hypothesis \
-		beartype aiohttp blobfile chz pylatexenc pyrage termcolor tiktoken tml-renderers
+		beartype aiohttp blobfile chz pylatexenc termcolor tiktoken tml-renderers
 	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1
 	$(TINKER)/python -m pip install --quiet --disable-pip-version-check --no-deps --target .venv-tinker/before tinker==0.36.0
 	touch $@

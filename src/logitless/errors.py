@@ -59,3 +59,17 @@ class EngineError(LogitlessError, RuntimeError):
 
 class LostRankError(TrainingError):
     """Another process of the run is gone or does not answer; the message names it if it is known."""
+
+
+class RefusedError(Exception):
+    """A request over HTTP that a server here answers with a status other than 200.
+
+    Args:
+        status: of HTTP.
+        message: in words, for the client.
+        code: OpenAI's name of the kind of error.
+    """
+
+    def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
+        super().__init__(message)
+        self.status, self.code = status, code

@@ -1,5 +1,6 @@
 """``serve-engine`` offers a recipe's engine to a client in another process, and says where."""
 
+import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +31,8 @@ def test_a_client_in_another_process_gets_tokens_log_probs_and_the_version(recip
             url = server.stdout.readline().strip()
             _, said = post(f"{url}/completions", prompt="ab", n=2, max_tokens=4)
             _, chat = post(f"{url}/chat/completions", messages=[{"role": "user", "content": "ab"}], max_tokens=4)
+            server.terminate()
+            assert server.wait(300) == 128 + signal.SIGTERM
         finally:
             server.kill()
     assert said["prompt_token_ids"] == [3, 4]
@@ -43,3 +46,11 @@ def test_a_port_that_is_taken_is_refused_in_words(recipe, capsys):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert main(["serve-engine", str(recipe), "--port", str(taken.getsockname()[1])]) == 2
     assert "--port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["serve-engine", "recipe.yaml"], ["serve-tinker", "model"]])
+def test_without_starlette_a_server_names_the_extra_that_brings_it(command, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "starlette.routing", None)
+    monkeypatch.delitem(sys.modules, "logitless.http_server", raising=False)
+    assert main(command) == 1
+    assert "pip install 'logitless[serve]'" in capsys.readouterr().err

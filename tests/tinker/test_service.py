@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 
+from logitless.errors import RefusedError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.tinker import service as module
@@ -13,7 +14,6 @@ from logitless.tinker import wire
 from logitless.tinker.service import FailedError, Service
 from logitless.tinker.store import Store
 from logitless.tinker.trainer import Shape, Trainer
-from logitless.tinker.wire import RefusedError
 from tests.tinker.test_trainer import CONFIG
 
 KEY = "tml-a"

@@ -2,16 +2,14 @@
 
 import argparse
 import sys
-import threading
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from logitless.cli.arguments import add_checkpoint, add_overrides
+from logitless.cli.serving import add_port, wait_for_end
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError
 from logitless.rollout.engine import Engine
-from logitless.rollout.serving.server import EngineServer
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import device_of, set_process
@@ -27,34 +25,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("source", type=Path, help="a recipe's YAML file, or a run folder")
     add_checkpoint(parser, "of a run (default: latest)")
     add_overrides(parser, "of a recipe")
-    parser.add_argument("--port", type=int, default=8000, help="on 127.0.0.1; 0 takes a free one (default 8000)")
+    add_port(parser, 8000)
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same completions (default 0)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    recipe, engine, tokenizer, version = _opened(options)
-    try:
-        server = EngineServer(
+    from logitless.http_server import listening
+    from logitless.rollout.serving.server import EngineServer
+
+    with listening(options.port) as connection:
+        recipe, engine, tokenizer, version = _opened(options)
+        with EngineServer(
             engine,
             tokenizer,
             recipe.rollout.sampling,
             seed=options.seed,
-            port=options.port,
+            connection=connection,
             chat_template_kwargs=recipe.model.chat_template_kwargs,
             version=version,
             name=recipe.name,
-        )
-    except OSError as error:
-        raise ConfigurationError(
-            needed=f"port {options.port} on 127.0.0.1",
-            given=str(error),
-            remedy="Name another --port; 0 takes a free one.",
-        ) from error
-    with server:
-        print(server.url, flush=True)
-        print(f"weights of version {version}; Ctrl-C ends it", file=sys.stderr)
-        threading.Event().wait()
+        ) as server:
+            print(server.url, flush=True)
+            print(f"weights of version {version}; Ctrl-C ends it", file=sys.stderr)
+            wait_for_end()
     return 0
 
 

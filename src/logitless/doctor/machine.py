@@ -37,6 +37,7 @@ OPTIONAL = {
     "torchao": "torchao",
     "bitsandbytes": "four-bit",
     "gguf": "gguf",
+    "starlette": "serve",
     "tinker": "tinker",
     "mlflow": "mlflow",
     "verifiers": "verifiers",

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import hmac
-import logging
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
@@ -13,18 +12,16 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from starlette.applications import Starlette
-from starlette.requests import ClientDisconnect, Request
-from starlette.responses import FileResponse, JSONResponse, Response
-from starlette.routing import Route
+from starlette.requests import Request
+from starlette.responses import FileResponse, Response
 
-from logitless.errors import LogitlessError
+from logitless.errors import RefusedError
+from logitless.http_server import Endpoint, application
 from logitless.tinker import wire
 from logitless.tinker.service import Service, owner_of
 from logitless.tinker.sessions import FailedError, Session
 from logitless.tinker.store import KINDS, Checkpoint
-from logitless.tinker.wire import MAX_BODY_BYTES, RefusedError
-
-logger = logging.getLogger("logitless")
+from logitless.tinker.wire import MAX_BODY_BYTES
 
 PROTOBUF = "application/x-protobuf"
 
@@ -34,8 +31,6 @@ POLL_SECONDS = 20.0
 URL_SECONDS = 900
 """For so long a download URL is valid."""
 
-_HOSTS = ("127.0.0.1", "localhost")
-
 Handler: TypeAlias = Callable[["Call"], Awaitable[Any]]
 
 
@@ -44,13 +39,24 @@ class Call:
 
     Args:
         service: that answers.
-        key: of the client; another client's key sees nothing of it.
         body: not compressed.
-        http: Starlette's request, for path and query.
+        http: Starlette's request, for path, query and headers.
     """
 
-    def __init__(self, service: Service, key: str, body: bytes, http: Request) -> None:
-        self.service, self.key, self.body, self.http = service, key, body, http
+    def __init__(self, service: Service, body: bytes, http: Request) -> None:
+        self.service, self.body, self.http = service, body, http
+
+    @property
+    def key(self) -> str:
+        """Of the client; another client's key sees nothing of it."""
+        if not (key := self.http.headers.get("x-api-key")):
+            raise RefusedError(401, "no X-API-Key: set TINKER_API_KEY to tml- and anything")
+        return str(key)
+
+    @property
+    def owner(self) -> str:
+        """What is kept of the key."""
+        return owner_of(self.key)
 
     @property
     def digest(self) -> bytes:
@@ -275,12 +281,12 @@ async def training_run(call: Call) -> Any:
 
 async def checkpoints_of_run(call: Call) -> Any:
     """The checkpoints of a training run."""
-    return {"checkpoints": [_checkpoint(c) for c in call.service.store.all(_owner(call), call.path("run"))]}
+    return {"checkpoints": [_checkpoint(c) for c in call.service.store.all(call.owner, call.path("run"))]}
 
 
 async def checkpoints(call: Call) -> Any:
     """All checkpoints."""
-    chosen, cursor = _page(call, call.service.store.all(_owner(call)))
+    chosen, cursor = _page(call, call.service.store.all(call.owner))
     return {"checkpoints": [_checkpoint(each) for each in chosen], "cursor": cursor}
 
 
@@ -391,10 +397,6 @@ ROUTES: dict[str, Handler] = {
 # --- what they share
 
 
-def _owner(call: Call) -> str:
-    return owner_of(call.key)
-
-
 def _page(call: Call, every: list[Any]) -> tuple[list[Any], dict[str, int]]:
     offset, limit = call.number("offset", 0), call.number("limit", 20)
     return every[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(every)}
@@ -422,7 +424,7 @@ def _checkpoint(found: Checkpoint) -> dict[str, Any]:
 
 def _runs(call: Call) -> list[dict[str, Any]]:
     saved: dict[str, list[Checkpoint]] = {}
-    for each in call.service.store.all(_owner(call)):
+    for each in call.service.store.all(call.owner):
         saved.setdefault(each.run, []).append(each)
     found: dict[str, tuple[float, dict[str, Any]]] = {}
     sessions: list[Session] = call.service.sessions(call.key)
@@ -463,53 +465,18 @@ def app(service: Service, *, secret: bytes) -> Starlette:
         secret: signs download URLs.
     """
 
-    def endpoint(handler: Handler, *, keyed: bool = True) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(http: Request) -> Response:
-            try:
-                key = http.headers.get("x-api-key", "")
-                if (http.headers.get("host") or "").rpartition(":")[0] not in _HOSTS:
-                    # A web page can reach loopback under a name of its own (DNS rebinding).
-                    raise RefusedError(403, "asked for by another name than loopback's")
-                if keyed and not key:
-                    raise RefusedError(401, "no X-API-Key: set TINKER_API_KEY to tml- and anything")
-                body = wire.inflated(await _body(http), http.headers.get("content-encoding", ""))
-                said = await handler(Call(service, key, body, http))
-                return said if isinstance(said, Response) else JSONResponse({} if said is None else said)
-            except RefusedError as refused:
-                return _error(refused.status, str(refused))
-            except LogitlessError as error:
-                return _error(400 if isinstance(error, ValueError) else 503, str(error))
-            except ClientDisconnect:
-                return Response(status_code=400)
-            except Exception as error:
-                logger.exception("%s failed", http.url.path)
-                return _error(500, f"{type(error).__name__}: {error}")
+    def endpoint(handler: Handler) -> Endpoint:
+        async def answer(http: Request, body: bytes) -> Any:
+            return await handler(Call(service, wire.inflated(body, http.headers.get("content-encoding", "")), http))
 
         return answer
 
-    routes = []
-    for name, handler in ROUTES.items():
-        method, path = name.split()
-        routes.append(Route(f"/api/v1{path}", endpoint(handler, keyed=handler is not healthz), methods=[method]))
-    routes.append(Route("/files/{run}/{kind}/{name}/{file}", endpoint(download, keyed=False), methods=["GET"]))
-    made = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+    routes = {name.replace(" ", " /api/v1"): endpoint(handler) for name, handler in ROUTES.items()}
+    routes["GET /files/{run}/{kind}/{name}/{file}"] = endpoint(download)
+    made = application(routes, error=_error, max_bytes=MAX_BODY_BYTES)
     made.state.secret = secret
     return made
 
 
-async def _unknown(http: Request, _: Exception) -> Response:
-    return _error(404, f"{http.method} {http.url.path} is no operation of this service; is the SDK a newer one?")
-
-
-def _error(status: int, message: str) -> Response:
-    return JSONResponse({"error": message, "detail": message}, status)
-
-
-async def _body(http: Request) -> bytes:
-    parts, size = [], 0
-    async for part in http.stream():
-        size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise RefusedError(413, f"more than {MAX_BODY_BYTES} bytes")
-        parts.append(part)
-    return b"".join(parts)
+def _error(refused: RefusedError) -> dict[str, str]:
+    return {"error": str(refused), "detail": str(refused)}

@@ -26,14 +26,13 @@ from typing import Any
 
 import torch
 
-from logitless.errors import InputError, LogitlessError
+from logitless.errors import InputError, LogitlessError, RefusedError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
 from logitless.tinker.sessions import Answer, FailedError, Job, Model, PassJob, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
 from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
-from logitless.tinker.wire import RefusedError
 
 logger = logging.getLogger("logitless")
 
@@ -364,6 +363,7 @@ class Service:
                 self.trainer.optimizer_state(adapter) if kind == "weights" else {},
                 self.trainer.peft_config(adapter.shape),
                 overwrite=request.overwrite,
+                recipients=request.age_encryption_recipients or (),
             )
             size = {"size_bytes": made.size} if kind == "external_weights" else {}
             return {"path": made.path, **size}

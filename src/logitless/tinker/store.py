@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from logitless.errors import CheckpointError, InputError
+from logitless.errors import CheckpointError, InputError, UnavailableError
 from logitless.tinker.trainer import Shape
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -105,12 +105,21 @@ class Store:
         peft_config: Any,
         *,
         overwrite: bool = False,
+        recipients: Sequence[str] = (),
     ) -> Checkpoint:
         """Write a checkpoint; returns it with its size.
 
+        Args:
+            checkpoint: without its size.
+            tensors, state: factors and Adam's state.
+            peft_config: of the adapter.
+            overwrite: whether the name may be taken.
+            recipients: age keys that all files are encrypted to, as ``NAME.age``; none: they are plain.
+
         Raises:
-            InputError: there is one of this name already, or the name is not allowed.
+            InputError: there is one of this name already, the name is not allowed, or no recipient can be read.
             CheckpointError: the folder cannot be written.
+            UnavailableError: pyrage is needed to encrypt.
         """
         place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
         if not overwrite and self._read(place) is not None:
@@ -125,6 +134,8 @@ class Store:
             if state:
                 save_file({name: value.contiguous() for name, value in state.items()}, part / "optimizer.safetensors")
             peft_config.save_pretrained(str(part))
+            if recipients:
+                _encrypt(part, recipients)
             size = sum(file.stat().st_size for file in part.iterdir())
             made = Checkpoint(**{**vars(checkpoint), "size": size})
             (part / "checkpoint.json").write_text(json.dumps(asdict(made)))
@@ -160,8 +171,18 @@ class Store:
         return found
 
     def tensors(self, checkpoint: Checkpoint, *, optimizer: bool) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        """The factors, and Adam's state if wanted and saved; empty otherwise."""
+        """The factors, and Adam's state if wanted and saved; empty otherwise.
+
+        Raises:
+            InputError: the checkpoint is encrypted.
+        """
         place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
+        if (place / "adapter_model.safetensors.age").exists():
+            raise InputError(
+                needed="a checkpoint that can be read here",
+                given=f"{checkpoint.path}, which is encrypted",
+                remedy="Download and decrypt it.",
+            )
         state = place / "optimizer.safetensors"
         factors = load_file(place / "adapter_model.safetensors")
         return factors, load_file(state) if optimizer and state.is_file() else {}
@@ -194,3 +215,27 @@ class Store:
             shutil.rmtree(place, ignore_errors=True)
             return None
         return found
+
+
+def _encrypt(folder: Path, recipients: Sequence[str]) -> None:
+    """Encrypt the files of a folder by age."""
+    try:
+        import pyrage
+    except ImportError as error:
+        raise UnavailableError(
+            needed="pyrage, which encrypts", given=str(error), remedy="Run pip install 'logitless[tinker]'."
+        ) from error
+    keys = []
+    for text in recipients:
+        kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519
+        try:
+            keys.append(kind.Recipient.from_str(text))
+        except pyrage.RecipientError as error:
+            raise InputError(
+                needed="age recipients: age1... or an SSH public key",
+                given=f"{text!r:.80}: {error}",
+                remedy="Make one with age-keygen.",
+            ) from error
+    for file in list(folder.iterdir()):
+        pyrage.encrypt_file(str(file), f"{file}.age", keys)
+        file.unlink()

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from logitless.errors import UnavailableError
+from logitless.errors import RefusedError, UnavailableError
 from logitless.tinker.losses import INPUTS
 
 MAX_BODY_BYTES = 64 << 20
@@ -30,14 +30,6 @@ MAX_PARTS = 1 << 16
 """Objects and lists of a request in JSON."""
 
 _DTYPES = {"DTYPE_FLOAT32": np.float32, "DTYPE_INT64": np.int64, "DTYPE_INT32": np.int32}
-
-
-class RefusedError(Exception):
-    """A request that is answered with a status other than 200, in words."""
-
-    def __init__(self, status: int, message: str) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 def messages() -> Any:
@@ -114,12 +106,12 @@ def parsed(kind: type[M], body: bytes) -> M:
         raise RefusedError(422, "; ".join(f"{name}: {what}" for name, what in [*said.items()][:8])) from error
 
 
-def _only(*allowed: object) -> BeforeValidator:
+def _only(*allowed: object, why: str = "") -> BeforeValidator:
     """A field whose other values ask for what the service does not have."""
 
     def check(value: object) -> object:
         if value not in allowed:
-            raise ValueError(f"not served with {value!r}")
+            raise ValueError(f"not served with {value!r}{why}")
         return value
 
     return BeforeValidator(check)
@@ -216,7 +208,7 @@ class SaveWeights(OfModel):
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
     kind: Annotated[Any, _only("snapshot")] = "snapshot"
-    age_encryption_recipients: Off = None
+    age_encryption_recipients: list[str] | None = Field(None, max_length=10)
 
 
 class LoadWeights(Message):
@@ -293,7 +285,9 @@ class Sample(Message):
     topk_sample_logprobs: Off = 0
     target_prompt_logprobs: Off = None
     prompt_alt_tokens_k: Off = 0
-    record_stability_info: Off = None
+    record_stability_info: Annotated[
+        Any, _only(None, False, why=", for the formula of stable_reinforce is not published: name another loss_fn")
+    ] = None
 
 
 class RetrieveFuture(Message):

@@ -206,12 +206,15 @@ def _processes(recipe, world):
     return Processes(recipe, training, Arrangement.of(max(1, training), **whole))
 
 
+HARNESS = ("rollout.environment={name: harness, command: [a]}", "rollout.limits={max_tokens: 8}")
+
 OF_MACHINES = [  # overrides, device, an absent package, and what does without
     ((layers("row_invariant"),), "cpu", None, "model.layers=transformers"),
     ((layers("row_invariant"),), "cuda", "triton", "model.layers=transformers"),
     (("model.attention=flex_attention",), "cpu", None, "model.attention=packed"),
     (FOUR_BITS, "cuda", "bitsandbytes", "model.quantize=null"),
     (LORA, "cuda", "peft", None),
+    (HARNESS, "cpu", "starlette", None),
     ((engine("gpu"),), "cpu", None, "rollout.engine={name: transformers}"),
     ((engine("gpu"),), "cuda", "triton", "rollout.engine={name: transformers}"),
     (("train.optimizer.moments=8bit",), "cpu", "torchao", "train.optimizer.moments=float32"),

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -22,10 +22,12 @@ from logitless.own_code import named
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, end_to_end, given
 from logitless.rollout.sampling import SamplingOptions
-from logitless.rollout.serving.server import EngineServer
 from logitless.rollout.tool_calls import Format
 from logitless.seeds import derived_seed
 from logitless.types import Completion, Episode, Prompt
+
+if TYPE_CHECKING:
+    from logitless.rollout.serving.server import EngineServer
 
 Drive: TypeAlias = Callable[[str, Mapping[str, Any], int], float | None]
 """``(base_url, row, seed) -> reward``: runs one episode through any OpenAI client."""
@@ -165,7 +167,10 @@ class HarnessEpisodes:
 
         Raises:
             EngineError: the engine failed, even if the harness handled the server's error.
+            UnavailableError: Starlette or uvicorn is not installed.
         """
+        from logitless.rollout.serving.server import EngineServer
+
         failing = _FailingOnce(engine)
         with (
             EngineServer(
@@ -197,7 +202,7 @@ class HarnessEpisodes:
         return [prompt for prompt, _ in pairs], [episodes for _, episodes in pairs]
 
     def _run(
-        self, server: EngineServer, prompt: Prompt, sample: int, *, seed: int, limits: Limits
+        self, server: "EngineServer", prompt: Prompt, sample: int, *, seed: int, limits: Limits
     ) -> tuple[np.ndarray, Episode]:
         """The prompt tokens of the first request, and the episode."""
         session = f"{derived_seed('session', prompt.id, sample):x}"

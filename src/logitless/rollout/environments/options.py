@@ -1,5 +1,6 @@
 """The environments that a recipe can name, and how one is made for a policy."""
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -82,11 +83,14 @@ def environment_of(
 
     Raises:
         ConfigurationError: it cannot be made, or the chat template refuses its messages.
-        UnavailableError: this machine lacks what its tools need.
+        UnavailableError: this machine lacks what its tools or its server need.
     """
     if options is None:
         return SingleTurn()
     if isinstance(options, Harness):
+        importlib.import_module(
+            "logitless.http_server"
+        )  # raises here, not at the first block, if its packages are absent
         return HarnessEpisodes(
             options.drive(), tokenizer, options.concurrency, options.format, options.template, chat_template_kwargs
         )

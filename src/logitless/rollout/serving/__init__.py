@@ -1,1 +1,1 @@
-"""An engine behind an OpenAI endpoint: requests and replies (`protocol`), HTTP (`handler`), answers (`server`)."""
+"""An engine behind an OpenAI endpoint: requests and replies (`protocol`), answers over HTTP (`server`)."""

@@ -13,17 +13,10 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictInt, ValidationError, ValidationInfo
 
+from logitless.errors import RefusedError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.tool_calls import Call
 from logitless.types import Completion
-
-
-class RefusedError(Exception):
-    """A request that is answered with a status other than 200."""
-
-    def __init__(self, status: int, message: str, code: str = "invalid_request_error") -> None:
-        super().__init__(message)
-        self.status, self.code = status, code
 
 
 def _beside_stream(options: Any, request: ValidationInfo) -> Any:
@@ -140,7 +133,7 @@ class CompletionRequest(Request):
         [[3, 4], 'ab']
         >>> CompletionRequest.of(b'{"prompt": "ab", "n": 0, "best_of": 2}')
         Traceback (most recent call last):
-        logitless.rollout.serving.protocol.RefusedError: n: Input should be greater than or equal to 1; best_of: ...
+        logitless.errors.RefusedError: n: Input should be greater than or equal to 1; best_of: ...
     """
 
     prompt: str | list[StrictInt] | list[str | list[StrictInt]] = Field(
@@ -249,6 +242,6 @@ def _streamed(choice: Mapping[str, Any]) -> dict[str, Any]:
     return streamed
 
 
-def error(message: str, code: str) -> dict[str, Any]:
+def error(refused: RefusedError) -> dict[str, Any]:
     """The body of a reply whose status is not 200."""
-    return {"error": {"message": message, "type": code, "code": code}}
+    return {"error": {"message": str(refused), "type": refused.code, "code": refused.code}}

@@ -12,30 +12,39 @@ alone, not on the other requests of its batch. Not supported: streaming token by
 loopback.
 """
 
+import asyncio
+import socket
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
-from http.server import ThreadingHTTPServer
 from queue import Empty, Queue
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import ConfigurationError, InputError
+from logitless.errors import ConfigurationError, InputError, RefusedError
+from logitless.http_server import Endpoint, HttpServer, application, listening
 from logitless.rollout.chat import ChatTurns, check_chat_template_kwargs
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, Reply, checked, joined, tokens_so_far
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.serving import protocol
-from logitless.rollout.serving.handler import Handler
 from logitless.rollout.tool_calls import Format, tool_calls
 from logitless.types import Completion, Episode, Prompt
+
+MAX_BODY_BYTES = 8 << 20
+
+MAX_REQUESTS = 1024
+"""Requests that are answered at a time; further ones wait."""
+
+R = TypeVar("R", bound=protocol.Request)
 
 
 @dataclass
@@ -97,7 +106,7 @@ class EngineServer:
         tokenizer: of the policy.
         options: sampling options of requests that name none.
         seed: of all completions.
-        port: 0 takes a free one.
+        connection: of ``listening``; by default on a free port.
         limits: of a session.
         format: how the policy writes tool calls, for requests with tools.
         template: plain text around ``{reply}``, used instead of the chat template between turns.
@@ -132,7 +141,7 @@ class EngineServer:
         options: SamplingOptions,
         *,
         seed: int,
-        port: int = 0,
+        connection: socket.socket | None = None,
         limits: Limits = Limits(),
         format: Format = "tool_call",
         template: str | None = None,
@@ -144,6 +153,7 @@ class EngineServer:
     ) -> None:
         self.tokenizer, self.options, self.seed, self.limits = tokenizer, options, seed, limits
         self.format, self.own_settings, self.version, self.name = format, own_settings, version, name
+        connection = connection or listening(0)
         self._engine, self._gather = engine, gather_seconds
         self._engine_lock, self._lock = threading.Lock(), threading.Lock()
         self._closed, self._number = False, 0
@@ -153,16 +163,13 @@ class EngineServer:
             self._turns = ChatTurns(tokenizer, template=template, chat_template_kwargs=chat_template_kwargs)
         self.chat_template_kwargs = chat_template_kwargs
         self._waiting: Queue[_Pending | None] = Queue()
-        self._http = ThreadingHTTPServer(("127.0.0.1", port), partial(Handler, self._get, self._post))
-        self._http.daemon_threads = True
-        self.root = f"http://127.0.0.1:{self._http.server_port}"
+        self._sampling = threading.Thread(target=self._sample, daemon=True)
+        self._sampling.start()
+        self._threads = ThreadPoolExecutor(MAX_REQUESTS)
+        served = application(self._routes(), error=protocol.error, max_bytes=MAX_BODY_BYTES)
+        self._http = HttpServer(served, connection)
+        self.root = self._http.url
         self.url = f"{self.root}/v1"
-        self._threads = [
-            threading.Thread(target=self._http.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True),
-            threading.Thread(target=self._sample, daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
 
     def __enter__(self) -> "EngineServer":
         return self
@@ -201,37 +208,47 @@ class EngineServer:
             self.version = version
 
     def close(self) -> None:
-        """Stop listening, and refuse requests on open connections; the caller closes the engine."""
-        self._http.shutdown()
-        self._http.server_close()
+        """Answer requests under way, refuse further ones, and stop listening; the caller closes the engine."""
         with self._lock:
             self._closed = True
             self._waiting.put(None)
-        for thread in self._threads:
-            thread.join()
+        self._sampling.join()
+        self._http.close()
+        self._threads.shutdown()
 
     # --- requests
 
-    def _get(self, path: str) -> dict[str, Any]:
-        match _split(path)[1]:
-            case "v1/models":
-                model = {"id": self.name, "object": "model", "weights_version": self.version}
-                return {"object": "list", "data": [model]}
-            case "health":
-                return {"weights_version": self.version}
-        raise protocol.RefusedError(404, f"no {path}", "not_found")
+    def _routes(self) -> dict[str, Endpoint]:
+        async def health(*_: Any) -> Any:
+            return {"weights_version": self.version}
 
-    def _post(self, path: str, body: bytes) -> tuple[protocol.Request, dict[str, Any]]:
-        session_id, endpoint = _split(path)
-        if endpoint == "v1/chat/completions":
-            chat = protocol.ChatRequest.of(body)
-            return chat, self._chat(chat, session_id)
-        if endpoint == "v1/completions" and session_id is None:
-            request = protocol.CompletionRequest.of(body)
-            return request, self._complete(request)
-        raise protocol.RefusedError(404, f"no {path}", "not_found")
+        async def models(*_: Any) -> Any:
+            model = {"id": self.name, "object": "model", "weights_version": self.version}
+            return {"object": "list", "data": [model]}
 
-    def _complete(self, request: protocol.CompletionRequest) -> dict[str, Any]:
+        def in_thread(kind: type[R], answer: Callable[[R, str | None], dict[str, Any]]) -> Endpoint:
+            # it waits for the engine, and a long text is tokenized meanwhile
+            async def run(http: Request, body: bytes) -> Any:
+                request, session_id = kind.of(body), http.path_params.get("session")
+                said = await asyncio.get_running_loop().run_in_executor(self._threads, answer, request, session_id)
+                if not request.stream:
+                    return said
+                events = protocol.events(said, request.stream_options or {})
+                return Response(events, headers={"Content-Type": "text/event-stream"})
+
+            return run
+
+        chat = in_thread(protocol.ChatRequest, self._chat)
+        return {
+            "GET /health": health,
+            "GET /v1/models": models,
+            "GET /session/{session}/v1/models": models,
+            "POST /v1/completions": in_thread(protocol.CompletionRequest, self._complete),
+            "POST /v1/chat/completions": chat,
+            "POST /session/{session}/v1/chat/completions": chat,
+        }
+
+    def _complete(self, request: protocol.CompletionRequest, _: str | None) -> dict[str, Any]:
         """Complete one or several texts or token lists."""
         given = request.prompt
         several = isinstance(given, list) and not all(isinstance(token, int) for token in given)
@@ -250,14 +267,14 @@ class EngineServer:
             ids = self._rendered(request.messages, variables)
             prompt = Prompt(self._key(request), "", ids, messages=tuple(request.messages))
             return self._chat_reply(request, ids, self._submit(prompt, request).result())
-        missing = protocol.RefusedError(404, f"no session {session_id!r}", "not_found")
+        missing = RefusedError(404, f"no session {session_id!r}", "not_found")
         with self._lock:
             session = self._sessions.get(session_id)
         if session is None:
             raise missing
         if not session.lock.acquire(blocking=False):
             session.failure = "two requests at a time in one session"
-            raise protocol.RefusedError(409, session.failure, "conflict")
+            raise RefusedError(409, session.failure, "conflict")
         try:
             if session.closed:  # between the lookup and the lock
                 raise missing
@@ -268,7 +285,7 @@ class EngineServer:
     def _next_turn(self, session: Session, request: protocol.ChatRequest, variables: dict[str, Any]) -> dict[str, Any]:
         """Sample the next turn. A session changes only if that succeeds, so that a failed request can be repeated."""
         if request.n not in (None, 1):
-            raise protocol.RefusedError(400, "n: a session has one completion a turn")
+            raise RefusedError(400, "n: a session has one completion a turn")
         messages, prompt, turns = request.messages, session.prompt, [*session.turns]
         if prompt is None:
             prompt = Prompt(session.id, "", self._rendered(messages, variables), messages=tuple(messages))
@@ -276,7 +293,7 @@ class EngineServer:
             before, new = messages[: len(session.messages)], messages[len(session.messages) :]
             if not new or not all(map(_same, before, session.messages)):
                 session.failure = session.failure or "the conversation was changed, and not gone on with"
-                raise protocol.RefusedError(409, f"{session.failure}: it must begin with what was said", "conflict")
+                raise RefusedError(409, f"{session.failure}: it must begin with what was said", "conflict")
             completion, _ = turns[-1]
             assert self._turns is not None
             tokens = self._turns.between(completion, [{**m, "content": m["content"] or ""} for m in new])
@@ -286,7 +303,7 @@ class EngineServer:
         full = session.most_tokens is not None and len(ids) + most_new > session.most_tokens
         if full or len(turns) >= self.limits.max_turns:
             session.cut = True
-            raise protocol.RefusedError(400, "the limit of tokens or turns is reached", "context_length_exceeded")
+            raise RefusedError(400, "the limit of tokens or turns is reached", "context_length_exceeded")
         [completion] = self._submit(Prompt(f"{session.id}/{len(turns)}", "", ids), request).result()
         session.cut, session.prompt = False, prompt
         session.turns = [*turns, (replace(completion, prompt_id=session.id), Reply())]
@@ -312,7 +329,7 @@ class EngineServer:
         check_chat_template_kwargs(self.tokenizer, own)
         variables = {**self.chat_template_kwargs, **own}
         if variables != self.chat_template_kwargs and not may_differ:
-            raise protocol.RefusedError(400, "chat_template_kwargs: settled by the recipe; leave it out")
+            raise RefusedError(400, "chat_template_kwargs: settled by the recipe; leave it out")
         return variables | ({"tools": request.tools} if request.tools else {})
 
     def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> np.ndarray:
@@ -320,13 +337,13 @@ class EngineServer:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
-            raise protocol.RefusedError(400, "this tokenizer has no chat template; use completions")
+            raise RefusedError(400, "this tokenizer has no chat template; use completions")
         try:
             text = self.tokenizer.apply_chat_template(
                 [*messages], tokenize=False, add_generation_prompt=True, **variables
             )
         except TemplateError as error:
-            raise protocol.RefusedError(400, f"the chat template refuses the messages: {error}") from error
+            raise RefusedError(400, f"the chat template refuses the messages: {error}") from error
         return self._token_ids(text)
 
     def _token_ids(self, prompt: Any) -> np.ndarray:
@@ -334,10 +351,10 @@ class EngineServer:
         try:
             ids = self.tokenizer(prompt, add_special_tokens=False)["input_ids"] if isinstance(prompt, str) else prompt
         except Exception as error:  # the tokenizers library raises no class of its own
-            raise protocol.RefusedError(400, f"prompt: {error}") from error
+            raise RefusedError(400, f"prompt: {error}") from error
         largest = len(self.tokenizer) - 1
         if not ids or (ids is prompt and not all(0 <= token <= largest for token in ids)):
-            raise protocol.RefusedError(400, f"prompt: one token at least is needed, and token ids from 0 to {largest}")
+            raise RefusedError(400, f"prompt: one token at least is needed, and token ids from 0 to {largest}")
         return np.array(ids, np.int64)
 
     def _options(self, request: protocol.Request) -> SamplingOptions:
@@ -357,7 +374,7 @@ class EngineServer:
         pending = _Pending(prompt, request.n or 1, self._options(request), Future())
         with self._lock:  # a request queued behind the None of `close` would wait for ever
             if self._closed:
-                raise protocol.RefusedError(503, "the server is closed", "server_error")
+                raise RefusedError(503, "the server is closed", "server_error")
             self._waiting.put(pending)
         return pending.completions
 
@@ -395,14 +412,6 @@ class EngineServer:
             return
         for pending, group in zip(batch, groups, strict=True):
             pending.completions.set_result(group)
-
-
-def _split(path: str) -> tuple[str | None, str]:
-    """The session id (None outside a session) and the endpoint of a request's path."""
-    parts = path.partition("?")[0].strip("/").split("/")
-    if parts[0] == "session" and len(parts) > 2:
-        return parts[1], "/".join(parts[2:])
-    return None, "/".join(parts)
 
 
 def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:

@@ -111,5 +111,6 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
 
 MACHINE_RULES: tuple[Rule[Machine], ...] = (
     *(*model.MACHINE_RULES, *engine.MACHINE_RULES, *training.MACHINE_RULES, *writers.MACHINE_RULES),
+    *rollout.MACHINE_RULES,
 )
 """Checked by doctor against the machine."""

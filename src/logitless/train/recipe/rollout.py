@@ -9,7 +9,14 @@ from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
-from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process, needs_whole_weights
+from logitless.train.recipe.rule import (
+    Rule,
+    Setting,
+    given,
+    needs_one_process,
+    needs_package,
+    needs_whole_weights,
+)
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -147,3 +154,10 @@ PROCESS_RULES = (
         "Leave rollout.staleness out, start one process, or sample on some of them (parallel.sampling).",
     ),
 )
+
+harness = Setting["Recipe"](
+    "rollout.environment harness",
+    lambda recipe: recipe.rollout.environment is not None and recipe.rollout.environment.name == "harness",
+)
+
+MACHINE_RULES = (needs_package(harness, "starlette", "serve", None),)
