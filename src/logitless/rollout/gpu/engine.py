@@ -334,6 +334,14 @@ class _Round:
     wait: Callable[[], Log]
 
 
+class _Read(NamedTuple):
+    """Tokens to prefill: a chunk, all tokens of its sequence, and the index of its prompt."""
+
+    tokens: np.ndarray
+    chunk: Chunk
+    prompt: int
+
+
 class _Session:
     """Samples all missing completions that one version begins, with a pool of pages that is freed at the end.
 
@@ -607,14 +615,6 @@ class _Session:
             remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
             " float32 in place of float16.",
         )
-
-
-class _Read(NamedTuple):
-    """Tokens to prefill: a chunk, all tokens of its sequence, and the index of its prompt."""
-
-    tokens: np.ndarray
-    chunk: Chunk
-    prompt: int
 
 
 def _parts(reads: Iterable[_Read], most: int) -> Iterator[list[_Read]]:
