@@ -351,7 +351,7 @@ def _spread(values: Sequence[float]) -> str:
 
 def ablations(rows: list[dict[str, Any]]) -> str:
     """Held-out accuracy of every task and choice here over its seeds, without those that are compared with TRL."""
-    lines = ["| Task | Choice | Seeds | Held out, before | After | Learning rate |", "|---|---|--:|--:|--:|--:|"]
+    lines = ["| Task | Choice | Seeds | Held out, before | After |", "|---|---|--:|--:|--:|"]
     of_trl = {(row["task"], row["variant"]) for row in rows if row["trainer"] == "trl"}
     for task in TASKS:
         here = [row for row in rows if row["task"] == task and row["trainer"] == "logitless"]
@@ -360,8 +360,8 @@ def ablations(rows: list[dict[str, Any]]) -> str:
                 continue
             if found := [row for row in here if row["variant"] == variant]:
                 after = _spread([row["held_out_after"] for row in found])
-                before, rate = found[0]["held_out_before"], found[0]["learning_rate"]
-                lines.append(f"| {task} | {variant} | {len(found)} | {before:.3f} | {after} | {rate:g} |")
+                before = found[0]["held_out_before"]
+                lines.append(f"| {task} | {variant} | {len(found)} | {before:.3f} | {after} |")
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

@@ -165,15 +165,15 @@ def tables(results: Path) -> dict[str, str]:
         f"{machine['gpu']} with PyTorch limited to what the card has; torch {machine['torch']}, transformers "
         f"{machine['transformers']}, PEFT {machine['peft']}, bitsandbytes {machine['bitsandbytes']}. GiB.",
         "",
-        "| Recipe | Card | Prompt, completion (tokens) | | Planned | Allocated, peak | Reserved, peak | Run |",
-        "|---|--:|--:|---|--:|--:|--:|--:|",
+        "| Recipe | Card | Prompt, completion (tokens) | | Planned | Allocated, peak | Reserved, peak |",
+        "|---|--:|--:|---|--:|--:|--:|",
     ]
     for row in document["rows"]:
         numbers = [row[f"{name}_bytes"] / GIB for name in ("planned_total", "peak_allocated", "peak_reserved")]
         lines.append(
             f"| {row['recipe']} | {row['limit_bytes'] / GIB:.0f} | {row['prompt_tokens']}, "
             f"{row['completion_tokens_mean']:.0f} | {'resumed' if row['resumed'] else 'first block'} | "
-            f"{' | '.join(f'{number:.1f}' for number in numbers)} | {row['wall_clock_seconds']:.0f} s |"
+            f"{' | '.join(f'{number:.1f}' for number in numbers)} |"
         )
     return {"": "\n".join(lines)}
 

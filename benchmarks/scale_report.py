@@ -56,22 +56,17 @@ def _step(row: Mapping[str, Any] | None) -> str:
 
 
 def block_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tokens a second of a whole block, and seconds of its longest phases.
+    """Tokens a second of a whole block.
 
     Example:
-        >>> row = {"gpus": 2, "model": "m", "layout": "block_replicate", "engine": "gpu", "tokens": 8192}
+        >>> row = {"gpus": 2, "model": "m", "layout": "block_replicate", "tokens": 8192}
         >>> row |= {"tokens_per_second": 1e4, "efficiency": 0.9}
-        >>> row |= {"seconds": {"handing_over": 0.1, "rollout": 1.0, "scoring": 0.2, "training": 0.34}}
         >>> list(block_table([{"rows": [row]}]))[-1]
-        '| m | 2 | replicate | gpu | 10,000 | 90% | 1.00 | 0.34 |'
+        '| m | 2 | replicate | 10,000 | 90% |'
     """
-    columns = ["model", "GPUs", "layout", "engine", "tokens/s", "efficiency"]
-    yield f"| {' | '.join([*columns, 'rollout, s', 'training, s'])} |"
-    yield "|---|--:|---|---|--:|--:|--:|--:|"
+    yield "| model | GPUs | layout | tokens/s | efficiency |"
+    yield "|---|--:|---|--:|--:|"
     for row in (row for result in results for row in result["rows"] if row["layout"].startswith("block")):
         efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.0%}"
-        seconds = " | ".join(f"{value:.2f}" for value in (row["seconds"]["rollout"], row["seconds"]["training"]))
-        yield (
-            f"| {row['model']} | {row['gpus']} | {row['layout'].removeprefix('block_')} | {row['engine']} |"
-            f" {row['tokens_per_second']:,.0f} | {efficiency} | {seconds} |"
-        )
+        layout = row["layout"].removeprefix("block_")
+        yield f"| {row['model']} | {row['gpus']} | {layout} | {row['tokens_per_second']:,.0f} | {efficiency} |"
