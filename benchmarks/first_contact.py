@@ -70,9 +70,27 @@ MODELS: dict[str, dict[str, Any]] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "tie_word_embeddings": True,
     },
+    "qwen3-30b-a3b": {
+        "model_type": "qwen3_moe",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "rope_theta": 1000000.0,
+        "tie_word_embeddings": False,
+    },
 }
 """The published shapes."""
 NUM_LAYERS = {"gemma-3-270m": 6}  # the first that attends to everything is the sixth
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 _TOY = {"vocab_size": 11, "intermediate_size": 32, "max_position_embeddings": 64, "head_dim": 16}
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 TOYS: dict[str, dict[str, Any]] = {
@@ -85,6 +103,7 @@ TOYS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 3 if config["model_type"] == "llama" else 2,
         "num_key_value_heads": 1,
         **({"layer_types": ["sliding_attention"], "sliding_window": 8} if name.startswith("gemma") else {}),
+        **(_EXPERTS if "num_experts" in config else {}),
     }
     for name, config in MODELS.items()
 }
