@@ -70,7 +70,7 @@ class ScoredBlock(PackedBlock):
         value_old: [N] of the value head; None where there is none.
         live: one flag a sequence: whether it can change a gradient. The others are left out of training passes. None:
             all can.
-        scores_itself: whether ``logp_old`` of the sequences flagged ``live`` comes from the block's only training pass.
+        scores_itself: whether ``logp_old`` of the first step's ``live`` sequences comes from its training pass.
         logp_teacher: [N] under the teacher; None where it adds nothing to the advantages.
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a

@@ -95,7 +95,7 @@ HALF_SILENT = [group_of(name, [1.0] * 4 if name in "bd" else [0.0, 1.0, 1.0, 0.0
 def test_a_block_with_values_is_scored(tmp_path):
     for preset, in_training in (("grpo", True), ("ppo", False)):
         made = learner(tmp_path, **ONCE, algorithm__preset=preset)
-        assert scores_in_training(made.recipe, made.algorithm, 1) == in_training
+        assert scores_in_training(made.recipe, made.algorithm) == in_training
 
 
 def first_step(folder, **changes):
@@ -135,7 +135,6 @@ def test_a_step_with_every_saving_has_the_numbers_of_one_without(tmp_path):
     "changes",
     [
         {"train__epochs_per_block": 2},
-        {"train__tokens_per_step": 40},
         {"algorithm__filters": ({"name": "top_entropy", "quantile": 0.5},)},
         {"rescore": True},
     ],
@@ -146,6 +145,33 @@ def test_a_block_that_is_used_twice_or_read_before_its_step_is_scored(tmp_path, 
     scored = learner(tmp_path, **{**ONCE, **changes}).score(pack_groups(HALF_SILENT), HALF_SILENT, rescore=rescore)
     assert not scored.scores_itself
     assert not scored.logp_old.isnan().any()
+
+
+def test_a_blocks_first_step_scores_itself_with_the_numbers_of_a_block_that_is_scored(tmp_path):
+    found = []
+    for reuse in (False, True):
+        changes = {
+            **ONCE,
+            "train__tokens_per_step": 30,
+            "train__reuse_logp": reuse,
+            "train__skip_zero_advantage": False,
+        }
+        made = learner(tmp_path / str(reuse), **changes, rollout__parity={"warn": {"mean": 1.0}})
+        block = made.score(pack_groups(HALF_SILENT), HALF_SILENT)
+        unscored = int(block.logp_old.isnan().sum())
+        made.begin(block)
+        steps, parity = [], []
+        while made.in_training:
+            steps.append(made.step())
+            parity.append(made.parity)
+        found.append((steps, weights(made)))
+        assert len(steps) > 2
+        assert (0 < unscored < 80) == reuse
+        assert [each is not None for each in parity] == [reuse, *[False] * (len(steps) - 1)]
+    for plain, own in zip(*(steps for steps, _ in found), strict=True):
+        own = {key: own[key] for key in plain}
+        assert own == pytest.approx(plain, rel=1e-5, abs=1e-7, nan_ok=True)
+    assert all(map(torch.equal, *(after for _, after in found)))
 
 
 # --- memory that is short

@@ -128,7 +128,7 @@ class Learner:
     Attributes:
         tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
         halved: a message if the last step halved its micro-batches because memory was short; else None.
-        parity: metrics of the parity gate if the last step computed ``logp_old``; None if scoring did.
+        parity: metrics of the parity gate if the last step computed its ``logp_old``; None if scoring did.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class Learner:
     ) -> ScoredBlock:
         """Compute log-probs under policy, reference and teacher, and advantages.
 
-        ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from the training pass if
-        the block has one step and nothing needs it before, else from a scoring pass in the rows of the first epoch, so
-        that the first ratio is 1.
+        ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from a scoring pass in the
+        rows of the first epoch, so that the first ratio is 1; of the block's first step from its training pass, if
+        there is one epoch and nothing needs them before.
 
         Args:
             packed: with at least one token.
@@ -200,13 +200,14 @@ class Learner:
         live = self._live(packed, groups)
         plan = self._plan(packed, 0, live)
         old = None if rescore else sampled
-        itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm, len(plan))
+        itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm)
         trained = micro_batches_of(plan, self.ranks)
         dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
         dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
         if old is None:
             more = {"sum_squares": True} if self.algorithm.reads_squares else {}
-            old = self._scores(self.policy, packed, [*([] if itself else trained), *dead], **more)
+            scored = micro_batches_of(plan[1:], self.ranks) if itself else trained
+            old = self._scores(self.policy, packed, [*scored, *dead], **more)
         logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
         found = advantages(
             packed,
@@ -350,7 +351,7 @@ class Learner:
         options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
         places = self._places(len(step.micro_batches))
         own = [place for place in places if place is not None]
-        mine = step_batch(*parts, **options, scores_itself=now.block.scores_itself, places=own)
+        mine = step_batch(*parts, **options, scores_itself=self._scores_itself(now.block), places=own)
         zero_advantage_numbers = partial(
             zero_advantage_output, *parts, **options, device=self.policy.device, ranks=self.ranks
         )
@@ -457,23 +458,27 @@ class Learner:
         self.controllers.after_step(record, now.tokens, read, taken=taken)
         return record
 
+    def _scores_itself(self, block: ScoredBlock) -> bool:
+        """Whether the next step's training pass gives its ``logp_old``."""
+        return block.scores_itself and self.progress.step_in_epoch == 0
+
     def _parity_of_step(
         self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]], block: ScoredBlock
     ) -> Numbers | None:
-        """Metrics of the parity gate, for a block whose training pass gives ``logp_old``; None for any other.
+        """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other.
 
         Args:
             outputs: of this rank's micro-batches.
             rows: the sequences of each.
             block: in training.
         """
-        if not block.scores_itself or self.recipe.rollout.sampling.filters_distribution:
+        if not self._scores_itself(block) or self.recipe.rollout.sampling.filters_distribution:
             return None
         found = [required(each.logp_old, "logp_old").float().cpu() for each in outputs]
         # Under parallel.deterministic a rank may have no micro-batch.
         own = torch.cat([torch.empty(0), *found])
         places = torch.cat([torch.empty(0, dtype=torch.long), *map(block.packed.tokens_of, rows)])
-        logp = block.logp_old.clone()  # has the log-probs of zero-advantage sequences
+        logp = block.logp_old.clone()  # has the log-probs of later steps and of zero-advantage sequences
         logp[self.ranks.gather(places)] = self.ranks.gather(own)
         return parity_metrics(block.packed, logp)
 
@@ -644,17 +649,16 @@ class Learner:
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 
 
-def scores_in_training(recipe: Recipe, algorithm: Algorithm, num_steps: int) -> bool:
-    """Whether ``logp_old`` of a block comes from its training pass: it has one step, and nothing reads them before.
+def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
+    """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads them before or again.
 
     Args:
         recipe: resolved.
-        num_steps: of the block's epoch.
     """
     return (
         recipe.train.reuse_logp
         and not has_dropout(recipe)
-        and recipe.train.epochs_per_block == num_steps == 1
+        and recipe.train.epochs_per_block == 1
         and not algorithm.reads_scores
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass

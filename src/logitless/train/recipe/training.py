@@ -68,8 +68,8 @@ class TrainSection(Section):
     )
     reuse_logp: bool = Field(
         True,
-        description="take logp_old from the training pass where a block is used by one step and nothing reads it "
-        "before; not with model.lora.dropout",
+        description="take logp_old of a block's first step from its training pass, where the block is used once and "
+        "nothing reads it before; not with model.lora.dropout",
     )
     drop_truncated: bool = Field(False, description="give no weight to tokens of completions cut at the limit")
     max_grad_norm: PositiveFloat | None = Field(
