@@ -109,7 +109,7 @@ def run_recipe(
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
-            engines = engines_on(ranks, engines, recipe, exchange, repeats=repeats)
+            engines = engines_on(ranks, engines, loaded.recipe, exchange, repeats=repeats)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)

@@ -324,6 +324,7 @@ def layer_bytes(model: nn.Module, number: int) -> tuple[int, int]:
 def _inner_width(model: nn.Module, config: Any) -> tuple[int, int]:
     """(numbers of a token inside the MLP, numbers of the inputs and outputs of its experts)."""
     dense = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
+    dense = dense if isinstance(dense, int) else max(dense)  # Gemma 3n's, of each layer
     per_token = getattr(config, "num_experts_per_tok", None)
     if not per_token or not expert_weights(model):
         return dense, 0
