@@ -8,7 +8,7 @@
 # SIGTERM 300 seconds before the time limit: the run saves a checkpoint. The same command goes on from it, also after a
 # node was lost; if that node held the run's lock.json, the error says to delete it.
 set -euo pipefail
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 srun --wait 60 torchrun --nnodes "$SLURM_NNODES" --nproc-per-node gpu \
-    --rdzv-backend c10d --rdzv-endpoint "$head:29500" --rdzv-id "$SLURM_JOB_ID" \
+    --rdzv-backend c10d --rdzv-endpoint "${nodes[0]}:29500" --rdzv-id "$SLURM_JOB_ID" \
     -m logitless train "$@" --resume-or-start
