@@ -84,7 +84,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "head_dim": 128,
         "max_position_embeddings": 40960,
-        "rope_theta": 1000000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+        "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
     },
 }

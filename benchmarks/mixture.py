@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from first_contact import MODELS
 from logitless.bench.machine import environment, write_result
 from rollout_workloads import Workload
 from script import command_line, parsed, short_name, short_name_of
@@ -26,24 +27,7 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(
         "qwen3-30b-a3b",
         "Qwen3-30B-A3B, LoRA of rank 16",
-        {
-            "model_type": "qwen3_moe",
-            "vocab_size": 151936,
-            "hidden_size": 2048,
-            "intermediate_size": 6144,
-            "moe_intermediate_size": 768,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "norm_topk_prob": True,
-            "num_hidden_layers": 48,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "head_dim": 128,
-            "max_position_embeddings": 40960,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
-            "rms_norm_eps": 1e-6,
-            "tie_word_embeddings": False,
-        },
+        MODELS["qwen3-30b-a3b"],
         lora_rank=16,
     ),
     "gpt-oss-20b": Shape(

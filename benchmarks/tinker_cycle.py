@@ -137,10 +137,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    text = json.dumps(measured(options.model, options.workload), indent=1)
+    return shown(measured(options.model, options.workload), options.out)
+
+
+def shown(found: dict[str, Any], out: Path | None) -> int:
+    """Print results, and write them to the file that is given; 0, the exit status."""
+    text = json.dumps(found, indent=1)
     print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
+    if out is not None:
+        out.write_text(text + "\n")
     return 0
 
 

@@ -25,7 +25,7 @@ from urllib.request import Request, urlopen
 import numpy as np
 
 from script import command_line
-from tinker_cycle import served
+from tinker_cycle import served, shown
 
 COMPILING = 1
 """Cycles before those that are timed."""
@@ -180,12 +180,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Measure and print."""
     os.environ.setdefault("TINKER_API_KEY", "tml-local")
-    found = measured(options)
-    text = json.dumps(found, indent=1)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text + "\n")
-    return 0
+    return shown(measured(options), options.out)
 
 
 if __name__ == "__main__":

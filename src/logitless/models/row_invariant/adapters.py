@@ -5,7 +5,7 @@ depends on a number of rows (LoRA's products, gradients of rows, parts of attent
 weights, log-probs and gradients are bitwise those of a pass over that span alone.
 
 Decoding has a *stack*: the factors of a few adapters in tensors that stay in place, and an index for each row on the
-device, so that a step's launches, and its CUDA graph, are the same whoever is in it.
+device, so that a step's launches, and its CUDA graph, do not depend on which adapters its rows have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -115,7 +115,7 @@ class AdapterStack:
 
     @torch.no_grad()
     def keeps_bits(self) -> bool:
-        """Whether products of several adapters have the bits of ``project`` with each; the stack is empty before."""
+        """Whether rows of several adapters have the bits of ``project`` with each alone; the stack is empty before."""
         generator = torch.Generator(self.maps[self.head].a.device).manual_seed(0)
         for maps in {tuple(m.weight.shape for m in maps.modules): maps for maps in self.maps.values()}.values():
             if maps.modules == (self.head,):  # the head's log-probs are not from here

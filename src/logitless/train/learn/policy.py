@@ -252,7 +252,7 @@ class Policy:
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
         """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them.
 
-        Weights are sharded: all ranks call it, also one whose batch has no target.
+        Where weights are sharded, all ranks call it, also one whose batch has no target.
         """
         inputs = self._read(batch if batch.num_tokens else nothing_to_score())
         return self._rows(inputs, inputs.source), self.head()
