@@ -11,7 +11,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -231,6 +231,30 @@ class Ranks:
                 for tensor in tensors:
                     sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # gloo sends no bool
                     dist.broadcast(sent, group=self._everyone, group_src=0)
+
+    def begin_gather(self, whole: Shaped[Tensor, "m"], part: Shaped[Tensor, "n"]) -> Callable[[], None]:
+        """Begin to gather the parts of all ranks, which are equally long, end to end into ``whole``.
+
+        Returns:
+            A function that waits for it: on a GPU this stream, which NCCL's own runs beside; on a CPU the host.
+
+        Example:
+            >>> whole = torch.zeros(2)
+            >>> Ranks.alone().begin_gather(whole, torch.ones(2))()
+            >>> whole
+            tensor([1., 1.])
+        """
+        if self._everyone is None:
+            whole.copy_(part)
+            return lambda: None
+        with _all_present():
+            work = dist.all_gather_into_tensor(whole, part, group=self._everyone, async_op=True)
+
+        def wait() -> None:
+            with _all_present():
+                work.wait()
+
+        return wait
 
     def check_same(self, what: Mapping[str, str], remedy: str) -> None:
         """Raise where a value differs between ranks.

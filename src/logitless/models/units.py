@@ -1,11 +1,19 @@
 """The FSDP units of a causal LM: modules whose sharded weights are all-gathered together."""
 
+from typing import Any
+
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.distributed.sharding import unsharded_names
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone, causal_lm
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a causal LM's decoder, in the order in which a pass runs them."""
+    decoder: Any = backbone(model)
+    return list(decoder.layers[: decoder.config.num_hidden_layers])
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:

@@ -1,6 +1,7 @@
 """The interface of a sampling engine, and the weights that training gives it."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
@@ -8,6 +9,7 @@ from typing import Protocol, TypeAlias, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from logitless.distributed.ranks import Ranks
 from logitless.models.export import adapter_tensors, checkpoint_tensors
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
@@ -165,6 +167,24 @@ class ConcurrentEngine(Engine, Protocol):
     def prompts_at_once(self) -> int:
         """Prompts that it samples at the same time; 1 means that calls wait for each other."""
         ...
+
+
+@runtime_checkable
+class SharedEngine(Engine, Protocol):
+    """An engine with its own copy of the weights, which several ranks may share: each needs the others to sample."""
+
+    def share(self, ranks: Ranks) -> None:
+        """Share one copy with these ranks; before the first ``load``, from then on a collective."""
+        ...
+
+    def together(self) -> AbstractContextManager[None]:
+        """Inside, every rank calls ``sample`` as often as it needs, also never. A collective at its end."""
+        ...
+
+
+def together(engine: Engine) -> AbstractContextManager[None]:
+    """``SharedEngine.together``; nothing for any other engine."""
+    return engine.together() if isinstance(engine, SharedEngine) else nullcontext()
 
 
 @runtime_checkable

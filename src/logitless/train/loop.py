@@ -263,7 +263,10 @@ class Loop:
     def _sync_weights(self) -> Numbers:
         """Give every engine the current weights; returns the engines' transfer metrics."""
         with self.journal.phase("weights"):
-            if not self.recipe.rollout.engine.is_vllm:  # an engine here, if only for evaluation, reads whole weights
+            engine = self.recipe.rollout.engine
+            if not (
+                engine.is_vllm or self.recipe.parallel.has_copy
+            ):  # others here, if for evaluation, read whole weights
                 self.learner.policy.gather()  # released by the next step
             # Before the engines have this version: another thread may be sampling.
             self.collector.expect(self.learner.version)

@@ -35,6 +35,7 @@ from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.loop import Loop
 from logitless.train.optim.master_weights import drop_master_weights
 from logitless.train.plan.run_plan import check_disk, disk
+from logitless.train.plan.sampling_shards import resolve_sampling_shards
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.record.journal import Journal
@@ -96,6 +97,7 @@ def run_recipe(
         assert exchange is not None
         sample_only(inputs, exchange, open_engines, clock, repeats=repeats)
         return RunResult.of_json(everyone.broadcast_object(None))
+    inputs, shards_line = resolve_sampling_shards(inputs, training)
     ranks = training.arranged(inputs.arrangement)
     check_writers(recipe.writers)
     clock.outside("start")
@@ -117,6 +119,7 @@ def run_recipe(
         parts = assemble(inputs, loaded, engines, ranks, folder=folder.path, replayed=replay)
         del loaded  # of a sharded model, whole weights must not stay in memory
         services.callback(parts.collector.close)
+        journal.message(*([f"parallel.sampling_shards: {shards_line}"] if shards_line else []))
         journal.message(*described(parts, ranks))
         loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
         begun.restore(loop, recipe)

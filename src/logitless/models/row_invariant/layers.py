@@ -10,7 +10,7 @@ families that ``coverage`` does not list. Such a model is not changed, and the r
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any, Protocol, cast, runtime_checkable
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from logitless.distributed.layer_shards import LayerShards
 from logitless.errors import UnavailableError
 from logitless.graph_capture import refuse_unwritten
 from logitless.models.attention import AttentionLayout, PrefixAttention
@@ -260,8 +261,11 @@ class RowInvariantDecoder(nn.Module):
     def run_layers(self, hidden: Tensor, rows: Rows, num_layers: int | None = None) -> Tensor:
         """Hidden states [T, D] after the layers and the last norm."""
         residual, delta = hidden, None
-        for layer in self.layers[: self.config.num_hidden_layers][:num_layers]:
-            residual, delta = layer(residual, delta, rows=rows)
+        shards = self.row_invariant.shards if num_layers is None else None  # a few layers run to be compiled alone
+        with nullcontext(_at_hand) if shards is None else shards.a_pass() as ready:
+            for number, layer in enumerate(self.layers[: self.config.num_hidden_layers][:num_layers]):
+                ready(number)
+                residual, delta = layer(residual, delta, rows=rows)
         rounding = self.row_invariant.gemma, self.row_invariant.once
         return add_and_norm(residual, delta, self.norm.weight, _epsilon(self.norm), *rounding)[1]
 
@@ -441,6 +445,7 @@ class Installation:
         graphs: of ``graph_short_rows``.
         adapters: of the rows of packed passes, while ``adapted``.
         stack: of adapters that rows are decoded with; None: with those of the modules.
+        shards: of the layers, for sampling; None: they are whole.
     """
 
     model: nn.Module
@@ -452,6 +457,7 @@ class Installation:
     graphs: LayerGraphs | None = None
     adapters: SpanAdapters | None = None
     stack: AdapterStack | None = None
+    shards: LayerShards | None = None
 
     @property
     def exact(self) -> bool:
@@ -634,6 +640,10 @@ def _kept_bytes(decoder: Any) -> int:
         of_attention = (2 + outs) * heads.query * heads.width + 4 * heads.key * heads.width
         total += 6 * decoder.norm.weight.numel() + of_attention + 3 * width
     return total * int(decoder.norm.weight.itemsize)
+
+
+def _at_hand(number: int) -> None:
+    """What a layer waits for whose weights are whole."""
 
 
 def _epsilon(module: Any) -> float:

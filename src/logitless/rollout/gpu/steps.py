@@ -164,7 +164,9 @@ class Steps:
             )
         self.facts = facts_of(model)
         self.max_rows, self.max_pages, self.group_size = bucket(max_rows), max_pages, group_size
-        self.device, self.graphed = weight.device, weight.is_cuda
+        self.device, self.on_gpu = weight.device, weight.is_cuda
+        # sharded layers are gathered by the host, which has to know what the other ranks do
+        self.graphed = self.on_gpu and decoder.row_invariant.shards is None
         self.heads, self.layers, self.dtype = self.forms[0].heads, len(self.forms), weight.dtype
         kinds = [layer.row_invariant_kind for layer in decoder.layers]
         self._num_unlike = 1 + max(map(kinds.index, set(kinds)))  # the first so many layers include every kind
@@ -199,7 +201,7 @@ class Steps:
         self.log_hidden = torch.zeros(STEPS, rows, width, dtype=like.dtype, device=self.device)
         self.log_logp = torch.zeros(STEPS, rows, dtype=torch.float32, device=self.device)
         self._turn = 0
-        pin = self.graphed
+        pin = self.on_gpu
         self._logs = [torch.zeros(STEPS * 2 * rows, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
         self._scores = [torch.zeros(3 * STEPS * rows, dtype=torch.float32, pin_memory=pin) for _ in range(2)]
 
@@ -264,7 +266,7 @@ class Steps:
             sampling: of the steps.
         """
         key = bucket(rows), *{_splits(reach) for reach in reaches}, sampling
-        if not self.graphed or key in self._compiled:
+        if not self.on_gpu or key in self._compiled:
             return
         from logitless.models.kernels.compiling import compiled_together  # needs Triton
 
@@ -411,7 +413,7 @@ class Steps:
         log_host.copy_(log, non_blocking=True)
         scores_host.copy_(scores.view(3, STEPS, rows), non_blocking=True)
         done = None
-        if self.graphed:
+        if self.on_gpu:
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
 

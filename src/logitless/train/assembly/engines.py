@@ -12,7 +12,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
-from logitless.rollout.engine import Engine, PushingEngine, Weights
+from logitless.rollout.engine import Engine, PushingEngine, SharedEngine, Weights
 from logitless.rollout.in_flight import RepeatingEngine, in_flight_engine
 from logitless.rollout.recorded import ColumnEngine, RecordedEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
@@ -22,6 +22,8 @@ from logitless.rollout.vllm.api import VllmServer
 from logitless.rollout.vllm.probe import Probe, probe_prompt
 from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.rollout.vllm.weight_sync import AdapterSync, FolderSync, WeightSync
+from logitless.train.assembly.model import copy_that_samples
+from logitless.train.assembly.process import device_of
 from logitless.train.collect.one_client import OneClientANode, ServerEngine
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import (
@@ -96,12 +98,23 @@ def engines_on(
     if recipe.parallel.num_sampling:
         in_flight = recipe.rollout.in_flight is not None and not repeats
         return replace(engines, training=SamplingRanks(exchange, first=ranks.world, in_flight=in_flight))
+    if isinstance(engines.training, SharedEngine):
+        engines.training.share(_sharing(ranks, int(recipe.parallel.sampling_shards)))
+        return engines
     if repeats:
         return replace(engines, training=repeating_engine(engines.training, recipe.rollout))
     if ranks.world == 1 or not isinstance(engines.training, ServerEngine):
         return engines
     shared = OneClientANode(engines.training, ranks)
     return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
+
+
+def _sharing(ranks: Ranks, size: int) -> Ranks:
+    """The ranks that share a copy with this one, so many in a row. A collective."""
+    if size == ranks.world:
+        return ranks
+    groups = [ranks.subset(range(first, first + size)) for first in range(0, ranks.world, size)]
+    return next(group for group in groups if group is not None)
 
 
 def repeating_engine(engine: Engine, options: RolloutSection) -> RepeatingEngine:
@@ -203,4 +216,10 @@ def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizer
     from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
 
     rollout = recipe.rollout
-    return GpuEngine(model, tokenizer, max_rows=rollout.max_rows, prefill_tokens=rollout.prefill_tokens, memory=memory)
+    options = {"max_rows": rollout.max_rows, "prefill_tokens": rollout.prefill_tokens, "memory": memory}
+    if recipe.parallel.has_copy:
+        from logitless.rollout.gpu.sharded import ShardedGpuEngine
+
+        copy = copy_that_samples(recipe.model, tokenizer)
+        return ShardedGpuEngine(copy, tokenizer, device=device_of(recipe.model), **options)
+    return GpuEngine(model, tokenizer, **options)

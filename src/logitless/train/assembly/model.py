@@ -99,6 +99,12 @@ def policy_model(
     return model.train()
 
 
+def copy_that_samples(section: ModelSection, tokenizer: PreTrainedTokenizerBase) -> nn.Module:
+    """The policy's architecture with weights on ``meta``, for an engine that has a copy of the policy's weights."""
+    plain = section.model_copy(update={"layers": "transformers", "compile": False, "gradient_checkpointing": False})
+    return policy_model(plain, tokenizer, seed=0, device=torch.device("cpu"), empty=True).eval()
+
+
 def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> nn.Module:
     """The model after a warm start: under LoRA the adapter is merged into the base, and a fresh one is added.
 

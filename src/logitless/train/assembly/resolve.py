@@ -50,6 +50,8 @@ class Resolved:
         name, against = self.recipe.rollout.engine.name, self.against.get(ENGINE)
         if against is None:
             return f"{name}, set by the recipe"
+        if self.recipe.parallel.has_copy:
+            return f"{name}, with a copy of the weights over {self.recipe.parallel.sampling_shards}"
         return f"{name}, for {in_words(against)}" if against else f"{name}, bitwise identical to training"
 
 
@@ -94,6 +96,8 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
         check((_HERE,), Placed(found, model))
     else:
         against[ENGINE] = unmet(GPU_RULES, Placed(found, model))[:1]
+        if against[ENGINE] and found.parallel.has_copy:
+            raise against[ENGINE][0]
         chosen = choices[bool(against[ENGINE])]
         found = found.model_copy(update={"rollout": found.rollout.model_copy(update={"engine": chosen})})
     return Resolved(found, against)
@@ -119,8 +123,18 @@ class Placed:
         return Machine(self.recipe, "cuda" if is_one else device.type)
 
     @property
+    def has_layers(self) -> bool:
+        """Whether the model that samples has row-invariant layers, or would have them in its place."""
+        section, device = self.recipe.model, device_of(self.recipe.model)
+        if not self.recipe.parallel.has_copy:
+            return _is_row_invariant(section, device, self.model)
+        return not against_row_invariant(section.model_copy(update={"layers": "row_invariant"}), self.model, device)
+
+    @property
     def split(self) -> str:
-        """That its weights are or will be sharded, in words; empty if they stay whole."""
+        """That its weights are or will be sharded, in words; empty if they stay whole or sampling has a copy."""
+        if self.recipe.parallel.has_copy:
+            return ""
         if any(is_sharded(parameter) for parameter in self.model.parameters()):
             return "its weights are sharded"
         on_host = _device_type(self.model) == "cpu" and device_of(self.recipe.model).type == "cuda"
@@ -137,13 +151,13 @@ _HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
 GPU_RULES: tuple[Rule[Placed], ...] = (
     _HERE,
     _placed.needs(
-        "whole weights",
+        "whole weights, or a copy for sampling",
         given=lambda placed: placed.split,
-        remedy="Set parallel.replicate to the number of processes.",
+        remedy="Set parallel.replicate or parallel.sampling_shards to the number of processes.",
     ),
     _placed.needs(
         "row-invariant layers",
-        holds=lambda placed: _is_row_invariant(placed.recipe.model, device_of(placed.recipe.model), placed.model),
+        holds=lambda placed: placed.has_layers,
         given=lambda _: "its layers are not row-invariant ones",
         remedy="Leave model.layers at auto; the run says what keeps them.",
     ),

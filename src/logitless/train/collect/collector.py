@@ -19,7 +19,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
 from logitless.errors import EngineError
 from logitless.rewards.reward import Unscored, WeightedReward, judge
-from logitless.rollout.engine import Engine
+from logitless.rollout.engine import Engine, together
 from logitless.rollout.environment import Driver, Environment, Limits, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
@@ -192,8 +192,10 @@ def sampled_and_judged(
     mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
     groups: list[Group] = []
     with failing_together(ranks, "completions, sampled and judged"):
-        if mine:
-            if isinstance(environment, Driver):
+        with together(engine):
+            if not mine:
+                episodes = []
+            elif isinstance(environment, Driver):
                 mine, episodes = environment.episodes(
                     engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
                 )
@@ -201,6 +203,7 @@ def sampled_and_judged(
                 episodes = play(
                     engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
                 )
+        if mine:
             groups = judge(mine, episodes, rewards, unscored=unscored)
     if ranks.world == 1:
         return groups

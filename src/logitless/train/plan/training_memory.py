@@ -23,10 +23,11 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.distributed.layer_shards import CopyBytes
 from logitless.models.four_bit import saved_bytes
 from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.lora_targets import expert_weights
-from logitless.models.units import units_of
+from logitless.models.units import decoder_layers, units_of
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import needs_start
 from logitless.train.assembly.teacher import has_teacher_model, teacher_model
@@ -204,7 +205,10 @@ def memory_of_rank(
         always["weights to send"] = (1 + recipe.rollout.staleness) * always["trained weights"]
     if recipe.rollout.engine.samples_policy:
         moments["sampling"] = {"cache": sampling_bytes(recipe, model)}
-        if arrangement.is_sharded:
+        if parallel.has_copy:
+            copy = CopyBytes.of(model, decoder_layers(model), int(parallel.sampling_shards))
+            always["copy that samples"] = copy.total
+        elif arrangement.is_sharded:
             moments["sampling"]["whole weights"] = sum(map(num_bytes, own_parameters(model)))
     return TrainingMemory(always, moments)
 

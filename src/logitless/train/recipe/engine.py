@@ -14,7 +14,6 @@ from logitless.train.recipe.rule import (
     Rule,
     Setting,
     needs_gpu,
-    needs_whole_weights,
     refusal,
 )
 from logitless.train.recipe.section import Section
@@ -302,14 +301,6 @@ RULES: tuple[Rule["Recipe"], ...] = (
     adapter.requires("model.lora", remedy=_FOLDER),
     adapter.excludes("warm_start", ", which changes the base that the servers hold", remedy=_FOLDER),
     adapter.excludes("model.lora.modules_to_save", ", for vLLM loads low-rank factors alone", remedy=_FOLDER),
-)
-
-PROCESS_RULES = (
-    needs_whole_weights(
-        gpu,
-        ", at one place in memory",
-        "Set parallel.replicate to the number of processes, or rollout.engine: {name: transformers}.",
-    ),
 )
 
 GPU_HERE: Rule[Machine] = replace(

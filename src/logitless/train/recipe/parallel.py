@@ -25,6 +25,11 @@ class ParallelSection(Section):
         "sequence leave; 1 under sampling and deterministic",
     )
     replicate: PositiveInt = Field(1, description="copies of the weights")
+    sampling_shards: PositiveInt | Literal["auto"] = Field(
+        "auto",
+        description="with weights that `shard` cuts: processes that share the copy that rollout.engine gpu samples with, "
+        "gathered layer by layer; auto: 1, or all where a whole one does not fit on the GPU",
+    )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
     )
@@ -49,10 +54,16 @@ class ParallelSection(Section):
         """Processes that only sample; 0 for an ``auto`` that is not resolved."""
         return 0 if self.sampling == "auto" else self.sampling
 
+    @property
+    def has_copy(self) -> bool:
+        """Whether sampling has a copy of the weights; False for an ``auto`` that is not resolved."""
+        return self.sampling_shards != "auto"
+
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
+shards = Setting["Recipe"]("parallel.sampling_shards", lambda recipe: recipe.parallel.has_copy)
 sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.num_sampling > 0)
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -61,6 +72,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         holds=lambda recipe: recipe.rollout.engine.samples_policy,
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave rollout.engine or parallel.sampling out.",
+    ),
+    shards.needs(
+        "rollout.engine gpu or auto",
+        holds=lambda recipe: recipe.rollout.engine.bitwise or recipe.rollout.engine.choices is not None,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Leave one of them out.",
     ),
     deterministic.needs(
         "all weights on every process",
@@ -81,6 +98,18 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         sampling,
         " that trains, which are sent from one place",
         "Leave parallel.shard and parallel.sequence out.",
+    ),
+    shards.on(lambda processes: processes.recipe).needs(
+        "weights that parallel.shard cuts, for whole ones sample themselves",
+        holds=lambda processes: processes.arrangement.is_sharded,
+        given=lambda processes: processes.arrangement.words,
+        remedy="Leave it out, or set parallel.shard.",
+    ),
+    shards.on(lambda processes: processes.recipe).needs(
+        "a divisor of the number of processes",
+        holds=lambda processes: processes.world % int(processes.recipe.parallel.sampling_shards) == 0,
+        given=lambda processes: f"{processes.recipe.parallel.sampling_shards} of {processes.world}",
+        remedy="Leave it at auto, or set it to the number of processes.",
     ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
