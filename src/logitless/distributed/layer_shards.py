@@ -52,7 +52,7 @@ class Placed:
             if storage._cdata not in allocations:
                 allocations[storage._cdata] = size
                 size += _aligned(storage.nbytes())
-            starts[parameter] = allocations[storage._cdata] + parameter.storage_offset() * parameter.itemsize
+            starts[parameter] = allocations[storage._cdata] + int(parameter.storage_offset()) * parameter.itemsize
         return cls(starts, size)
 
     def piece_bytes(self, num_ranks: int) -> int:

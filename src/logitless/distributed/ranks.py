@@ -34,6 +34,7 @@ from logitless.distributed.shares import every_nth
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
+_gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 _PR_SET_PDEATHSIG = 1
 NCCL_FAULTS_HERE = (
     "unhandled cuda error",
@@ -248,7 +249,7 @@ class Ranks:
             whole.copy_(part)
             return lambda: None
         with _all_present():
-            work = dist.all_gather_into_tensor(whole, part, group=self._everyone, async_op=True)
+            work = _gather_into(whole, part, group=self._everyone, async_op=True)
 
         def wait() -> None:
             with _all_present():

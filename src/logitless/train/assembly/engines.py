@@ -3,6 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -216,7 +217,7 @@ def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizer
     from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
 
     rollout = recipe.rollout
-    options = {"max_rows": rollout.max_rows, "prefill_tokens": rollout.prefill_tokens, "memory": memory}
+    options: dict[str, Any] = {"max_rows": rollout.max_rows, "prefill_tokens": rollout.prefill_tokens, "memory": memory}
     if recipe.parallel.has_copy:
         from logitless.rollout.gpu.sharded import ShardedGpuEngine
 

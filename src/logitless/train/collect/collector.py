@@ -27,7 +27,7 @@ from logitless.train.block import JudgedBlock, have_signal
 from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.collect.one_client import ranks_that_sample
 from logitless.train.recipe.rollout import RolloutSection
-from logitless.types import Group, Prompt
+from logitless.types import Episode, Group, Prompt
 
 
 class Collector:
@@ -193,8 +193,9 @@ def sampled_and_judged(
     groups: list[Group] = []
     with failing_together(ranks, "completions, sampled and judged"):
         with together(engine):
+            episodes: list[list[Episode]] = []
             if not mine:
-                episodes = []
+                pass
             elif isinstance(environment, Driver):
                 mine, episodes = environment.episodes(
                     engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits

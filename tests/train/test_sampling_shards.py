@@ -1,0 +1,68 @@
+"""Weights that FSDP2 shards, sampled with by layers gathered one by one: the run with a whole copy on each rank."""
+
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+from logitless.distributed.layer_shards import LayerShards
+from logitless.distributed.ranks import Ranks
+from logitless.head import fused
+from logitless.rollout.gpu import steps
+from logitless.train.collect.replay import check_same_end
+from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import run_recipe
+from tests.head.interpreter import complete_interpreter
+from tests.ranks import DEVICES, run_on_ranks
+from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
+
+pytest.importorskip("triton")
+
+CHANGES = {
+    "model__source": TINY_LLAMA | {"num_hidden_layers": 2, "head_dim": 16},
+    "rollout__engine": {"name": "gpu"},
+    "rollout__prompts_per_block": 3,
+    "rollout__completions_per_prompt": 2,
+    "rollout__sampling": {"max_new_tokens": 3},
+    "train__blocks": 2,
+    "train__epochs_per_block": 1,
+    "train__tokens_per_step": 1000,
+    "kl": None,
+}
+
+
+def _run(rank, folder, changes):
+    """What ended the run, and the bytes that this rank sampled with."""
+    complete_interpreter()
+    held, plain = [], LayerShards.__init__
+
+    def seen(self, *arguments):
+        plain(self, *arguments)
+        held.append(self.num_bytes)
+
+    with (
+        mock.patch("logitless.train.run.write_report"),
+        mock.patch.object(LayerShards, "__init__", seen),
+        mock.patch.object(steps, "STEPS", 3),
+        mock.patch.object(fused, "why_not", fused._unsupported),
+    ):
+        ended = run_recipe(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD)).ended_by
+    return ended, held
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_that_samples_with_sharded_layers_is_the_run_with_whole_copies_in_every_bit(tmp_path, device):
+    folders, held = [], []
+    changes = CHANGES | ({"model__device": "cuda", "model__trained_dtype": "bfloat16"} if device == "cuda" else {})
+    for number in (1, 2):
+        tiny_raw(tmp_path / str(number))
+        own = changes | {"parallel__sampling_shards": number}
+        ends = run_on_ranks(2, _run, tmp_path / str(number), own, device=device)
+        assert [ended for ended, _ in ends] == ["blocks"] * 2
+        folders.append(RunFolder(tmp_path / str(number) / "runs" / "tiny"))
+        held.append(ends[1][1])
+    check_same_end(*folders)
+    rows = [[row for _, rows in run.read_rollouts() for row in rows] for run in folders]
+    assert rows[0] == rows[1]
+    assert held[0][0].buffers == 0
+    assert held[1][0].pieces < 0.6 * held[0][0].pieces
