@@ -658,11 +658,13 @@ def first_bad_layer(model: nn.Module, ids: Int[Tensor, "T"]) -> str:
 
 
 def _budget(device: torch.device) -> int:
-    """Default bytes for keys, values and recurrent states: half of the free memory; 1 GiB without CUDA."""
+    """Default bytes for keys, values and recurrent states: half of what this process may still allocate; 1 GiB without
+    CUDA."""
     if device.type != "cuda":
         return 2**30
-    free, _ = torch.cuda.mem_get_info(device)
-    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) // 2
+    free, total = torch.cuda.mem_get_info(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return (min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)) // 2
 
 
 @contextmanager
