@@ -78,6 +78,10 @@ def _sampled(rank, name, device, calls):
         whole.close()
         for parameter in model.parameters():
             parameter.data.mul_(1 + parameter.requires_grad)
+    shards = engine._shards
+    parts = (part.untyped_storage() for part in (*shards.parameters.values(), *shards._pieces))
+    memory = {part.data_ptr(): part for part in parts}.values()
+    assert sum(part.nbytes() for part in memory) == shards.num_bytes.total
     return found
 
 

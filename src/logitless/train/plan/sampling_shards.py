@@ -9,9 +9,11 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.ranks import Ranks
 from logitless.train.assembly.model import policy_model
 from logitless.train.assembly.process import device_of
+from logitless.train.assembly.resolve import GPU_RULES, Placed
 from logitless.train.assembly.stages import Inputs
 from logitless.train.plan.training_memory import memory_of_rank
 from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.rule import unmet
 from logitless.train.record.memory import size_text
 
 
@@ -20,29 +22,27 @@ def with_sampling_shards(
 ) -> tuple[Recipe, str]:
     """The recipe with a number for ``parallel.sampling_shards: auto``, and the choice in words; empty without a choice.
 
-    Weights that are not sharded need no copy. With ``rollout.engine: gpu`` the copy is whole on every process if it
-    fits there beside all else, and else shared by all. ``auto`` takes that engine only if whole weights do not fit,
-    which ``transformers`` would gather.
+    All processes share a copy where weights are sharded, ``rollout.engine: auto`` would have to gather more of them
+    than fits on a GPU, and the engine ``gpu`` can run.
 
     Args:
         model: of ``policy_model``, not sharded, on any device, ``meta`` included.
         arrangement: of the processes.
         room: bytes of the smallest GPU; None: unknown, or without a limit.
     """
-    engine = recipe.rollout.engine
-    may = arrangement.is_sharded and (engine.bitwise or engine.choices is not None)
-    if recipe.parallel.has_copy or not may:
+    parallel, is_free = recipe.parallel, recipe.rollout.engine.choices is not None
+    if parallel.has_copy or not is_free or not arrangement.is_sharded or room is None:
         return recipe, ""
-    whole = _with(recipe, 1) if engine.bitwise else recipe
-    if room is None:
-        return whole, "1, for no GPU here has a limit" if engine.bitwise else ""
-    needed = memory_of_rank(whole, model, arrangement).peak_bytes
+    needed = memory_of_rank(recipe, model, arrangement).peak_bytes
     if needed <= room:
-        return whole, f"1, for {size_text(needed)} fit on a GPU" if engine.bitwise else ""
-    found = _with(recipe, arrangement.world)
+        return recipe, ""
+    shards = parallel.model_copy(update={"sampling_shards": arrangement.world})
+    found = recipe.model_copy(update={"parallel": shards})
+    if unmet(GPU_RULES, Placed(found, model)):  # the run may fit all the same, or ends and says what it needs
+        return recipe, ""
     shared = memory_of_rank(found, model, arrangement).peak_bytes
-    why = f"with whole weights {size_text(needed)} would be needed on a GPU of {size_text(room)}"
-    return found, f"{arrangement.world}, for {why}; so it is {size_text(shared)}"
+    why = f"for {size_text(needed)} with whole weights do not fit into {size_text(room)}"
+    return found, f"{arrangement.world}, {why}; so it is {size_text(shared)}"
 
 
 def resolve_sampling_shards(inputs: Inputs, ranks: Ranks) -> tuple[Inputs, str]:
@@ -53,11 +53,11 @@ def resolve_sampling_shards(inputs: Inputs, ranks: Ranks) -> tuple[Inputs, str]:
         ranks: that train.
     """
     recipe, arrangement = inputs.recipe, inputs.arrangement
-    if not arrangement.is_sharded or recipe.parallel.has_copy:
+    if not arrangement.is_sharded or device_of(recipe.model).type == "cpu":
         return inputs, ""
     model = policy_model(recipe.model, inputs.tokenizer, seed=0, device=torch.device("meta"))
-    rooms = [each for each in ranks.all_gather_object(room_of(device_of(recipe.model))) if each is not None]
-    found, line = with_sampling_shards(recipe, model, arrangement, min(rooms, default=None))
+    room = min(ranks.all_gather_object(room_of(device_of(recipe.model))))
+    found, line = with_sampling_shards(recipe, model, arrangement, room)
     return replace(inputs, recipe=found), line
 
 
@@ -67,7 +67,3 @@ def room_of(device: torch.device) -> int | None:
         return None
     total = torch.cuda.get_device_properties(device).total_memory
     return int(total * torch.cuda.get_per_process_memory_fraction(device))
-
-
-def _with(recipe: Recipe, number: int) -> Recipe:
-    return recipe.model_copy(update={"parallel": recipe.parallel.model_copy(update={"sampling_shards": number})})

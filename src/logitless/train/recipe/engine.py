@@ -11,6 +11,7 @@ from logitless.errors import UnavailableError
 from logitless.rollout.vllm.api import request_settings
 from logitless.train.recipe.rule import (
     Machine,
+    Processes,
     Rule,
     Setting,
     needs_gpu,
@@ -301,6 +302,16 @@ RULES: tuple[Rule["Recipe"], ...] = (
     adapter.requires("model.lora", remedy=_FOLDER),
     adapter.excludes("warm_start", ", which changes the base that the servers hold", remedy=_FOLDER),
     adapter.excludes("model.lora.modules_to_save", ", for vLLM loads low-rank factors alone", remedy=_FOLDER),
+)
+
+PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    gpu.on(lambda processes: processes.recipe).needs(
+        "all weights on every process, at one place in memory, or parallel.sampling_shards",
+        holds=lambda processes: not processes.arrangement.is_sharded or processes.recipe.parallel.has_copy,
+        given=lambda processes: f"weights sharded over {processes.arrangement.weights}",
+        remedy="Set parallel.replicate to the number of processes, parallel.sampling_shards, or "
+        "rollout.engine: {name: transformers}.",
+    ),
 )
 
 GPU_HERE: Rule[Machine] = replace(

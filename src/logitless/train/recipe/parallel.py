@@ -27,8 +27,8 @@ class ParallelSection(Section):
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sampling_shards: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="with weights that `shard` cuts: processes that share the copy that rollout.engine gpu samples "
-        "with, gathered layer by layer; auto: 1, or all where a whole one does not fit on the GPU",
+        description="processes that share a copy for sampling, gathered layer by layer, of weights that `shard` cuts; "
+        "auto: all where whole weights would not fit on a GPU under rollout.engine auto, else no copy",
     )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"

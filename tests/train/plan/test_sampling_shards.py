@@ -1,0 +1,48 @@
+"""Where whole weights would not fit, ``auto`` samples with sharded layers; the forecast counts what they take."""
+
+import pytest
+import torch
+
+from logitless.distributed.arrangement import Arrangement
+from logitless.train.assembly import resolve
+from logitless.train.plan.sampling_shards import with_sampling_shards
+from logitless.train.plan.training_memory import memory_of_rank
+from tests.train.tiny import TINY_LLAMA, tiny_model, tiny_recipe
+
+WIDE = TINY_LLAMA | {"num_hidden_layers": 4, "hidden_size": 128, "intermediate_size": 512}
+TWO = Arrangement(shard=2)
+
+
+def bytes_of(recipe):
+    return memory_of_rank(recipe, tiny_model(recipe, "meta"), TWO)
+
+
+def test_a_copy_is_counted_with_its_pieces_two_layers_and_what_is_whole(tmp_path):
+    found = bytes_of(tiny_recipe(tmp_path, model__source=WIDE, parallel__sampling_shards=2))
+    attention, mlp, norms = 4 * 128 * 128, 3 * 128 * 512, 2 * 128
+    layer = 4 * (attention + mlp + norms)
+    whole = 4 * (2 * 11 * 128 + 128)  # embedding, LM head and the last norm
+    assert found.always["copy that samples"] == whole + 4 * layer // 2 + 2 * layer
+    assert "whole weights" not in found.moments["sampling"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "arrangement", "room", "expected"),
+    [
+        ({}, TWO, -1, 2),
+        ({}, TWO, 0, "auto"),
+        ({}, TWO, None, "auto"),
+        ({}, Arrangement(replicate=2), -1, "auto"),
+        ({"rollout__engine": {"name": "transformers"}}, TWO, -1, "auto"),
+        ({"train__scoring_backend": "chunked"}, TWO, -1, "auto"),  # the engine gpu has another
+    ],
+)
+def test_all_processes_share_a_copy_where_whole_weights_do_not_fit(
+    tmp_path, monkeypatch, changes, arrangement, room, expected
+):
+    monkeypatch.setattr(resolve, "device_of", lambda _: torch.device("cuda"))
+    recipe = tiny_recipe(tmp_path, model__source=WIDE, **changes)
+    room = None if room is None else bytes_of(recipe).peak_bytes + room
+    found, line = with_sampling_shards(recipe, tiny_model(recipe, "meta"), arrangement, room)
+    assert found.parallel.sampling_shards == expected
+    assert line.startswith("2, for") == (expected == 2)
