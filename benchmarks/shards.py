@@ -173,8 +173,7 @@ def _measured(
     engine.load(Weights.of(_Drawn(copy, device)), 0)
     _wait(device)
     loaded, weights = time.perf_counter() - start, _allocated(device) - before
-    shards = engine._shards
-    assert shards is not None
+    shards = engine.shards
     ids = work.prompt_ids(int(config["vocab_size"]))
     mine = [Prompt(str(p), "", ids[p]) for p in range(everyone.rank, work.prompts, everyone.world)]
     sampled = []

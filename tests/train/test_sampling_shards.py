@@ -50,19 +50,36 @@ def _run(rank, folder, changes):
     return ended, held
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_a_run_that_samples_with_sharded_layers_is_the_run_with_whole_copies_in_every_bit(tmp_path, device):
-    folders, held = [], []
-    changes = CHANGES | ({"model__device": "cuda", "model__trained_dtype": "bfloat16"} if device == "cuda" else {})
-    for number in (1, 2):
-        tiny_raw(tmp_path / str(number))
-        own = changes | {"parallel__sampling_shards": number}
-        ends = run_on_ranks(2, _run, tmp_path / str(number), own, device=device)
-        assert [ended for ended, _ in ends] == ["blocks"] * 2
-        folders.append(RunFolder(tmp_path / str(number) / "runs" / "tiny"))
-        held.append(ends[1][1])
+def _same(*folders):
     check_same_end(*folders)
     rows = [[row for _, rows in run.read_rollouts() for row in rows] for run in folders]
     assert rows[0] == rows[1]
-    assert held[0][0].buffers == 0
-    assert held[1][0].pieces < 0.6 * held[0][0].pieces
+
+
+def _finished(folder, num_ranks, device, **changes):
+    """The run's folder, and what each rank says."""
+    tiny_raw(folder)
+    on_gpu = {"model__device": "cuda", "model__trained_dtype": "bfloat16"} if device == "cuda" else {}
+    ends = run_on_ranks(num_ranks, _run, folder, CHANGES | on_gpu | changes, device=device)
+    assert [ended for ended, _ in ends] == ["blocks"] * num_ranks
+    return RunFolder(folder / "runs" / "tiny"), [held for _, held in ends]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ranks_that_only_sample_with_sharded_layers_have_the_bits_of_one_process_in_turns(tmp_path, device):
+    changes = {"model__layers": "row_invariant", "rollout__staleness": 1}
+    alone, _ = _finished(tmp_path / "alone", 1, device, **changes)
+    beside, held = _finished(
+        tmp_path / "beside", 3, device, parallel__sampling=2, parallel__sampling_shards=2, **changes
+    )
+    _same(alone, beside)
+    assert [len(each) for each in held] == [0, 1, 1]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_run_that_samples_with_sharded_layers_is_the_run_with_whole_copies_in_every_bit(tmp_path, device):
+    whole, [_, [before]] = _finished(tmp_path / "whole", 2, device, parallel__sampling_shards=1)
+    shared, [_, [after]] = _finished(tmp_path / "shared", 2, device, parallel__sampling_shards=2)
+    _same(whole, shared)
+    assert before.buffers == 0
+    assert after.pieces < 0.6 * before.pieces

@@ -1,6 +1,6 @@
 """The interface of a sampling engine, and the weights that training gives it."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -174,7 +174,11 @@ class SharedEngine(Engine, Protocol):
     """An engine with its own copy of the weights, which several ranks may share: each needs the others to sample."""
 
     def share(self, ranks: Ranks) -> None:
-        """Share one copy with these ranks; before the first ``load``, from then on a collective."""
+        """Share one copy with these ranks; before anything else."""
+        ...
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """``load`` of weights by name that come from another rank, whole and one after the other."""
         ...
 
     def together(self) -> AbstractContextManager[None]:

@@ -32,7 +32,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
 from logitless.errors import LostRankError
 from logitless.rollout.arrays import Arrays, taking
-from logitless.rollout.engine import Engine, ExactEngine, Weights
+from logitless.rollout.engine import Engine, ExactEngine, SharedEngine, Weights, together
 from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine, in_flight_engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
@@ -240,7 +240,8 @@ def sample_for(
 
     Args:
         ranks: of ``SamplingRanks``.
-        engine: samples with ``model``, whose weights are replaced in place.
+        engine: samples with ``model``, whose weights are replaced in place; a ``SharedEngine`` is shared by all but
+            the first of the ranks, or by several in a row of them.
         in_flight: of the recipe, for a ``SamplingRanks`` that sends weights in flight.
 
     Raises:
@@ -258,7 +259,7 @@ def sample_for(
             case ["sample", asked, num_samples, options, seed, announced]:
                 mine = [asked[i] for i in ranks.shared(len(asked), range(1, ranks.world))]
                 prompts = [Prompt(id, "", token_ids) for id, token_ids in mine]
-                with arriving.between_steps(announced):
+                with arriving.between_steps(announced), together(engine):
                     reply = _reply(engine, prompts, num_samples, _options(options), seed)
                 ranks.all_gather_bytes(reply)
             case ["wait"]:
@@ -284,8 +285,17 @@ class _Arriving:
 
     def receive(self, version: int, names: Sequence[str]) -> None:
         """Take the weights of a "load" into the model."""
+        if isinstance(self._engine, SharedEngine):  # whose parameters are views of what it gathers layers into
+            self._engine.receive(
+                ((name, self._received(torch.empty_like(self._parameters[name]))) for name in names), version
+            )
+            return
         self._ranks.broadcast(self._parameters[name].detach() for name in names)
         self._engine.load(Weights.of(self._model), version)
+
+    def _received(self, tensor: Tensor) -> Tensor:
+        self._ranks.broadcast([tensor])
+        return tensor
 
     @contextmanager
     def between_steps(self, announced: int | None) -> Iterator[None]:

@@ -21,7 +21,14 @@ from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import check_before_start
-from logitless.train.assembly.engines import Engines, engines_on, open_engines, repeating_engine
+from logitless.train.assembly.engines import (
+    Engines,
+    engines_on,
+    open_engines,
+    repeating_engine,
+    sampling_engine,
+    sharing,
+)
 from logitless.train.assembly.model import after_warm_start
 from logitless.train.assembly.policies import policy_of
 from logitless.train.assembly.process import device_of, effects, set_process
@@ -92,10 +99,15 @@ def run_recipe(
     clock.outside("data")
     inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
     everyone, repeats = ranks, replay is not None and recipe.rollout.in_flight is not None
-    training, exchange = parted(everyone, inputs.recipe.parallel.num_sampling)
+    parallel = inputs.recipe.parallel
+    training, exchange = parted(everyone, parallel.num_sampling)
+    shared = None
+    if parallel.shards_of_sampling > 1:
+        only = range(everyone.world - parallel.num_sampling, everyone.world)
+        shared = sharing(everyone, only, parallel.shards_of_sampling)
     if training is None:
         assert exchange is not None
-        sample_only(inputs, exchange, open_engines, clock, repeats=repeats)
+        sample_only(inputs, exchange, open_engines, clock, repeats=repeats, shared=shared)
         return RunResult.of_json(everyone.broadcast_object(None))
     inputs, shards_line = resolve_sampling_shards(inputs, training)
     ranks = training.arranged(inputs.arrangement)
@@ -162,7 +174,13 @@ def parted(ranks: Ranks, sampling: int) -> tuple[Ranks | None, Ranks | None]:
 
 
 def sample_only(
-    inputs: Inputs, exchange: Ranks, open_engines: OpenEngines, clock: WallClock, *, repeats: bool = False
+    inputs: Inputs,
+    exchange: Ranks,
+    open_engines: OpenEngines,
+    clock: WallClock,
+    *,
+    repeats: bool = False,
+    shared: Ranks | None = None,
 ) -> None:
     """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
 
@@ -171,9 +189,16 @@ def sample_only(
         exchange: of ``parted``.
         open_engines, clock: of ``run_recipe``.
         repeats: whether the run repeats one with in-flight updates.
+        shared: the ranks that share weights with this one; None: it has all.
     """
     rollout = inputs.recipe.rollout
     with _on_its_device(inputs.recipe.model, clock), ExitStack() as stack:
+        if shared is not None:
+            sharded = sampling_engine(inputs.recipe, inputs.tokenizer, shared)
+            stack.callback(sharded.close)
+            with Interrupt(logger.debug).heard():
+                sample_for(exchange, sharded, sharded.copy)
+            return
         loaded = load(replace(inputs, arrangement=Arrangement()))
         drop_master_weights(loaded.model.parameters())
         engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)

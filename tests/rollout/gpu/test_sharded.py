@@ -59,7 +59,7 @@ def _sampled(rank, name, device, calls):
 
     engine, found, model = _engine(name, device), ([], []), _model(name, device)
     engine.load(Weights.of(model), 0)
-    layer, plain, short = backbone(engine._copy).layers[1], backbone(engine._copy).layers[1].forward, [True]
+    layer, plain, short = backbone(engine.copy).layers[1], backbone(engine.copy).layers[1].forward, [True]
 
     def forward(*arguments, **named):
         if short:
@@ -78,7 +78,7 @@ def _sampled(rank, name, device, calls):
         whole.close()
         for parameter in model.parameters():
             parameter.data.mul_(1 + parameter.requires_grad)
-    shards = engine._shards
+    shards = engine.shards
     parts = (part.untyped_storage() for part in (*shards.parameters.values(), *shards._pieces))
     memory = {part.data_ptr(): part for part in parts}.values()
     assert sum(part.nbytes() for part in memory) == shards.num_bytes.total

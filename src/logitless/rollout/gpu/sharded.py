@@ -1,18 +1,17 @@
 """The GPU engine on a copy of the policy for sampling, whose layers are sharded over ranks.
 
-For weights that FSDP2 shards in training. ``GpuEngine`` runs on the copy; ``distributed/layer_shards.py`` gathers its
-layers, so that tokens and log-probs are those of ``GpuEngine`` on the whole model, bit for bit. Sharded layers run
-without CUDA graphs. Training has other layers and a sharded LM head, so a scoring pass gives ``logp_old``.
+``GpuEngine`` runs on the copy; ``distributed/layer_shards.py`` gathers its layers, so that tokens and log-probs are
+those of ``GpuEngine`` on the whole model, bit for bit. Sharded layers run without CUDA graphs.
 
-Not supported: weights that arrive while completions are under way.
+Not supported: weights that arrive while completions are under way, and weights in four bits.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.layer_shards import LayerShards
@@ -29,14 +28,13 @@ from logitless.types import Completion, Prompt
 
 
 class ShardedGpuEngine:
-    """An ``Engine`` of several ranks that each sample for their own prompts, with weights that they share.
-
-    ``load`` and ``together`` are collectives. Ranks call ``sample`` inside ``together``, as often as each needs.
+    """A ``SharedEngine`` of several ranks that each sample for their own prompts, with weights that they share.
 
     Args:
         copy: the policy's architecture, on ``meta``; becomes the model that samples.
         tokenizer, options: of ``GpuEngine``.
         device: that samples.
+        exact: whether training has the bits of these layers and of a whole LM head. It has not where FSDP2 shards both.
 
     Raises:
         UnavailableError: row-invariant layers do not cover the model.
@@ -45,30 +43,50 @@ class ShardedGpuEngine:
     """
 
     def __init__(
-        self, copy: nn.Module, tokenizer: PreTrainedTokenizerBase, *, device: torch.device, **options: Any
+        self,
+        copy: nn.Module,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        device: torch.device,
+        exact: bool = False,
+        **options: Any,
     ) -> None:
         install_row_invariant(copy)
         self.inner = GpuEngine(copy, tokenizer, **options)
-        self._copy, self._device, self._ranks = copy, device, Ranks.alone()
+        self.copy, self._device, self._exact = copy, device, exact
         self._shards: LayerShards | None = None
+        self._has_frozen = False
+
+    @property
+    def shards(self) -> LayerShards:
+        """Of the copy, after ``share``."""
+        assert self._shards is not None, "shared"
+        return self._shards
+
+    @property
+    def exact(self) -> bool:
+        """As of ``ExactEngine``."""
+        return self._exact and self.inner.exact
 
     def share(self, ranks: Ranks) -> None:
-        """Shard the copy over these ranks; before the first ``load``."""
-        self._ranks = ranks
+        """Shard the copy over these ranks; before anything else."""
+        self._shards = LayerShards(self.copy, decoder_layers(self.copy), ranks, self._device)
+        if ranks.world > 1:
+            decoder: Any = backbone(self.copy)
+            decoder.row_invariant.shards = self._shards
 
     def load(self, weights: Weights, version: int) -> None:
-        """Copy the trained weights: one is whole at a time, and of a layer's each rank keeps its piece."""
+        """Copy the trained weights, the first time all; of FSDP2's shards a collective that gathers one at a time."""
         named = dict(weights.module.named_parameters())
-        if self._shards is None:
-            self._shards = LayerShards(self._copy, decoder_layers(self._copy), self._ranks, self._device)
-            if self._ranks.world > 1:
-                decoder: Any = backbone(self._copy)
-                decoder.row_invariant.shards = self._shards
-        else:  # frozen ones are there
+        if self._has_frozen:
             named = {name: p for name, p in named.items() if p.requires_grad}
-        kept = self._shards.parameters
-        self._shards.load((name, whole(p.detach().to(kept[name].dtype))) for name, p in named.items())
-        self.inner.load(Weights.of(self._copy), version)
+        kept, self._has_frozen = self.shards.parameters, True
+        self.receive(((name, whole(p.detach().to(kept[name].dtype))) for name, p in named.items()), version)
+
+    def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Copy weights by name, whole ones that need not exist at the same time; of a layer's a piece is kept."""
+        self.shards.load(tensors)
+        self.inner.load(Weights.of(self.copy), version)
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -83,15 +101,14 @@ class ShardedGpuEngine:
         Raises:
             LostRankError: another rank is gone.
         """
-        assert self._shards is not None, "loaded"
         try:
             yield
         except LostRankError:
             raise
         except BaseException:
-            self._shards.serve()
+            self.shards.serve()
             raise
-        self._shards.serve()
+        self.shards.serve()
 
     def close(self) -> None:
         """Free the copy."""

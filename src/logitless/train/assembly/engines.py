@@ -3,7 +3,7 @@
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from logitless.train.recipe.engine import (
 )
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.train.record.metrics import Numbers
+
+if TYPE_CHECKING:
+    from logitless.rollout.gpu.sharded import ShardedGpuEngine
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,9 @@ def engines_on(
         in_flight = recipe.rollout.in_flight is not None and not repeats
         return replace(engines, training=SamplingRanks(exchange, first=ranks.world, in_flight=in_flight))
     if isinstance(engines.training, SharedEngine):
-        engines.training.share(_sharing(ranks, int(recipe.parallel.sampling_shards)))
+        group = sharing(ranks, range(ranks.world), int(recipe.parallel.sampling_shards))
+        assert group is not None, "among all"
+        engines.training.share(group)
         return engines
     if repeats:
         return replace(engines, training=repeating_engine(engines.training, recipe.rollout))
@@ -110,12 +115,20 @@ def engines_on(
     return Engines(shared, shared if engines.evaluation is engines.training else engines.evaluation)
 
 
-def _sharing(ranks: Ranks, size: int) -> Ranks:
-    """The ranks that share a copy with this one, so many in a row. A collective."""
+def sharing(ranks: Ranks, sampling: range, size: int) -> Ranks | None:
+    """The ranks that share weights with this one to sample, so many in a row; None for one that does not sample.
+
+    A collective.
+
+    Args:
+        ranks: of the run.
+        sampling: those that sample.
+        size: divides their number.
+    """
     if size == ranks.world:
         return ranks
-    groups = [ranks.subset(range(first, first + size)) for first in range(0, ranks.world, size)]
-    return next(group for group in groups if group is not None)
+    groups = [ranks.subset(sampling[first : first + size]) for first in range(0, len(sampling), size)]
+    return next((group for group in groups if group is not None), None)
 
 
 def repeating_engine(engine: Engine, options: RolloutSection) -> RepeatingEngine:
@@ -147,8 +160,8 @@ def open_engines(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenize
             return Engines(ColumnEngine(section.column, tokenizer), here)
         case AutoEngineSection():
             raise InputError(needed="a resolved recipe", given="rollout.engine: auto", remedy="Resolve it first.")
-        case GpuEngineSection(memory=memory):
-            gpu = _gpu_engine(recipe, model, tokenizer, memory)
+        case GpuEngineSection():
+            gpu = _gpu_engine(recipe, model, tokenizer)
             return Engines(gpu, gpu)
         case VllmServerEngineSection() as section:
             servers = _vllm_servers(recipe, section, tokenizer)
@@ -213,14 +226,38 @@ def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizer
     )
 
 
-def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase, memory: int | None) -> Engine:
+def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engine:
     from logitless.rollout.gpu.engine import GpuEngine  # needs Triton: GPU_HERE
 
-    rollout = recipe.rollout
-    options: dict[str, Any] = {"max_rows": rollout.max_rows, "prefill_tokens": rollout.prefill_tokens, "memory": memory}
     if recipe.parallel.has_copy:
-        from logitless.rollout.gpu.sharded import ShardedGpuEngine
+        return _sharded_engine(recipe, tokenizer, exact=False)
+    return GpuEngine(model, tokenizer, **_options_of(recipe))
 
-        copy = copy_that_samples(recipe.model, tokenizer)
-        return ShardedGpuEngine(copy, tokenizer, device=device_of(recipe.model), **options)
-    return GpuEngine(model, tokenizer, **options)
+
+def sampling_engine(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks) -> "ShardedGpuEngine":
+    """The engine of ranks that only sample, and share its weights.
+
+    Args:
+        recipe: with ``rollout.engine: gpu``, so that training has its bits.
+        ranks: of ``sharing``.
+    """
+    engine = _sharded_engine(recipe, tokenizer, exact=True)
+    engine.share(ranks)
+    return engine
+
+
+def _sharded_engine(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, *, exact: bool) -> "ShardedGpuEngine":
+    from logitless.rollout.gpu.sharded import ShardedGpuEngine  # needs Triton
+
+    copy = copy_that_samples(recipe.model, tokenizer)
+    return ShardedGpuEngine(copy, tokenizer, device=device_of(recipe.model), exact=exact, **_options_of(recipe))
+
+
+def _options_of(recipe: Recipe) -> dict[str, Any]:
+    """Of ``GpuEngine``."""
+    rollout = recipe.rollout
+    return {
+        "max_rows": rollout.max_rows,
+        "prefill_tokens": rollout.prefill_tokens,
+        "memory": rollout.engine.cache_bytes,
+    }

@@ -27,8 +27,9 @@ class ParallelSection(Section):
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sampling_shards: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes that share a copy for sampling, gathered layer by layer, of weights that `shard` cuts; "
-        "auto: all where whole weights would not fit on a GPU under rollout.engine auto, else no copy",
+        description="processes that share the weights that they sample with, each layer gathered ahead: of `sampling`, "
+        "or of all with weights that `shard` cuts; auto: all where whole weights would not fit on a GPU under "
+        "rollout.engine auto, else none share any",
     )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
@@ -56,14 +57,24 @@ class ParallelSection(Section):
 
     @property
     def has_copy(self) -> bool:
-        """Whether sampling has a copy of the weights; False for an ``auto`` that is not resolved."""
-        return self.sampling_shards != "auto"
+        """Whether processes that train sample with a copy; False for an ``auto`` that is not resolved."""
+        return self.sampling_shards != "auto" and not self.num_sampling
+
+    @property
+    def shards_of_sampling(self) -> int:
+        """Processes that share a copy among those that only sample."""
+        return self.sampling_shards if self.num_sampling and self.sampling_shards != "auto" else 1
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
 
+
+def _num_that_sample(processes: Processes) -> int:
+    return processes.recipe.parallel.num_sampling or processes.world
+
+
 deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
-shards = Setting["Recipe"]("parallel.sampling_shards", lambda recipe: recipe.parallel.has_copy)
+shards = Setting["Recipe"]("parallel.sampling_shards", lambda recipe: recipe.parallel.sampling_shards != "auto")
 sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.num_sampling > 0)
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -73,9 +84,14 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave rollout.engine or parallel.sampling out.",
     ),
+    shards.excludes("rollout.in_flight", ", for processes that share weights take new ones at the same step"),
+    shards.excludes("model.quantize"),
     shards.needs(
-        "rollout.engine gpu or auto",
-        holds=lambda recipe: recipe.rollout.engine.bitwise or recipe.rollout.engine.choices is not None,
+        "rollout.engine gpu, or auto without parallel.sampling",
+        holds=lambda recipe: (
+            recipe.rollout.engine.bitwise
+            or (recipe.rollout.engine.choices is not None and recipe.parallel.sampling == 0)
+        ),
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave one of them out.",
     ),
@@ -100,15 +116,15 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         "Leave parallel.shard and parallel.sequence out.",
     ),
     shards.on(lambda processes: processes.recipe).needs(
-        "weights that parallel.shard cuts, for whole ones sample themselves",
-        holds=lambda processes: processes.arrangement.is_sharded,
+        "parallel.sampling, or weights that parallel.shard cuts: whole ones sample themselves",
+        holds=lambda processes: processes.arrangement.is_sharded or processes.recipe.parallel.num_sampling > 0,
         given=lambda processes: processes.arrangement.words,
         remedy="Leave it out, or set parallel.shard.",
     ),
     shards.on(lambda processes: processes.recipe).needs(
-        "a divisor of the number of processes",
-        holds=lambda processes: processes.world % int(processes.recipe.parallel.sampling_shards) == 0,
-        given=lambda processes: f"{processes.recipe.parallel.sampling_shards} of {processes.world}",
+        "a divisor of the number of processes that sample",
+        holds=lambda processes: _num_that_sample(processes) % int(processes.recipe.parallel.sampling_shards) == 0,
+        given=lambda processes: f"{processes.recipe.parallel.sampling_shards} of {_num_that_sample(processes)}",
         remedy="Leave it at auto, or set it to the number of processes.",
     ),
     Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
