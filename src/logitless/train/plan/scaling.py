@@ -18,6 +18,7 @@ from logitless.train.plan.run_plan import GIB
 from logitless.train.plan.training_memory import (
     TrainingMemory,
     memory_of_rank,
+    memory_of_sampler,
     num_bytes,
     own_parameters,
     rows_of_step,
@@ -43,6 +44,7 @@ class Forecast:
         memory: of the process.
         processes: on one machine.
         host: host memory of all processes on a machine.
+        sampler: bytes of a process that only samples, by part; empty without any.
         traffic_bytes: sent in an optimizer step, by cause.
         rows: micro-batches in a step.
         tokens: most tokens that a rank reads in a step.
@@ -52,6 +54,7 @@ class Forecast:
     memory: TrainingMemory
     processes: int
     host: TrainingMemory
+    sampler: Mapping[str, int]
     traffic_bytes: Mapping[str, int]
     rows: int
     tokens: int
@@ -84,6 +87,7 @@ def forecast(
         memory,
         processes,
         host,
+        memory_of_sampler(recipe, model) if recipe.parallel.num_sampling else {},
         traffic_of_rank(
             model,
             arrangement,
@@ -155,7 +159,7 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str = "", shards: s
     """
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
-    width = max(map(len, [*memory, *host, *found.traffic_bytes]))
+    width = max(map(len, [*memory, *host, *found.sampler, *found.traffic_bytes]))
 
     def sizes(parts: Mapping[str, int]) -> list[str]:
         return [f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in parts.items()]
@@ -167,6 +171,8 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str = "", shards: s
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batch{'es' * (found.rows > 1)}",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
         *sizes(memory),
+        *(["  memory of each that only samples"] if found.sampler else []),
+        *sizes(found.sampler),
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
         *sizes(host),
         "  sent by each in a step",

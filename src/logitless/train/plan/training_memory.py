@@ -213,6 +213,12 @@ def memory_of_rank(
     return TrainingMemory(always, moments)
 
 
+def memory_of_sampler(recipe: Recipe, model: nn.Module) -> dict[str, int]:
+    """Bytes of a process that only samples, by part: weights and buffers of layers exactly, the cache by estimate."""
+    weights = CopyBytes.of(model, decoder_layers(model), recipe.parallel.shards_of_sampling)
+    return {"weights": weights.total, "cache": sampling_bytes(recipe, model)}
+
+
 def teacher_bytes(recipe: Recipe) -> int:
     """Bytes of the weights of the teachers that have their own."""
     assert recipe.teacher is not None
