@@ -1,9 +1,12 @@
 """Weights that FSDP2 shards, sampled with by layers gathered one by one: the run with a whole copy on each rank."""
 
+import json
+import os
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
+import yaml
 
 from logitless.distributed.layer_shards import LayerShards
 from logitless.distributed.ranks import Ranks
@@ -12,7 +15,8 @@ from logitless.rollout.gpu import steps
 from logitless.train.collect.replay import check_same_end
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
-from tests.head.interpreter import complete_interpreter
+from tests import warm
+from tests.head.interpreter import complete_interpreter, interpreted
 from tests.ranks import DEVICES, run_on_ranks
 from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
 
@@ -83,3 +87,46 @@ def test_a_run_that_samples_with_sharded_layers_is_the_run_with_whole_copies_in_
     _same(whole, shared)
     assert before.buffers == 0
     assert after.pieces < 0.6 * before.pieces
+
+
+PROGRAM = """
+import os, signal, sys
+from logitless.cli.main import main
+from logitless.distributed import exit_reasons, layer_shards
+from logitless.head import fused
+from logitless.rollout.gpu import steps
+from tests.head.interpreter import complete_interpreter
+
+complete_interpreter()
+fused.why_not, steps.STEPS, exit_reasons.GRACE_SECONDS = fused._unsupported, 3, 1.0
+plain, calls = layer_shards._Turns.ready, []
+
+def killed(self, number):
+    calls.append(1)
+    if len(calls) == 30:  # in the second layer of a pass of the second block
+        os.kill(os.getpid(), signal.SIGKILL)
+    plain(self, number)
+
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
+    if os.environ["RANK"] == "1":
+        layer_shards._Turns.ready = killed
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not interpreted(), reason="for Triton's interpreter")
+def test_a_rank_that_is_killed_in_the_middle_of_a_pass_is_named_and_the_run_goes_on_as_if_nothing_happened(tmp_path):
+    changes = CHANGES | {"parallel__sampling_shards": 2}
+    recipe = tiny_recipe(tmp_path, **changes).model_dump(mode="json")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    (tmp_path / "program.py").write_text(PROGRAM)
+    program = [str(tmp_path / "program.py"), "train", str(tmp_path / "recipe.yaml")]
+    done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
+    assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
+    assert done.returncode == 0, done.stderr
+    found = RunFolder(tmp_path / "runs" / "tiny")
+    assert len(json.loads(found.provenance.read_text())["starts"]) == 2
+    _same(_finished(tmp_path / "whole", 2, "cpu", parallel__sampling_shards=2)[0], found)

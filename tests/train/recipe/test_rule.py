@@ -180,7 +180,7 @@ OF_PROCESSES = [
     (IN_FLIGHT, 1, 2),
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling_shards=2",), 4, 3),
-    ((engine("gpu"), "parallel.sampling_shards=2", "parallel.sampling=2"), 3, 2),
+    ((engine("gpu"), "parallel.sampling_shards=2", "parallel.sampling=3"), None, 4),
     (("parallel.sampling_shards=2", "parallel.replicate=2"), 4, 2),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
