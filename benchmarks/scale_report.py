@@ -13,9 +13,7 @@ def load(folder: Path) -> list[dict[str, Any]]:
 
 def tables(folder: Path) -> dict[str, str]:
     """Of the pages, by part."""
-    results = load(folder)
-    made = {"steps": step_table, "blocks": block_table}
-    return {part: "\n".join(lines(results)) for part, lines in made.items()}
+    return {"steps": "\n".join(step_table(load(folder)))}
 
 
 LAYOUTS = ("replicate", "shard", "all_rows", "in_order", "sequence")
@@ -53,20 +51,3 @@ def _step(row: Mapping[str, Any] | None) -> str:
         return ""
     efficiency = "" if row["efficiency"] is None else f" ({row['efficiency']:.0%})"
     return f"{row['tokens_per_second']:,.0f}{efficiency}, {row['peak_bytes'] / 2**30:.1f}"
-
-
-def block_table(results: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Tokens a second of a whole block.
-
-    Example:
-        >>> row = {"gpus": 2, "model": "m", "layout": "block_replicate", "tokens": 8192}
-        >>> row |= {"tokens_per_second": 1e4, "efficiency": 0.9}
-        >>> list(block_table([{"rows": [row]}]))[-1]
-        '| m | 2 | replicate | 10,000 | 90% |'
-    """
-    yield "| model | GPUs | layout | tokens/s | efficiency |"
-    yield "|---|--:|---|--:|--:|"
-    for row in (row for result in results for row in result["rows"] if row["layout"].startswith("block")):
-        efficiency = "" if row["efficiency"] is None else f"{row['efficiency']:.0%}"
-        layout = row["layout"].removeprefix("block_")
-        yield f"| {row['model']} | {row['gpus']} | {layout} | {row['tokens_per_second']:,.0f} | {efficiency} |"

@@ -151,7 +151,7 @@ _HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
 GPU_RULES: tuple[Rule[Placed], ...] = (
     _HERE,
     _placed.needs(
-        "whole weights, or a copy for sampling",
+        "whole weights or parallel.sampling_shards",
         given=lambda placed: placed.split,
         remedy="Set parallel.replicate or parallel.sampling_shards to the number of processes.",
     ),

@@ -306,7 +306,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     gpu.on(lambda processes: processes.recipe).needs(
-        "all weights on every process, at one place in memory, or parallel.sampling_shards",
+        "whole weights or parallel.sampling_shards",
         holds=lambda processes: not processes.arrangement.is_sharded or processes.recipe.parallel.has_copy,
         given=lambda processes: f"weights sharded over {processes.arrangement.weights}",
         remedy="Set parallel.replicate to the number of processes, parallel.sampling_shards, or "

@@ -27,9 +27,8 @@ class ParallelSection(Section):
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sampling_shards: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes that share the weights that they sample with, each layer gathered ahead: of `sampling`, "
-        "or of all with weights that `shard` cuts; auto: all where whole weights would not fit on a GPU under "
-        "rollout.engine auto, else none share any",
+        description="processes that share the weights they sample with, gathered by layer; auto: all where `shard` cuts "
+        "weights that would not fit whole on a GPU and rollout.engine is auto, else 1",
     )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
@@ -84,7 +83,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Leave rollout.engine or parallel.sampling out.",
     ),
-    shards.excludes("rollout.in_flight", ", for processes that share weights take new ones at the same step"),
+    shards.excludes("rollout.in_flight", ", for weights come at one step of all"),
     shards.excludes("model.quantize"),
     shards.needs(
         "rollout.engine gpu, or auto without parallel.sampling",
@@ -116,13 +115,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         "Leave parallel.shard and parallel.sequence out.",
     ),
     shards.on(lambda processes: processes.recipe).needs(
-        "parallel.sampling, or weights that parallel.shard cuts: whole ones sample themselves",
+        "parallel.sampling, or weights that parallel.shard cuts",
         holds=lambda processes: processes.arrangement.is_sharded or processes.recipe.parallel.num_sampling > 0,
         given=lambda processes: processes.arrangement.words,
         remedy="Leave it out, or set parallel.shard.",
     ),
     shards.on(lambda processes: processes.recipe).needs(
-        "a divisor of the number of processes that sample",
+        "a divisor of the processes that sample",
         holds=lambda processes: _num_that_sample(processes) % int(processes.recipe.parallel.sampling_shards) == 0,
         given=lambda processes: f"{processes.recipe.parallel.sampling_shards} of {_num_that_sample(processes)}",
         remedy="Leave it at auto, or set it to the number of processes.",
