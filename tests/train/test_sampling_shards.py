@@ -69,6 +69,7 @@ def _finished(folder, num_ranks, device, **changes):
     return RunFolder(folder / "runs" / "tiny"), [held for _, held in ends]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranks_that_only_sample_with_sharded_layers_have_the_bits_of_one_process_in_turns(tmp_path, device):
     changes = {"model__layers": "row_invariant", "rollout__staleness": 1}

@@ -93,7 +93,7 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
         raise no_row_invariant(in_words(reasons))
     choices = recipe.rollout.engine.choices
     if choices is None:
-        check((_HERE,), Placed(found, model))
+        check(GPU_RULES if found.parallel.has_copy else (_HERE,), Placed(found, model))  # a copy is made later
     else:
         against[ENGINE] = unmet(GPU_RULES, Placed(found, model))[:1]
         if against[ENGINE] and found.parallel.has_copy:

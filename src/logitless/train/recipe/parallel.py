@@ -27,8 +27,8 @@ class ParallelSection(Section):
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sampling_shards: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes that share the weights they sample with, gathered by layer; auto: all where `shard` cuts "
-        "weights that would not fit whole on a GPU and rollout.engine is auto, else 1",
+        description="processes that share the weights they sample with, gathered by layer; auto: all where those that "
+        "`shard` cuts would not fit whole on a GPU and rollout.engine is auto, else 1",
     )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
