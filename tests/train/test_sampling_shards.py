@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import ExitStack
 from unittest import mock
 
 import pytest
@@ -18,6 +19,7 @@ from logitless.train.run import run_recipe
 from tests import warm
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.ranks import DEVICES, run_on_ranks
+from tests.train.test_sampling_ranks import WIDE
 from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
 
 pytest.importorskip("triton")
@@ -37,19 +39,19 @@ CHANGES = {
 
 def _run(rank, folder, changes):
     """What ended the run, and the bytes that this rank sampled with."""
-    complete_interpreter()
     held, plain = [], LayerShards.__init__
 
     def seen(self, *arguments):
         plain(self, *arguments)
         held.append(self.num_bytes)
 
-    with (
-        mock.patch("logitless.train.run.write_report"),
-        mock.patch.object(LayerShards, "__init__", seen),
-        mock.patch.object(steps, "STEPS", 3),
-        mock.patch.object(fused, "why_not", fused._unsupported),
-    ):
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch("logitless.train.run.write_report"))
+        stack.enter_context(mock.patch.object(LayerShards, "__init__", seen))
+        if interpreted():
+            complete_interpreter()
+            stack.enter_context(mock.patch.object(steps, "STEPS", 3))
+            stack.enter_context(mock.patch.object(fused, "why_not", fused._unsupported))
         ended = run_recipe(tiny_recipe(folder, **changes), ranks=Ranks(data=dist.group.WORLD)).ended_by
     return ended, held
 
@@ -63,7 +65,8 @@ def _same(*folders):
 def _finished(folder, num_ranks, device, **changes):
     """The run's folder, and what each rank says."""
     tiny_raw(folder)
-    on_gpu = {"model__device": "cuda", "model__trained_dtype": "bfloat16"} if device == "cuda" else {}
+    on_gpu = {"model__device": "cuda", "model__trained_dtype": "bfloat16", "model__source": TINY_LLAMA | WIDE}
+    on_gpu = on_gpu if device == "cuda" else {}
     ends = run_on_ranks(num_ranks, _run, folder, CHANGES | on_gpu | changes, device=device)
     assert [ended for ended, _ in ends] == ["blocks"] * num_ranks
     return RunFolder(folder / "runs" / "tiny"), [held for _, held in ends]
