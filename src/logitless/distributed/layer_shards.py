@@ -6,7 +6,8 @@ the kernels of the whole model on the same bytes: its bits are those of the unsh
 
 A pass through the layers is a collective that a rank begins whenever it needs one. The others join in, with a pass of
 their own or, if they have nothing to compute, by gathering alone (``serve``). So ranks need not have equally many
-completions, steps or calls.
+completions, steps or calls. The hosts agree on each pass, so passes cannot be captured in CUDA graphs, and nothing
+hides the gather of the first layer.
 
     bytes of a rank  =  whole weights  +  sum of layers / n  +  2 * largest layer        (n > 1)
 """
@@ -191,7 +192,7 @@ class LayerShards:
 
 
 class _Turns:
-    """The gathers of one pass: that of a layer begins when the layer two before it has been launched."""
+    """The gathers of one pass, each behind the kernels of the layer two before it, whose buffer it takes."""
 
     def __init__(self, ranks: Ranks, pieces: Sequence[Tensor], gathered: Sequence[Tensor]) -> None:
         self._ranks, self._pieces, self._gathered = ranks, pieces, gathered
