@@ -27,7 +27,7 @@ pytest.importorskip("triton")
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
 SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
 PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,))]
-SHORT, LONG = SamplingOptions(max_new_tokens=2), SamplingOptions(max_new_tokens=4)
+SHORT, LONG = SamplingOptions(max_new_tokens=1), SamplingOptions(max_new_tokens=3)
 
 
 def _model(name, device="cpu", *, empty=False, seed=1):
@@ -46,7 +46,7 @@ def _engine(name, device):
 
     if device == "cpu":
         complete_interpreter()
-        fused.why_not, steps.STEPS = fused._unsupported, 3
+        fused.why_not, steps.STEPS = fused._unsupported, 1
     copy, tokenizer = _model(name, empty=True), character_tokenizer("abcdefgh")
     engine = ShardedGpuEngine(copy, tokenizer, device=torch.device(device, *([dist.get_rank()] * (device == "cuda"))))
     engine.share(Ranks(data=dist.group.WORLD))
