@@ -656,6 +656,8 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        centering: [N] of ``CenteredScores``, or None.
+        kl_sampler: [N] nats, KL(sampler || policy) over the whole vocabulary, without gradient; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
 
     Example:
@@ -667,6 +669,8 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    centering: Float[Tensor, "N"] | None = None
+    kl_sampler: Float[Tensor, "N"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
 
 
@@ -755,6 +759,11 @@ class LMHead:
                 needed="a positive softcap", given=str(self.softcap), remedy="Leave softcap at None to switch it off."
             )
 
+    def detached(self) -> "LMHead":
+        """The same numbers without a gradient, also after the tensors were given others as ``data``."""
+        tensors: dict[str, Any] = {name: value.detach() for name, value in _tensors(self).items()}
+        return replace(self, **tensors)
+
 
 def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> None:
     wrong = {name: list(value.shape) for name, value in _tensors(item).items() if value.shape != (expected,)}
@@ -766,7 +775,7 @@ def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> 
         )
 
 
-def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> dict[str, Tensor]:
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs | LMHead") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

@@ -202,6 +202,7 @@ def is_silent_without_advantage(objective: Objective) -> bool:
         logp.requires_grad_(),
         entropy,
         batch,
+        centering=torch.zeros_like(logp) if objective.score_centering else None,
         block=objective.block_statistics(batch, generator=generator),
         gather=gather,
         generator=generator,

@@ -52,11 +52,13 @@ class PackedBlock:
         packed: their tokens.
         groups: indices of each group's sequences.
         truncated: whether each completion was cut at its limit.
+        version: of the policy's weights, from which the lag of each token is counted.
     """
 
     packed: PackedBatch
     groups: tuple[tuple[int, ...], ...]
     truncated: tuple[bool, ...]
+    version: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,7 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
         packed=pack([(group.prompt, c) for group in groups for c in group.completions], version=version),
         groups=tuple(tuple(range(first, end)) for first, end in pairwise(ends)),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
+        version=version or 0,
     )
 
 

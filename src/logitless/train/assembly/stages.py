@@ -37,7 +37,7 @@ from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.data import Data, data_of, order_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
-from logitless.train.assembly.policies import policies_of, scores_all_rows
+from logitless.train.assembly.policies import centering_line, policies_of, sampler_weights_of, scores_all_rows
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
 from logitless.train.assembly.sampling import with_sampling
@@ -285,7 +285,8 @@ def learner_of(
     if recipe.kl is None:
         reference = None  # a copy for the teacher alone
     weights = {reward.name: reward.weight for reward in rewards}
-    learner = Learner(recipe, algorithm, policy, reference, teacher=teacher, reward_weights=weights, ranks=ranks)
+    more: Any = {"teacher": teacher, "sampler_weights": sampler_weights_of(recipe, policy)}
+    learner = Learner(recipe, algorithm, policy, reference, **more, reward_weights=weights, ranks=ranks)
     return learner, activations
 
 
@@ -329,6 +330,7 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
         yield f"activations: {parts.activations}"
     if recipe.teacher is not None:
         yield teacher_line(recipe.teacher)
+    yield from centering_line(recipe)
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor

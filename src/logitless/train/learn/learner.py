@@ -39,6 +39,7 @@ from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.routing import RouterLoss, routing_numbers
+from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
@@ -122,6 +123,7 @@ class Learner:
         policy: trained in place.
         reference: the frozen policy; None without a KL.
         teacher: that the policy learns from; None without one.
+        sampler_weights: of earlier versions, for score centering; None without it.
         reward_weights: by name, for advantages that read each reward.
         ranks: that train the policy together.
 
@@ -139,6 +141,7 @@ class Learner:
         reference: Scorer | None,
         *,
         teacher: Teacher | None = None,
+        sampler_weights: SamplerWeights | None = None,
         reward_weights: Mapping[str, float],
         ranks: Ranks = Ranks.alone(),
     ) -> None:
@@ -147,7 +150,7 @@ class Learner:
         self.halved: str | None = None
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
-        self.teacher = teacher
+        self.teacher, self.sampler_weights = teacher, sampler_weights
         self.reward_weights = reward_weights
         self.router_coefficient = router_loss_coefficient(policy.model, recipe.model.router.loss)
         self.optimizer = adamw(
@@ -329,6 +332,8 @@ class Learner:
                 entropy_gradient=self.algorithm.objective.entropy_bonus is not None,
             )
         progress, self.halved = self.progress, None
+        if self.sampler_weights is not None and progress.epoch == progress.step_in_epoch == 0:
+            self._hold(self.sampler_weights, self._current)
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
         while (record := self._attempt(self._current)) is None:
             self._halve(self._current)
@@ -340,6 +345,14 @@ class Learner:
         if progress.epoch == len(now.plans):
             self.end_block()
         return {"step": progress.step, **place, **record}
+
+    def _hold(self, held: SamplerWeights, now: _InTraining) -> None:
+        """Hold the weights before a block's first step, if they are read again.
+
+        By later steps of this block, or by blocks that they sample ahead.
+        """
+        if self.recipe.rollout.staleness or sum(map(len, now.plans)) > 1:
+            held.hold(self.version)
 
     def _attempt(self, now: _InTraining) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
@@ -512,6 +525,11 @@ class Learner:
         recipe, distillation = self.recipe, self.algorithm.distillation
         teacher = None if distillation is None or not distillation.weight else self.teacher
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
+        how: Any = {"temperature": recipe.rollout.sampling.temperature, "backend": recipe.train.training_backend}
+        centering = None
+        if self.sampler_weights is not None and self._current is not None:
+            since = self.version - self._current.block.version
+            centering = partial(self.sampler_weights.centering, version=self.version, since=since, **how)
         with (
             seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
             nullcontext() if teacher is None else teacher.on_device(),
@@ -520,8 +538,7 @@ class Learner:
                 self.policy,
                 self.algorithm.objective,
                 micro_batches,
-                temperature=recipe.rollout.sampling.temperature,
-                backend=recipe.train.training_backend,
+                **how,
                 beta=self.controllers.beta_in_loss,
                 entropy_coefficient=self.controllers.entropy_coefficient,
                 statistics=statistics,
@@ -531,6 +548,7 @@ class Learner:
                 router_loss=router_loss,
                 teacher=teacher,
                 distillation=distillation,
+                centering=centering,
             )
 
     def _summed_in_order(
@@ -590,7 +608,7 @@ class Learner:
         return self.policy.weights()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Trained weights, optimizer state and the block in training, by name; not copied.
+        """Trained weights, optimizer state, weights of earlier versions and the block in training, by name; not copied.
 
         Raises:
             TrainingError: an earlier step failed in the middle of its update.
@@ -599,6 +617,8 @@ class Learner:
             self.optimizer.check_whole()
         parameters = self.policy.held()
         tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
+        if self.sampler_weights is not None:
+            tensors |= self.sampler_weights.tensors()
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
     def state_dict(self) -> dict[str, Any]:
@@ -614,6 +634,8 @@ class Learner:
         restore_parameters(parameters, tensors)
         self.policy.round_master_weights()
         restore_optimizer(parameters, self.optimizer, tensors)
+        if self.sampler_weights is not None:
+            self.sampler_weights.load(tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 

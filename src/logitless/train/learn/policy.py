@@ -34,7 +34,7 @@ from logitless.models.lm_head import (
     rows_of_rank,
     why_unshared,
 )
-from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.lora import adapters_off, empty_copy, save_adapters
 from logitless.models.modes import evaluating
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.router import Routers, RoutingSums, routing_sums, token_copies
@@ -107,6 +107,15 @@ class Policy:
         if train.share_prompts and not self.shares_prompts and self.unshared_because is None:
             other.unshared_because = why_unshared(self.model)
         other.shares_prompts = train.share_prompts and other.unshared_because is None
+        return other
+
+    def reader(self) -> "Policy":
+        """A frozen policy of the same settings, whose model shares what is not trained; its other weights are empty.
+
+        Whoever has weights gives them to its parameters as ``data`` before a pass.
+        """
+        other = copy(self)
+        other.model, other.value_head, other.routers = empty_copy(self.model), None, None
         return other
 
     def share_prompts_unless(self, reason: str | None) -> None:
@@ -196,6 +205,7 @@ class Policy:
         temperature: float,
         backend: Backend,
         divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        centering: Callable[[Tensor, LMHead], tuple[Tensor, Tensor]] | None = None,
         sum_squares: bool = False,
     ) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
@@ -206,13 +216,15 @@ class Policy:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
             divergence: of the same batch, from ``Teacher.divergences``.
+            centering: of the same batch, from ``SamplerWeights.centering``.
             sum_squares: whether the sum of the squared probabilities is wanted, by a second pass of the head.
         """
         if not batch.num_tokens:
             if self._is_whole:
                 none = self._no_scores()
-                squares = none.logp if sum_squares else None
-                return replace(none, divergence=None if divergence is None else none.logp, sum_squares=squares)
+                wanted = {"sum_squares": sum_squares, "divergence": divergence, "centering": centering}
+                wanted["kl_sampler"] = centering
+                return replace(none, **{name: none.logp for name, each in wanted.items() if each})
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
         inputs = self._read(batch)
         source, target = inputs.source, batch.target
@@ -242,6 +254,9 @@ class Policy:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
             scores = replace(scores, divergence=divergence(of_head, head))
+        if centering is not None:
+            centred, kl = centering(of_head, head)
+            scores = replace(scores, centering=centred, kl_sampler=kl)
         if self.sequence is None or places is None:
             return scores
         columns = {name: each for name, each in vars(scores).items() if each is not None}

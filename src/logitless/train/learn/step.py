@@ -35,7 +35,7 @@ from logitless.train.learn.routing import RouterLoss
 from logitless.train.learn.teacher import Teacher
 from logitless.train.recipe.training import Backend
 from logitless.train.record.metrics import Numbers
-from logitless.types import PackedBatch, PackedInputs, TokenBatch
+from logitless.types import LMHead, PackedBatch, PackedInputs, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,7 @@ class MicroBatchOutput:
         router: its share of the load-balancing loss, or None without one.
         routing: what its routers said, without gradient; empty for a dense model.
         distillation: a teacher's divergence; None if it is no term of the loss.
+        kl_sampler: [n] KL(sampler || policy); None without score centering.
     """
 
     policy: ObjectiveOutput
@@ -72,6 +73,7 @@ class MicroBatchOutput:
     router: Float[Tensor, ""] | None = None
     routing: tuple[RoutingSums, ...] = ()
     distillation: DistillationOutput | None = None
+    kl_sampler: Float[Tensor, "n"] | None = None
 
     @property
     def loss(self) -> Float[Tensor, ""]:
@@ -175,8 +177,10 @@ def zero_advantage_output(
     mine = list(ranks.rows_of(plan.dead))
     weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
     part = replace(tokens.take(mine), token_weight=weights(weighting, mine)).to(device)
+    logp = required(part.logp_old, "logp_old")
+    centering = torch.zeros_like(logp) if objective.score_centering else None  # which the advantage of 0 multiplies
     with torch.no_grad():
-        output = objective(required(part.logp_old, "logp_old"), part.entropy_old, part, block=statistics)
+        output = objective(logp, part.entropy_old, part, centering=centering, block=statistics)
     return MicroBatchOutput(replace(output, grad_logp=torch.zeros_like(output.token_loss)))
 
 
@@ -241,6 +245,7 @@ def backward(
     router_loss: RouterLoss | None = None,
     teacher: Teacher | None = None,
     distillation: Distillation | None = None,
+    centering: Callable[[PackedBatch], Callable[[Tensor, LMHead], tuple[Tensor, Tensor]]] | None = None,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
@@ -256,6 +261,7 @@ def backward(
         router_loss: of the step, which knows of every micro-batch but this call's first.
         teacher: whose divergence is a term of the loss; None for no such term.
         distillation: of the algorithm, with the weight of that term.
+        centering: ``SamplerWeights.centering`` at this step; None without score centering.
 
     Raises:
         InputError: there is no micro-batch, and so no gradient.
@@ -269,14 +275,18 @@ def backward(
     def trained(batch: MicroBatch) -> MicroBatchOutput:
         tokens = batch.tokens.to(policy.device)
         found = None if teacher is None else teacher.divergences(batch.packed, temperature=temperature, backend=backend)
+        centred = None if centering is None else centering(batch.packed)
         with policy.routing() as routing:
-            scores = policy.scores(batch.packed, temperature=temperature, backend=backend, divergence=found)
+            scores = policy.scores(
+                batch.packed, temperature=temperature, backend=backend, divergence=found, centering=centred
+            )
         if batch.scores_itself:
             tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
         policy_output = objective(
             scores.logp,
             scores.entropy,
             tokens,
+            centering=scores.centering,
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
@@ -290,6 +300,7 @@ def backward(
             None if router_loss is None else router_loss.share(routing),
             tuple(each.detach() for each in routing),
             None if scores.divergence is None or distillation is None else distillation.loss(scores.divergence, tokens),
+            scores.kl_sampler,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()
@@ -312,6 +323,11 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
         numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
+    apart = [(each.kl_sampler, each.policy.trained) for each in outputs if each.kl_sampler is not None]
+    if apart:
+        sums = [torch.stack([torch.where(trained, kl, 0.0).double().sum(), trained.sum()]) for kl, trained in apart]
+        total, count = ranks.sum(torch.stack(sums).sum(0))
+        numbers["sampler/kl_mean"] = total / count.clamp(min=1)
     taught = [each.distillation for each in outputs if each.distillation is not None]
     if taught:
         numbers |= distillation_diagnostics(taught, gather=ranks.gather)

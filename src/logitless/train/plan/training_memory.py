@@ -28,7 +28,7 @@ from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.lora_targets import expert_weights
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
-from logitless.train.assembly.policies import needs_start
+from logitless.train.assembly.policies import held_versions, needs_start
 from logitless.train.assembly.teacher import has_teacher_model, teacher_model
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.recurrent_memory import DeltaNets
@@ -193,6 +193,10 @@ def memory_of_rank(
         teacher = math.ceil(teacher_bytes(recipe) / arrangement.weights)
         for parts in [always] if recipe.teacher.place == "device" else moments.values():
             parts["teacher"] = teacher
+    if place := recipe.algorithm.score_centering:  # of those on the host one is on the device during a pass
+        number = held_versions(recipe) if place == "device" else 1
+        for parts in [always] if place == "device" else moments.values():
+            parts[SAMPLER_WEIGHTS] = number * num_bytes(trained)
     for parts in moments.values():
         if section.autocast is not None:  # a copy of each trained matrix in its dtype, during a pass
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
@@ -207,6 +211,10 @@ def memory_of_rank(
         if arrangement.is_sharded:
             moments["sampling"]["whole weights"] = sum(map(num_bytes, own_parameters(model)))
     return TrainingMemory(always, moments)
+
+
+SAMPLER_WEIGHTS = "weights that sampled"
+"""Of earlier versions, for score centering."""
 
 
 def teacher_bytes(recipe: Recipe) -> int:

@@ -14,7 +14,16 @@ from logitless.objective.own import OwnAdvantage, OwnSurrogate
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
-from logitless.train.recipe.rule import Composed, Rule, Setting, given, refusal
+from logitless.train.recipe.rule import (
+    Composed,
+    Processes,
+    Rule,
+    Setting,
+    given,
+    needs_whole_sequences,
+    needs_whole_weights,
+    refusal,
+)
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -34,6 +43,10 @@ class AlgorithmSection(Section):
         None, description="replaces the preset's"
     )
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
+    score_centering: Literal["device", "host"] | None = Field(
+        None,
+        description="centre the score under the sampler's weights (docs/distillation.md); where these wait. None: no",
+    )
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
     advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
@@ -92,12 +105,38 @@ def _refused_by_correction(recipe: "Recipe") -> str:
     return refusal(lambda: correction.check_sampling(top_p=top_p, top_k=top_k, min_p=min_p, others=sampling.penalties))
 
 
+centering = given("algorithm.score_centering")
+
 RULES: tuple[Rule["Recipe"], ...] = (
     given("algorithm.correction").needs(
         "sampling from the whole softmax",
         given=_refused_by_correction,
         remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",
     ),
+    centering.needs(
+        "sampling from the whole softmax, which it computes again",
+        holds=lambda recipe: not recipe.rollout.sampling.filters_distribution,
+        given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
+        remedy="Leave those settings out.",
+    ),
+    centering.needs(
+        "rollout.engine gpu, transformers or auto, whose distributions training can compute again",
+        holds=lambda recipe: recipe.rollout.engine.samples_policy,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Set algorithm.correction in its place.",
+    ),
+    centering.needs(
+        "rollout.in_flight: recompute, or none: kept keys and values are of no single model",
+        holds=lambda recipe: recipe.rollout.in_flight != "keep",
+        given=lambda _: "rollout.in_flight: keep",
+        remedy="Set it to recompute.",
+    ),
+    centering.excludes("model.lora.dropout", ", under which training computes another function"),
+)
+
+PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    needs_whole_weights(centering, ", of which it holds copies", "Set parallel.replicate."),
+    needs_whole_sequences(centering, ", for the sampler's hidden states are not cut", "Leave parallel.sequence at 1."),
 )
 
 COMPOSED_RULES: tuple[Rule[Composed], ...] = (

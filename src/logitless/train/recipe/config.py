@@ -105,7 +105,7 @@ RULES: tuple[Rule[Recipe], ...] = (
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     *(*parallel.PROCESS_RULES, *training.PROCESS_RULES, *rollout.PROCESS_RULES),
-    *(*engine.PROCESS_RULES, *model.PROCESS_RULES, *teacher.PROCESS_RULES),
+    *(*engine.PROCESS_RULES, *model.PROCESS_RULES, *teacher.PROCESS_RULES, *algorithm.PROCESS_RULES),
 )
 """Checked when the number of processes is known."""
 

@@ -159,6 +159,7 @@ parity/difference_max | nat | max | block | the same
 parity/sequence_difference_max | nat | max | block | abs of the sum over a completion of logp_old - logp_sampler
 parity/sequence_ratio_min | 1 | min | block | exp of that sum
 parity/sequence_ratio_max | 1 | max | block | the same
+sampler/kl_mean | nat | mean | token | exact KL(sampler || policy), under algorithm.score_centering
 sampler/missing | token | sum | token | tokens without logp_sampler
 sampler/correction_mean | 1 | mean | token | factor of the sampler correction
 sampler/correction_effective_fraction | 1 | last | step | (sum c)^2 / (n sum c^2) of that factor c
