@@ -38,6 +38,7 @@ COLUMN = "rollout.engine={name: recorded, column: answer}"
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
 ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
+CENTRED = ("algorithm.surrogate={name: reinforce}", "algorithm.score_centering=device")
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
@@ -106,6 +107,10 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (("parallel.deterministic=true",), "parallel.sequence=2"),
     (("algorithm.correction={max: 2.0}",), "rollout.sampling.top_k=3"),
     ((ACCEPTED, "rollout.sampling.top_p=0.9"), "algorithm.correction={max: 2.0}"),
+    (CENTRED, "rollout.sampling.top_p=0.9"),
+    (CENTRED, *SERVER),
+    ((*CENTRED, "rollout.in_flight=recompute", "rollout.staleness=1"), "rollout.in_flight=keep"),
+    ((*CENTRED, *LORA), "model.lora={dropout: 0.1}"),
     ((*TEACHER, "rewards=[]"), "rollout.zero_signal=drop"),
     ((*TEACHER, "rollout.zero_signal=drop"), "teacher.alone=true"),
     (TEACHER, "teacher.divergence=null"),
@@ -178,6 +183,7 @@ OF_PROCESSES = [
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
+    (CENTRED, 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]

@@ -20,7 +20,6 @@ from logitless.train.recipe.rule import (
     Rule,
     Setting,
     given,
-    needs_whole_sequences,
     needs_whole_weights,
     refusal,
 )
@@ -136,7 +135,6 @@ RULES: tuple[Rule["Recipe"], ...] = (
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     needs_whole_weights(centering, ", of which it holds copies", "Set parallel.replicate."),
-    needs_whole_sequences(centering, ", for the sampler's hidden states are not cut", "Leave parallel.sequence at 1."),
 )
 
 COMPOSED_RULES: tuple[Rule[Composed], ...] = (
