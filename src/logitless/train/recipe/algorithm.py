@@ -44,7 +44,7 @@ class AlgorithmSection(Section):
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
     score_centering: Literal["device", "host"] | None = Field(
         None,
-        description="centre the score under the sampler's weights (docs/distillation.md); where these wait. None: no",
+        description="centre the score (docs/objectives.md); where the sampler's weights wait",
     )
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
     advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
@@ -113,28 +113,28 @@ RULES: tuple[Rule["Recipe"], ...] = (
         remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",
     ),
     centering.needs(
-        "sampling from the whole softmax, which it computes again",
+        "sampling from the whole softmax",
         holds=lambda recipe: not recipe.rollout.sampling.filters_distribution,
         given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
         remedy="Leave those settings out.",
     ),
     centering.needs(
-        "rollout.engine gpu, transformers or auto, whose distributions training can compute again",
+        "rollout.engine gpu, transformers or auto, which sample as training computes",
         holds=lambda recipe: recipe.rollout.engine.samples_policy,
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Set algorithm.correction in its place.",
     ),
     centering.needs(
-        "rollout.in_flight: recompute, or none: kept keys and values are of no single model",
+        "no rollout.in_flight keep, whose keys and values are of no single model",
         holds=lambda recipe: recipe.rollout.in_flight != "keep",
         given=lambda _: "rollout.in_flight: keep",
         remedy="Set it to recompute.",
     ),
-    centering.excludes("model.lora.dropout", ", under which training computes another function"),
+    centering.excludes("model.lora.dropout"),
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    needs_whole_weights(centering, ", of which it holds copies", "Set parallel.replicate."),
+    needs_whole_weights(centering, ", which it copies", "Set parallel.replicate."),
 )
 
 COMPOSED_RULES: tuple[Rule[Composed], ...] = (
