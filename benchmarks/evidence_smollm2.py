@@ -3,7 +3,7 @@
     python recipes/smollm2/prepare.py                                       # weights and data, once
     python benchmarks/evidence_smollm2.py run --tasks addition --alone 0    # three seeds here and in TRL
     python benchmarks/evidence_smollm2.py run --variants lora "staleness 1" --trainers logitless
-    python benchmarks/evidence_smollm2.py run --variants "staleness 4 reinforce" "staleness 4 centred" --trainers logitless
+    python benchmarks/evidence_smollm2.py run --variants "staleness 2 reinforce" "staleness 2 centred"
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
 Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same

@@ -99,7 +99,7 @@ def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, stalene
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_that_train_in_order_and_two_that_sample_are_one_too(tmp_path, device):
-    changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device}
+    changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device, **CENTRED}
     if device == "cpu":  # rows of other batches are rounded otherwise
         changes["rollout__max_rows"] = 1
     alone = in_turns(tmp_path / "alone", **changes)

@@ -69,7 +69,7 @@ def test_each_step_of_a_run_two_blocks_behind_has_the_gradient_of_the_formula_by
     for block in range(5):
         with_weights(model, saved[block]), with_weights(sampler, saved[max(0, block - STALENESS)])
         whole = {name: torch.zeros_like(p) for name, p in parameters.items()}
-        size = {name: 0.0 for name in parameters}
+        size = dict.fromkeys(parameters, 0.0)
         for group in log.read(block)[0].sampled:
             for loss, logp, logged in terms(model, sampler, group):
                 torch.testing.assert_close(logp.float(), logged, rtol=0, atol=rounding)  # sampled in float32
@@ -81,7 +81,7 @@ def test_each_step_of_a_run_two_blocks_behind_has_the_gradient_of_the_formula_by
         for name, gradient in whole.items():
             found = saved[block + 1].tensors[f"optimizer/{name}/exp_avg"].double()
             assert float((found - gradient).abs().max()) <= rounding * size[name], (block, name)
-    kl = [step["sampler/kl_mean"] for step in steps_of(run)]
+    kl = [step["kl_sampler/mean"] for step in steps_of(run)]
     assert kl[0] == 0
     assert min(kl[1:]) > 1e-3
     held = {int(name.split("/")[1]) for name in saved[-1].tensors if name.startswith("sampler/")}
@@ -96,7 +96,7 @@ def test_on_policy_with_one_step_a_block_the_run_is_bitwise_that_without_the_key
     )
     assert_equal(stored(plain)[1], stored(centred)[1])  # and nothing is held
     lines = repeated(centred)
-    assert [line.pop("sampler/kl_mean") for line in lines if "loss/total" in line] == [0, 0]
+    assert [line.pop("kl_sampler/mean") for line in lines if "loss/total" in line] == [0, 0]
     assert lines == repeated(plain)
 
 

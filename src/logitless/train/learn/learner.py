@@ -533,6 +533,7 @@ class Learner:
         with (
             seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
             nullcontext() if teacher is None else teacher.on_device(),
+            nullcontext() if self.sampler_weights is None else self.sampler_weights.in_use(),
         ):
             return backward(
                 self.policy,

@@ -3,7 +3,7 @@
 The reference is another ``Policy`` around a frozen copy, or under LoRA ``AdaptersOff``; both score by the same code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -221,10 +221,8 @@ class Policy:
         """
         if not batch.num_tokens:
             if self._is_whole:
-                none = self._no_scores()
-                wanted = {"sum_squares": sum_squares, "divergence": divergence, "centering": centering}
-                wanted["kl_sampler"] = centering
-                return replace(none, **{name: none.logp for name, each in wanted.items() if each})
+                further = {"sum_squares": sum_squares, "divergence": divergence, "centering": centering}
+                return self._no_scores({**further, "kl_sampler": centering})
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
         inputs = self._read(batch)
         source, target = inputs.source, batch.target
@@ -406,11 +404,16 @@ class Policy:
             self.model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
 
-    def _no_scores(self) -> TokenScores:
-        """Scores of an empty micro-batch, which a rank gets if others have more rows."""
+    def _no_scores(self, further: Mapping[str, object]) -> TokenScores:
+        """Scores of an empty micro-batch, which a rank gets if others have more rows.
+
+        Args:
+            further: what was asked for, by name of the score; false for what was not.
+        """
         dtype = logits_dtype(self.head().weight.dtype)
         none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
-        return TokenScores(none, none, None if self.value_head is None else none)
+        names = [name for name, wanted in {"value": self.value_head, **further}.items() if wanted]
+        return TokenScores(none, none, **dict.fromkeys(names, none))
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.autocast is None:

@@ -28,10 +28,10 @@ class SamplerWeights:
 
     Args:
         policy: that is trained; all of its weights are on this rank.
-        place: where the weights wait; those on the host are copied to the device for each pass.
+        place: where the weights wait; those on the host are copied to the device for a step.
         most: versions that are held.
 
-    Memory: ``most`` times the trained weights; with ``host`` once more of them on the device, during a pass.
+    Memory: ``most`` times the trained weights; with ``host`` those of one version on the device too, while in use.
     """
 
     def __init__(self, policy: Policy, *, place: Literal["device", "host"], most: int) -> None:
@@ -40,6 +40,7 @@ class SamplerWeights:
         both = zip(policy.model.named_parameters(), self._reader.model.parameters(), strict=True)
         self._trained = {name: (own, read) for (name, own), read in both if own.requires_grad}
         self._held: dict[int, dict[str, Tensor]] = {}
+        self._loaded: int | None = None
 
     @property
     def versions(self) -> tuple[int, ...]:
@@ -47,16 +48,27 @@ class SamplerWeights:
         return tuple(sorted(self._held))
 
     def hold(self, version: int) -> None:
-        """Copy the policy's weights, before a step changes them, and forget the oldest copy if there are too many."""
-        if version not in self._held:
-            self._held[version] = {name: self._waiting(own.detach()) for name, (own, _) in self._trained.items()}
-        for older in self.versions[: -self._most]:
+        """Copy the policy's weights, before a step changes them, and forget the oldest copies if there are too many."""
+        if version in self._held:
+            return
+        for older in self.versions[: max(0, len(self._held) + 1 - self._most)]:
             del self._held[older]
+        self._held[version] = {name: self._waiting(own.detach()) for name, (own, _) in self._trained.items()}
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, the weights that were read last stay on the device, for the next micro-batch."""
+        try:
+            yield
+        finally:
+            self._loaded = None
+            for _, parameter in self._trained.values():
+                parameter.data = parameter.data.new_empty(0)
 
     def centering(
         self, batch: PackedBatch, *, version: int, since: int, temperature: float, backend: Backend
     ) -> Callable[[Tensor, LMHead], tuple[Float[Tensor, "N"], Float[Tensor, "N"]]]:
-        """Read a batch with the weights that sampled it.
+        """Read a batch with the weights that sampled it; called inside ``in_use``.
 
         Args:
             batch: with ``lag``.
@@ -78,7 +90,8 @@ class SamplerWeights:
             sequences = torch.unique(sequence[behind == steps]).tolist()
             tokens = batch.tokens_of(sequences)
             counted = (behind[tokens] == steps).nonzero().squeeze(1)
-            with torch.no_grad(), self._of(version - steps):
+            self._load(version - steps)
+            with torch.no_grad():
                 hidden, head = self._reader.hidden_and_head(batch.take(sequences))
                 read.append((tokens[counted], hidden[counted.to(hidden.device)], head.detached()))
 
@@ -88,7 +101,7 @@ class SamplerWeights:
             for places, hidden, head in read:
                 at = places.to(of_policy.device)
                 found = score_centering(
-                    of_policy[at],
+                    of_policy if len(at) == batch.num_tokens else of_policy[at],
                     policy_head,
                     hidden.to(of_policy.dtype),
                     head,
@@ -124,9 +137,8 @@ class SamplerWeights:
         # Locked, so that each use copies it at the speed of the bus.
         return torch.empty_like(weight, device="cpu", pin_memory=weight.is_cuda).copy_(weight)
 
-    @contextmanager
-    def _of(self, version: int) -> Iterator[None]:
-        """Inside, the reader has the weights of a version."""
+    def _load(self, version: int) -> None:
+        """Give the reader the weights of a version."""
         if version not in self._held:
             raise TrainingError(
                 needed=f"the weights of version {version}, which sampled tokens of this block, for "
@@ -134,11 +146,7 @@ class SamplerWeights:
                 given=f"the versions {', '.join(map(str, self.versions)) or 'none'}",
                 remedy="Go on with the rollout.staleness that the run had.",
             )
-        held = self._held[version]
-        for name, (_, parameter) in self._trained.items():
-            parameter.data = held[name].to(self._policy.device, non_blocking=True)
-        try:
-            yield
-        finally:
-            for _, parameter in self._trained.values():
-                parameter.data = parameter.data.new_empty(0)
+        if version != self._loaded:
+            for name, (_, parameter) in self._trained.items():
+                parameter.data = self._held[version][name].to(self._policy.device, non_blocking=True)
+            self._loaded = version

@@ -327,7 +327,7 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
     if apart:
         sums = [torch.stack([torch.where(trained, kl, 0.0).double().sum(), trained.sum()]) for kl, trained in apart]
         total, count = ranks.sum(torch.stack(sums).sum(0))
-        numbers["sampler/kl_mean"] = total / count.clamp(min=1)
+        numbers["kl_sampler/mean"] = total / count.clamp(min=1)
     taught = [each.distillation for each in outputs if each.distillation is not None]
     if taught:
         numbers |= distillation_diagnostics(taught, gather=ranks.gather)

@@ -134,6 +134,7 @@ kl_ref/beta | 1 | last | run | coefficient of the KL term in this step
 kl_ref/controlled | nat | mean | token | the KL that the controller compares with its target
 kl_ref/guarded | 1 | sum | run | times the guardrail acted: KL above twice the target
 kl_ref/bounded | 1 | sum | run | times beta was held at its bounds
+kl_sampler/mean | nat | mean | token | exact KL(sampler || policy), under algorithm.score_centering
 # Policy
 entropy/mean | nat | mean | token | entropy of the policy's next-token distribution
 entropy/bonus_mean | nat | mean | token | the mean that the entropy bonus pays for
@@ -159,7 +160,6 @@ parity/difference_max | nat | max | block | the same
 parity/sequence_difference_max | nat | max | block | abs of the sum over a completion of logp_old - logp_sampler
 parity/sequence_ratio_min | 1 | min | block | exp of that sum
 parity/sequence_ratio_max | 1 | max | block | the same
-sampler/kl_mean | nat | mean | token | exact KL(sampler || policy), under algorithm.score_centering
 sampler/missing | token | sum | token | tokens without logp_sampler
 sampler/correction_mean | 1 | mean | token | factor of the sampler correction
 sampler/correction_effective_fraction | 1 | last | step | (sum c)^2 / (n sum c^2) of that factor c
