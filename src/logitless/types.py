@@ -692,6 +692,25 @@ class TokenDivergence:
 
 
 @dataclass(frozen=True)
+class TruncatedDivergence:
+    """Divergence of each token over a few tokens and the tail, which is all others together.
+
+    Args:
+        divergence: [N] nats; a lower bound of the exact one.
+        tail: [N] the student's probability of the tail, without gradient.
+        tail_teacher: [N] the teacher's.
+
+    Example:
+        >>> TruncatedDivergence(torch.tensor([0.1]), torch.tensor([0.02]), torch.tensor([0.01])).tail
+        tensor([0.0200])
+    """
+
+    divergence: Float[Tensor, "N"]
+    tail: Float[Tensor, "N"]
+    tail_teacher: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
 class CenteredScores:
     """The term that centres the policy's score under the sampler, and both streams' scores; nats.
 
