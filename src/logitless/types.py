@@ -656,6 +656,8 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        tails: [N, 2] the model's and the teacher's probability of all tokens that a server does not name, without
+            gradient; NaN for tokens of other teachers; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
 
     Example:
@@ -667,6 +669,7 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    tails: Float[Tensor, "N 2"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
 
 

@@ -1,4 +1,4 @@
-"""A teacher's largest log-probs and one bucket for the rest: exact over these events, and a bound over the vocabulary."""
+"""A teacher by its largest log-probs and one bucket for the rest: exact over these, and a bound over all tokens."""
 
 from dataclasses import replace
 

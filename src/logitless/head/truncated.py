@@ -98,7 +98,7 @@ def truncated_divergence(
             given=repr(backend),
             remedy="Leave it at 'auto'.",
         )
-    if ids.dim() != 2 or not 0 < ids.shape[-1] or logp_teacher.shape != ids.shape:
+    if ids.dim() != 2 or ids.shape[-1] < 1 or logp_teacher.shape != ids.shape:
         raise InputError(
             needed="ids and logp_teacher [N, K] of the same K tokens a row",
             given=f"{list(ids.shape)} and {list(logp_teacher.shape)}",

@@ -70,7 +70,8 @@ def teacher_of(
         )
 
     of_source = {source: model_of(source) for source in dict.fromkeys(section.sources.values())}
-    teacher = Teacher([of_source[source] for source in section.sources.values()], section, prompts)
+    models = [of_source[source] for source in section.sources.values()]
+    teacher = Teacher(models, section, prompts, memory_budget=recipe.train.head_memory_budget)
     if not arrangement.is_sharded:
         teacher.wait()
     return teacher
@@ -164,7 +165,8 @@ def teacher_line(section: TeacherSection) -> str:
             if section.divergence != "jensen_shannon"
             else f" (beta {0.5 if section.beta is None else section.beta:g})"
         )
-        parts.append(f"{section.weight:g} * {section.divergence}{beta} in the loss")
+        over = "" if section.top_k is None else f" over a server's {section.top_k} likeliest tokens and the rest"
+        parts.append(f"{section.weight:g} * {section.divergence}{beta}{over} in the loss")
     if section.advantage:
         parts.append(f"{section.advantage:g} * (logp_teacher - logp_sampler) in the advantage")
     if section.alone:

@@ -195,7 +195,7 @@ class Policy:
         *,
         temperature: float,
         backend: Backend,
-        divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        divergence: Callable[[Tensor, LMHead], tuple[Tensor, Tensor | None]] | None = None,
         sum_squares: bool = False,
     ) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
@@ -241,7 +241,8 @@ class Policy:
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
-            scores = replace(scores, divergence=divergence(of_head, head))
+            compared, tails = divergence(of_head, head)
+            scores = replace(scores, divergence=compared, tails=tails)
         if self.sequence is None or places is None:
             return scores
         columns = {name: each for name, each in vars(scores).items() if each is not None}

@@ -7,15 +7,16 @@ several teachers, each reads the sequences that are its.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
 from logitless.data.packing import pack
+from logitless.distributed.sharding import is_sharded
 from logitless.errors import DataError
-from logitless.head import token_divergence
+from logitless.head import token_divergence, truncated_divergence
 from logitless.head.contract import logits_dtype
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import positions
@@ -25,10 +26,11 @@ from logitless.train.learn.teacher_prompts import TeacherPrompts, teacher_index
 from logitless.train.learn.teacher_server import ServedTeacher
 from logitless.train.recipe.teacher import TeacherSection
 from logitless.train.recipe.training import Backend
-from logitless.types import Group, LMHead, PackedBatch, TokenScores
+from logitless.types import Group, LMHead, PackedBatch, TokenDivergence, TokenScores, TruncatedDivergence
 
-Divergences: TypeAlias = Callable[[Tensor, LMHead], Float[Tensor, "N"]]
-"""(a policy's hidden states [N, D] for the targets of a batch, its head) -> divergence of each token from a teacher."""
+Divergences: TypeAlias = Callable[[Tensor, LMHead], tuple[Float[Tensor, "N"], Float[Tensor, "N 2"] | None]]
+"""(a policy's hidden states [N, D] for the targets of a batch, its head) -> divergence of each token from a teacher,
+and the ``tails`` of ``TokenScores``."""
 
 
 class Teacher:
@@ -39,6 +41,7 @@ class Teacher:
             ``section.sources``.
         section: of the recipe.
         prompts: of the teachers; None if they read the policy's.
+        memory_budget: bytes that a divergence may spend on logits-like blocks; None lets the head choose.
     """
 
     def __init__(
@@ -46,8 +49,11 @@ class Teacher:
         models: Sequence[Policy | Itself | ServedTeacher],
         section: TeacherSection,
         prompts: TeacherPrompts | None = None,
+        *,
+        memory_budget: int | None = None,
     ) -> None:
         self.models, self.section, self.prompts = tuple(models), section, prompts
+        self.memory_budget = memory_budget
 
     def attached(self, block: PackedBlock, groups: Sequence[Group]) -> PackedBlock:
         """The block with what its teachers read: who grades each sequence, and after which prompt.
@@ -104,36 +110,49 @@ class Teacher:
             batch: the policy's.
             temperature: divides the policy's logits, and the teacher's unless ``teacher.temperature`` is set.
         """
-        section = self.section
-        assert section.divergence is not None
+        options: dict[str, Any] = {
+            "kind": self.section.divergence,
+            "beta": self.section.beta,
+            "temperature": temperature,
+            "backend": backend,
+            "memory_budget": self.memory_budget,
+        }
+
+        def compared(
+            model: Policy | Itself | ServedTeacher, part: PackedBatch
+        ) -> Callable[[Tensor, LMHead], TokenDivergence | TruncatedDivergence]:
+            if isinstance(model, ServedTeacher):
+                assert self.section.top_k is not None
+                ids, logp = model.top(part, self.section.top_k)
+                return lambda hidden, head: truncated_divergence(
+                    hidden, head, ids.to(hidden.device), logp.to(hidden.device), **options
+                )
+            of_teacher = model.hidden_and_head(part)
+            own = self._temperature(temperature)
+            return lambda hidden, head: token_divergence(hidden, head, *of_teacher, teacher_temperature=own, **options)
+
         with torch.no_grad():
             read = [
-                (at, *model.hidden_and_head(part))
+                (at, part.num_tokens, compared(model, part))
                 for model, at, part in self._parts(batch)
-                if not isinstance(model, ServedTeacher)  # which a rule keeps out of the loss
-                and (part.num_tokens or self._is_sharded)  # then other ranks need this one's shards
+                # If weights are sharded, other ranks need this one's part of a pass without tokens too.
+                if part.num_tokens or self._is_sharded or isinstance(model, ServedTeacher)
             ]
 
-        def divergence(of_policy: Tensor, policy_head: LMHead) -> Tensor:
-            assert section.divergence is not None
+        def divergence(of_policy: Tensor, policy_head: LMHead) -> tuple[Tensor, Tensor | None]:
             number = logits_dtype(policy_head.weight.dtype)
             whole = torch.zeros(batch.num_tokens, dtype=number, device=of_policy.device)
-            for places, hidden, head in read:
+            tails: Tensor | None = None
+            for places, num_tokens, compare in read:
+                if not num_tokens and not is_sharded(policy_head.weight):
+                    continue
                 at = places.to(of_policy.device)
-                found = token_divergence(
-                    of_policy if batch.teacher is None else of_policy[at],
-                    policy_head,
-                    hidden,
-                    head,
-                    kind=section.divergence,
-                    beta=section.beta,
-                    temperature=temperature,
-                    teacher_temperature=self._temperature(temperature),
-                    backend=backend,
-                    memory_budget=self._policies[0].memory_budget,
-                ).divergence
-                whole = found if batch.teacher is None else whole.index_copy(0, at, found)
-            return whole
+                found = compare(of_policy if batch.teacher is None else of_policy[at], policy_head)
+                whole = found.divergence if batch.teacher is None else whole.index_copy(0, at, found.divergence)
+                if isinstance(found, TruncatedDivergence):
+                    tails = whole.new_full((len(whole), 2), torch.nan) if tails is None else tails
+                    tails[... if batch.teacher is None else at] = torch.stack([found.tail, found.tail_teacher], 1)
+            return whole, tails
 
         return divergence
 

@@ -43,6 +43,9 @@ class TeacherSection(Section):
     )
     place: Literal["device", "host"] = Field("device", description="where its weights wait between uses")
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
+    top_k: int | None = Field(
+        None, ge=1, description="of a server, for the divergence: how many of the likeliest tokens count apart"
+    )
     beta: float | None = Field(
         None, ge=0, le=1, description="the teacher's share of the mixture under `jensen_shannon`; None: 0.5"
     )
@@ -97,7 +100,7 @@ def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
-teacher, divergence = given("teacher"), given("teacher.divergence")
+teacher, divergence, top_k = given("teacher"), given("teacher.divergence"), given("teacher.top_k")
 server = Setting["Recipe"](
     "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
 )
@@ -142,10 +145,26 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
         remedy="Leave both out; it has the weights of the policy or of the server.",
     ),
-    server.excludes(
-        "teacher.divergence",
-        ", for a server gives log-probs of sampled tokens alone",
-        remedy="Set teacher.advantage: true instead, or load the teacher in this process.",
+    Setting["Recipe"](
+        "teacher.divergence from a server",
+        lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+    ).requires(
+        "teacher.top_k",
+        ", the number of its largest log-probs a token: all other tokens count as one",
+        remedy="Set teacher.top_k: 20, the most that vLLM gives without --max-logprobs; or set teacher.advantage: true "
+        "instead, or load the teacher in this process.",
+    ),
+    top_k.needs(
+        "a divergence from a server, which gives no more of a distribution",
+        holds=lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+        given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
+        remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
+    ),
+    top_k.needs(
+        "another head backend than fused, which has no kernel for it",
+        holds=lambda recipe: recipe.train.training_backend != "fused",
+        given=lambda recipe: f"train.training_backend: {recipe.train.training_backend}",
+        remedy="Leave train.training_backend at auto.",
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",

@@ -100,6 +100,8 @@ value/explained_variance | 1 | last | block | 1 - Var(return - value) / Var(retu
 value/clipped_fraction | 1 | mean | token | tokens with a return whose value gradient the clip removes
 # A teacher
 teacher/divergence | nat | mean | token | the teacher's divergence in the loss, before its weight
+teacher/tail, teacher/tail_of_policy | 1 | mean | token | what the teacher's server (teacher.top_k) and the policy give
+    to all tokens that the server does not name
 teacher/log_ratio | nat | mean | block | logp_teacher - logp_sampler, before its coefficient
 teacher/graded_fraction | 1 | mean | token | tokens that a teacher grades, under teacher.template
 # Age and lengths of completions
