@@ -114,6 +114,7 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
     (BASE, "model.lora=null"),
     (BASE, "teacher.place=host"),
+    (BASE, "teacher.layers=transformers"),
     (SEVERAL, LORA[0]),
     (SEVERAL, "teacher.template=null"),
     (SEVERAL, "teacher.source=a/b"),
@@ -182,6 +183,7 @@ OF_PROCESSES = [
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
+    ((*TEACHER, "teacher.place=cuda:1"), 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]

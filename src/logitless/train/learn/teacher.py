@@ -4,7 +4,7 @@ A teacher reads the policy's packed rows, or the same completions after a prompt
 several teachers, each reads the sequences that are its.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -54,6 +54,7 @@ class Teacher:
     ) -> None:
         self.models, self.section, self.prompts = tuple(models), section, prompts
         self.memory_budget = memory_budget
+        self._heads: dict[Policy, LMHead] = {}
 
     def attached(self, block: PackedBlock, groups: Sequence[Group]) -> PackedBlock:
         """The block with what its teachers read: who grades each sequence, and after which prompt.
@@ -127,9 +128,17 @@ class Teacher:
                 return lambda hidden, head: truncated_divergence(
                     hidden, head, ids.to(hidden.device), logp.to(hidden.device), **options
                 )
-            of_teacher = model.hidden_and_head(part)
+            of_teacher, its_head = model.hidden_and_head(part)
             own = self._temperature(temperature)
-            return lambda hidden, head: token_divergence(hidden, head, *of_teacher, teacher_temperature=own, **options)
+            # Not before it is called: until then the policy runs beside a teacher on another device.
+            return lambda hidden, head: token_divergence(
+                hidden,
+                head,
+                of_teacher.to(hidden.device),
+                self._head_on(hidden.device, model, its_head),
+                teacher_temperature=own,
+                **options,
+            )
 
         with torch.no_grad():
             read = [
@@ -159,22 +168,39 @@ class Teacher:
     def wait(self) -> None:
         """Move the weights to host memory under ``teacher.place: host``; those of a sharded model FSDP2 moves."""
         if self.section.place == "host":
-            for parameter in self._parameters():
-                waiting = parameter.data.cpu()
+            for run in _runs(self._parameters()):
+                is_cuda, waiting = run[0].is_cuda, _flat(run).cpu()
                 # Locked, so that each use copies it at the speed of the bus; made once, as locking takes long.
-                parameter.data = waiting.pin_memory() if parameter.is_cuda else waiting
+                _lay(run, waiting.pin_memory() if is_cuda else waiting)
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
         """Inside, weights that wait on the host (``wait``) are on the policy's device."""
-        waiting = [] if self.section.place == "device" else [(each, each.data) for each in self._parameters()]
+        runs = _runs(self._parameters()) if self.section.place == "host" else []
+        waiting = [_flat(run) for run in runs]
         try:
-            for parameter, on_host in waiting:
-                parameter.data = on_host.to(self._policies[0].device, non_blocking=True)
+            for run, on_host in zip(runs, waiting, strict=True):
+                _lay(run, on_host.to(self._policies[0].device, non_blocking=True))
             yield
         finally:
-            for parameter, on_host in waiting:
-                parameter.data = on_host
+            for run, on_host in zip(runs, waiting, strict=True):
+                _lay(run, on_host)
+
+    @property
+    def own_models(self) -> dict[str, nn.Module]:
+        """The models with weights of their own, by their sources."""
+        named = zip(self.section.sources.values(), self.models, strict=True)
+        own = self.section.models.values()
+        return {source: each.model for source, each in named if source in own and isinstance(each, Policy)}
+
+    def _head_on(self, device: torch.device, model: Policy | Itself, head: LMHead) -> LMHead:
+        """The head of a model on the policy's device; of a model on another one it is copied there once."""
+        if head.weight.device == device or not isinstance(model, Policy):
+            return head
+        if model not in self._heads:
+            bias = None if head.bias is None else head.bias.to(device)
+            self._heads[model] = replace(head, weight=head.weight.to(device), bias=bias)
+        return self._heads[model]
 
     def _parts(self, batch: PackedBatch) -> Iterator[tuple[Policy | Itself | ServedTeacher, Tensor, PackedBatch]]:
         """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
@@ -213,3 +239,39 @@ class Teacher:
 
     def _temperature(self, of_sampling: float) -> float:
         return of_sampling if self.section.temperature is None else self.section.temperature
+
+
+def _runs(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """Parameters that are adjacent in memory, together: row-invariant layers multiply them as one."""
+    runs = list[list[nn.Parameter]]()
+    for each in sorted(parameters, key=lambda parameter: parameter.data_ptr()):
+        last = runs[-1][-1] if runs else None
+        follows = (
+            last is not None
+            and last.dtype == each.dtype
+            and last.untyped_storage().data_ptr() == each.untyped_storage().data_ptr()
+            and last.data_ptr() + last.nbytes == each.data_ptr()
+            and last.is_contiguous()
+            and each.is_contiguous()
+        )
+        if follows:
+            runs[-1].append(each)
+        else:
+            runs.append([each])
+    return runs
+
+
+def _flat(run: Sequence[nn.Parameter]) -> Tensor:
+    """The weights of a run as one tensor, which shares their memory."""
+    first = run[0].data
+    return first if len(run) == 1 else first.as_strided((sum(each.numel() for each in run),), (1,))
+
+
+def _lay(run: Sequence[nn.Parameter], flat: Tensor) -> None:
+    """Give the parameters of a run the memory of ``flat``, which is laid out as ``_flat``."""
+    if len(run) == 1:
+        run[0].data = flat
+        return
+    sizes = [each.numel() for each in run]
+    for each, part in zip(run, flat.split_with_sizes(sizes), strict=True):
+        each.data = part.view(each.shape)

@@ -7,7 +7,15 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
 from logitless.rollout.environments.options import pays
-from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_sequences, value_at
+from logitless.train.recipe.rule import (
+    Processes,
+    Rule,
+    Setting,
+    given,
+    needs_one_process,
+    needs_whole_sequences,
+    value_at,
+)
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -41,7 +49,11 @@ class TeacherSection(Section):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
     )
-    place: Literal["device", "host"] = Field("device", description="where its weights wait between uses")
+    layers: Literal["auto", "transformers", "row_invariant"] = Field("auto", description="see `model.layers`")
+    place: str = Field(
+        "device",
+        description="`host`: its weights wait there between uses; `cuda:1`, ...: it runs on that device",
+    )
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
     top_k: int | None = Field(
         None, ge=1, description="of a server, for the divergence: how many of the likeliest tokens count apart"
@@ -77,6 +89,11 @@ class TeacherSection(Section):
         """Whether a teacher is on a server."""
         return any(map(is_address, self.sources.values()))
 
+    @property
+    def device(self) -> str | None:
+        """The device of its own, by name; None: the policy's."""
+        return None if self.place in ("device", "host") else self.place
+
     def has(self, source: str) -> bool:
         """Whether it is the source of a teacher."""
         return source in self.sources.values()
@@ -88,6 +105,11 @@ class TeacherSection(Section):
 def _teacher(recipe: "Recipe") -> TeacherSection:
     assert recipe.teacher is not None
     return recipe.teacher
+
+
+def _own(recipe: "Recipe") -> dict[str, str]:
+    """How weights of its own are held."""
+    return {key: str(getattr(_teacher(recipe), key)) for key in ("dtype", "layers", "place")}
 
 
 def _teaches_alone(recipe: "Recipe") -> bool:
@@ -140,10 +162,10 @@ RULES: tuple[Rule["Recipe"], ...] = (
         "teacher.source base, self, start or a server",
         lambda recipe: recipe.teacher is not None and not recipe.teacher.models,
     ).needs(
-        "neither dtype nor place",
-        holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
-        given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
-        remedy="Leave both out; it has the weights of the policy or of the server.",
+        "neither dtype, layers nor place",
+        holds=lambda recipe: _own(recipe) == {"dtype": "auto", "layers": "auto", "place": "device"},
+        given=lambda recipe: ", ".join(f"{key}: {value}" for key, value in _own(recipe).items()),
+        remedy="Leave them out; it has the weights of the policy or of the server.",
     ),
     Setting["Recipe"](
         "teacher.divergence from a server",
@@ -185,5 +207,12 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         divergence,
         ", for the teacher's hidden states are not cut",
         "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
+    ),
+    needs_one_process(
+        Setting["Recipe"](
+            "teacher.place of a device", lambda recipe: recipe.teacher is not None and bool(recipe.teacher.device)
+        ),
+        ", for other processes train on the other devices",
+        "Set teacher.place: device or host.",
     ),
 )
