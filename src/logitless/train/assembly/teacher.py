@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
+from logitless.head.contract import on_device
 from logitless.models.gguf import gguf_file
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
@@ -72,14 +73,15 @@ def teacher_of(
         if source == START:
             assert start is not None
             return start
-        model = models[source] if source in models else teacher_model(recipe, source, device)
-        _exchange_layers(recipe, model, arrangement)
-        return Policy(
-            model,
-            autocast=policy.autocast,
-            memory_budget=recipe.train.head_memory_budget,
-            share_prompts=recipe.train.share_prompts,
-        )
+        with on_device(device):
+            model = models[source] if source in models else teacher_model(recipe, source, device)
+            _exchange_layers(recipe, model, arrangement)
+            return Policy(
+                model,
+                autocast=policy.autocast,
+                memory_budget=recipe.train.head_memory_budget,
+                share_prompts=recipe.train.share_prompts,
+            )
 
     of_source = {source: model_of(source) for source in dict.fromkeys(section.sources.values())}
     in_order = [of_source[source] for source in section.sources.values()]

@@ -5,7 +5,7 @@ several teachers, each reads the sequences that are its.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ from logitless.data.packing import pack
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import DataError
 from logitless.head import token_divergence, truncated_divergence
-from logitless.head.contract import logits_dtype
+from logitless.head.contract import logits_dtype, on_device
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import positions
 from logitless.train.block import PackedBlock
@@ -91,7 +91,10 @@ class Teacher:
             temperature: of sampling; ``teacher.temperature`` replaces it.
         """
         own = self._temperature(temperature)
-        parts = [(at, model.scores(part, temperature=own, backend=backend)) for model, at, part in self._parts(batch)]
+        parts = list[tuple[Tensor, TokenScores]]()
+        for model, at, part in self._parts(batch):
+            with _current(model):
+                parts.append((at, model.scores(part, temperature=own, backend=backend)))
         if batch.teacher is None:
             return parts[0][1]
         logp = parts[0][1].logp.new_full((batch.num_tokens,), torch.nan)
@@ -128,7 +131,8 @@ class Teacher:
                 return lambda hidden, head: truncated_divergence(
                     hidden, head, ids.to(hidden.device), logp.to(hidden.device), **options
                 )
-            of_teacher, its_head = model.hidden_and_head(part)
+            with _current(model):
+                of_teacher, its_head = model.hidden_and_head(part)
             own = self._temperature(temperature)
             # Not before it is called: until then the policy runs beside a teacher on another device.
             return lambda hidden, head: token_divergence(
@@ -239,6 +243,11 @@ class Teacher:
 
     def _temperature(self, of_sampling: float) -> float:
         return of_sampling if self.section.temperature is None else self.section.temperature
+
+
+def _current(model: Policy | Itself | ServedTeacher) -> AbstractContextManager[object]:
+    """Make the GPU of a model the current one inside, as its kernels need it."""
+    return on_device(model.device) if isinstance(model, Policy) else nullcontext()
 
 
 def _runs(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:

@@ -33,12 +33,11 @@ def is_address(source: str) -> bool:
 
 
 class TeacherSection(Section):
-    """Models that the policy learns from: by a divergence in the loss, by advantages, or by both
-    (docs/distillation.md)."""
+    """Models that the policy learns from (docs/distillation.md)."""
 
     source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`, "
-        "`start`: the policy now, or before its first step; a vLLM server's address; or several, by a value of `column`"
+        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base; `self`, `start`: "
+        "the policy now, or before its first step; a vLLM server's address; or several, by `column`"
     )
     column: str | None = Field(
         None, description="whose value names a prompt's teacher; None: the name of its source of data"
@@ -47,24 +46,22 @@ class TeacherSection(Section):
         None, description="Jinja: the last message of the teacher's prompt; None: the policy's"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
+        "auto", description="auto: as `model.trained_dtype: auto`"
     )
     layers: Literal["auto", "transformers", "row_invariant"] = Field("auto", description="see `model.layers`")
     place: str = Field(
         "device",
-        description="`host`: its weights wait there between uses; `cuda:1`, ...: it runs on that device",
+        description="`host`: its weights wait there between uses; `cuda:1`: it runs there",
     )
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
-    top_k: int | None = Field(
-        None, ge=1, description="of a server, for the divergence: how many of the likeliest tokens count apart"
-    )
+    top_k: int | None = Field(None, ge=1, description="how many likeliest tokens a server's divergence tells apart")
     beta: float | None = Field(
         None, ge=0, le=1, description="the teacher's share of the mixture under `jensen_shannon`; None: 0.5"
     )
     weight: PositiveFloat = Field(1.0, description="of the divergence")
     advantage: NonNegativeFloat = Field(
         0.0,
-        description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
+        description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none",
     )
     gamma: NonNegativeFloat = Field(
         0.0, description="how much more the first token's advantage counts than the last one's"
@@ -172,18 +169,18 @@ RULES: tuple[Rule["Recipe"], ...] = (
         lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
     ).requires(
         "teacher.top_k",
-        ", the number of its largest log-probs a token: all other tokens count as one",
+        "; all other tokens count as one",
         remedy="Set teacher.top_k: 20, the most that vLLM gives without --max-logprobs; or set teacher.advantage: true "
         "instead, or load the teacher in this process.",
     ),
     top_k.needs(
-        "a divergence from a server, which gives no more of a distribution",
+        "a divergence from a server",
         holds=lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
         given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
         remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
     ),
     top_k.needs(
-        "another head backend than fused, which has no kernel for it",
+        "no fused training_backend, which has no kernel for it",
         holds=lambda recipe: recipe.train.training_backend != "fused",
         given=lambda recipe: f"train.training_backend: {recipe.train.training_backend}",
         remedy="Leave train.training_backend at auto.",
