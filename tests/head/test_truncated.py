@@ -12,7 +12,7 @@ from logitless.errors import InputError, UnavailableError
 from logitless.head import token_divergence, truncated_divergence
 from logitless.head.truncated import LEAST_TAIL, with_tail
 from logitless.types import LMHead
-from tests.head.cases import Case, assert_same, error, exact_copy, gradient_error, plain_logits, problem
+from tests.head.cases import DEVICES, Case, assert_same, error, exact_copy, gradient_error, plain_logits, problem
 from tests.head.two_streams import defined
 
 BACKENDS = ("reference", "chunked")
@@ -29,9 +29,9 @@ CASES = [
 def _teacher(case, student, k):
     """Log-probs of another model, [N, V] in float64; its k largest tokens and their log-probs."""
     other = problem(replace(case, seed=case.seed + 1, dtype=torch.float64, weight_dtype=None, bias=False))
-    log_q = plain_logits(other).detach().log_softmax(1)
+    log_q = plain_logits(other).detach().log_softmax(1).to(student.hidden.device)
     logp, ids = log_q.topk(k, 1)
-    return log_q.to(student.hidden.device), ids, logp
+    return log_q, ids, logp
 
 
 def _upstream(student):
@@ -73,12 +73,13 @@ def test_value_and_all_gradients_are_those_of_merged_float64_probabilities(backe
     assert_same(found, _by_definition(given.leaf_copy(), ids, logp, kind), 1e-12)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend, kind, dtype):
+def test_no_further_from_the_truth_than_the_plain_path_in_the_same_dtype(backend, kind, dtype, device):
     case = Case(61, 211, 48, bias=True, lora=2, softcap=30.0, spread=4.0, dtype=dtype)
-    given = problem(case)
+    given = problem(case, device)
     _, ids, logp = _teacher(case, given, 7)
     exact, found = _by_definition(exact_copy(given), ids, logp, kind), _run(given, ids, logp, kind, backend=backend)
     usual = _by_definition(given.leaf_copy(dtype), ids, logp, kind)

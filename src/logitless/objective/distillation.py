@@ -142,7 +142,7 @@ def distillation_diagnostics(
     total, count, *tails, known = gather(torch.stack([_sums(each) for each in outputs])).sum(0)
     found = {"teacher/divergence": total / count.clamp(min=1)}
     if any(each.tails is not None for each in outputs):
-        found |= {f"teacher/{name}": sum_ / known.clamp(min=1) for name, sum_ in zip(_TAILS, tails, strict=True)}
+        found |= {f"teacher/{name}": sum_ / known for name, sum_ in zip(_TAILS, tails, strict=True)}
     return found
 
 

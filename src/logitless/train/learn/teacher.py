@@ -155,15 +155,14 @@ class Teacher:
         def divergence(of_policy: Tensor, policy_head: LMHead) -> tuple[Tensor, Tensor | None]:
             number = logits_dtype(policy_head.weight.dtype)
             whole = torch.zeros(batch.num_tokens, dtype=number, device=of_policy.device)
-            tails: Tensor | None = None
+            tails = None if self.section.top_k is None else whole.new_full((len(whole), 2), torch.nan)
             for places, num_tokens, compare in read:
                 if not num_tokens and not is_sharded(policy_head.weight):
                     continue
                 at = places.to(of_policy.device)
                 found = compare(of_policy if batch.teacher is None else of_policy[at], policy_head)
                 whole = found.divergence if batch.teacher is None else whole.index_copy(0, at, found.divergence)
-                if isinstance(found, TruncatedDivergence):
-                    tails = whole.new_full((len(whole), 2), torch.nan) if tails is None else tails
+                if isinstance(found, TruncatedDivergence) and tails is not None:
                     tails[... if batch.teacher is None else at] = torch.stack([found.tail, found.tail_teacher], 1)
             return whole, tails
 
