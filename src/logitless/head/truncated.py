@@ -24,6 +24,7 @@ from logitless.head.blockwise import (
     logits_of,
     product,
     rows_of,
+    scales,
     slices,
     tile,
 )
@@ -98,14 +99,33 @@ def truncated_divergence(
             given=repr(backend),
             remedy="Leave it at 'auto'.",
         )
+    lm_head, temperature = _checked(hidden, head, ids, logp_teacher, temperature, memory_budget)
+    ids = ids.long()
+    wide = logits_dtype(hidden.dtype)
+    log_q = with_tail(logp_teacher.detach().to(wide))
+    with without_autocast(hidden.device):
+        entries = _entries(hidden, lm_head, ids, temperature, backend, memory_budget)
+        log_p = entries.log_softmax(1)
+        value = value_of(log_p, log_q, measure)
+    return TruncatedDivergence(value, log_p[:, -1].detach().exp(), log_q[:, -1].exp())
+
+
+def _checked(
+    hidden: Tensor,
+    head: LMHead | Tensor,
+    ids: Tensor,
+    logp_teacher: Tensor,
+    temperature: float | Tensor,
+    memory_budget: int | None,
+) -> tuple[LMHead, float | Tensor]:
     if ids.dim() != 2 or ids.shape[-1] < 1 or logp_teacher.shape != ids.shape:
         raise InputError(
             needed="ids and logp_teacher [N, K] of the same K tokens a row",
             given=f"{list(ids.shape)} and {list(logp_teacher.shape)}",
             remedy="Give the K largest log-probs of the teacher for each token.",
         )
-    lm_head, _, temperature = checked(hidden, head, ids[:, 0], temperature=temperature, memory_budget=memory_budget)
-    vocabulary, ids = len(lm_head.weight), ids.long()
+    lm_head, _, own_temperature = checked(hidden, head, ids[:, 0], temperature=temperature, memory_budget=memory_budget)
+    vocabulary = len(lm_head.weight)
     if ids.shape[1] >= vocabulary:
         raise InputError(
             needed=f"fewer than {vocabulary} tokens a row, so that others are left for the tail",
@@ -119,13 +139,7 @@ def truncated_divergence(
         given="one outside of it, or one twice",
         remedy="Compare the tokenizers: what pads the teacher's vocabulary is never among its likely tokens.",
     )
-    wide = logits_dtype(hidden.dtype)
-    log_q = with_tail(logp_teacher.detach().to(wide))
-    with without_autocast(hidden.device):
-        entries = _entries(hidden, lm_head, ids, temperature, backend, memory_budget)
-        log_p = entries.log_softmax(1)
-        value = value_of(log_p, log_q, measure)
-    return TruncatedDivergence(value, log_p[:, -1].detach().exp(), log_q[:, -1].exp())
+    return lm_head, own_temperature
 
 
 def with_tail(logp: Float[Tensor, "N K"]) -> Float[Tensor, "N L"]:
@@ -209,15 +223,9 @@ class _Entries(torch.autograd.Function):
         with without_autocast(hidden.device):
             gradient, ids, outside, tail = at(nonzero, gradient, ids, outside, tail)
             rows = rows_of(hidden[nonzero], head, ids, outside, call)
-            size = gradient.abs().amax(1) if len(ids) else gradient.sum(1)
-            factor = size if outside is None else size * outside
-            slopes = _Gradient(
-                rows,
-                gradient / size[:, None],
-                tail.clamp(min=torch.finfo(tail.dtype).min),  # no token is left in the tail: their logits are -inf too
-                factor if call.inside is None else factor * call.inside,
-                call,
-            )
+            divisor, factor = scales(gradient.abs().amax(1), outside, call)
+            tail = tail.clamp(min=torch.finfo(tail.dtype).min)  # where all tokens of the tail have logits of -inf
+            slopes = _Gradient(rows, gradient / divisor[:, None], tail, factor, call)
             of_tiles = tile(len(ids), len(weight), call.wide, call.memory_budget)
             of_rows, *of_head = gradients(head, rows, slopes, ctx.needs_input_grad[:5], call, of_tiles)
             of_hidden = None
@@ -233,7 +241,7 @@ class _Gradient(NamedTuple):
 
     Args:
         rows: with ``target`` [n, K].
-        slopes: [n, K + 1] incoming gradients, scaled so that the largest of a row is 1 in size.
+        slopes: [n, K + 1] incoming gradients, divided as ``scales`` says.
         tail: [n] the last entry.
         factor: [n] their common factor, times the derivative of scale and temperature.
     """

@@ -4,7 +4,7 @@ A teacher reads the policy's packed rows, or the same completions after a prompt
 several teachers, each reads the sequences that are its.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -122,31 +122,9 @@ class Teacher:
             "memory_budget": self.memory_budget,
         }
 
-        def compared(
-            model: Policy | Itself | ServedTeacher, part: PackedBatch
-        ) -> Callable[[Tensor, LMHead], TokenDivergence | TruncatedDivergence]:
-            if isinstance(model, ServedTeacher):
-                assert self.section.top_k is not None
-                ids, logp = model.top(part, self.section.top_k)
-                return lambda hidden, head: truncated_divergence(
-                    hidden, head, ids.to(hidden.device), logp.to(hidden.device), **options
-                )
-            with _current(model):
-                of_teacher, its_head = model.hidden_and_head(part)
-            own = self._temperature(temperature)
-            # Not before it is called: until then the policy runs beside a teacher on another device.
-            return lambda hidden, head: token_divergence(
-                hidden,
-                head,
-                of_teacher.to(hidden.device),
-                self._head_on(hidden.device, model, its_head),
-                teacher_temperature=own,
-                **options,
-            )
-
         with torch.no_grad():
             read = [
-                (at, part.num_tokens, compared(model, part))
+                (at, part.num_tokens, self._comparison(model, part, self._temperature(temperature), options))
                 for model, at, part in self._parts(batch)
                 # If weights are sharded, other ranks need this one's part of a pass without tokens too.
                 if part.num_tokens or self._is_sharded or isinstance(model, ServedTeacher)
@@ -167,6 +145,33 @@ class Teacher:
             return whole, tails
 
         return divergence
+
+    def _comparison(
+        self, model: Policy | Itself | ServedTeacher, part: PackedBatch, temperature: float, options: Mapping[str, Any]
+    ) -> Callable[[Tensor, LMHead], TokenDivergence | TruncatedDivergence]:
+        """Let a model read its part of a batch; returns the function that compares the policy with it.
+
+        Args:
+            temperature: of the model.
+            options: of both divergences.
+        """
+        if isinstance(model, ServedTeacher):
+            assert self.section.top_k is not None, "by a rule"
+            ids, logp = model.top(part, self.section.top_k)
+            return lambda hidden, head: truncated_divergence(
+                hidden, head, ids.to(hidden.device), logp.to(hidden.device), **options
+            )
+        with _current(model):
+            of_teacher, its_head = model.hidden_and_head(part)
+        # Not before it is called: until then the policy runs beside a teacher on another device.
+        return lambda hidden, head: token_divergence(
+            hidden,
+            head,
+            of_teacher.to(hidden.device),
+            self._head_on(hidden.device, model, its_head),
+            teacher_temperature=temperature,
+            **options,
+        )
 
     def wait(self) -> None:
         """Move the weights to host memory under ``teacher.place: host``; those of a sharded model FSDP2 moves."""
@@ -197,8 +202,8 @@ class Teacher:
         return {source: each.model for source, each in named if source in own and isinstance(each, Policy)}
 
     def _head_on(self, device: torch.device, model: Policy | Itself, head: LMHead) -> LMHead:
-        """The head of a model on the policy's device; of a model on another one it is copied there once."""
-        if head.weight.device == device or not isinstance(model, Policy):
+        """The head of a model on the policy's device; of one with a device of its own it is copied there once."""
+        if self.section.device is None or not isinstance(model, Policy):
             return head
         if model not in self._heads:
             bias = None if head.bias is None else head.bias.to(device)
