@@ -658,6 +658,8 @@ class TokenScores:
         divergence: [N] nats from a teacher's next-token distribution, or None.
         centering: [N] of ``CenteredScores``, or None.
         kl_sampler: [N] nats, KL(sampler || policy) over the whole vocabulary, without gradient; or None.
+        tails: [N, 2] the model's and the teacher's probability of all tokens that a server does not name, without
+            gradient; NaN for tokens of other teachers; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
 
     Example:
@@ -671,6 +673,7 @@ class TokenScores:
     divergence: Float[Tensor, "N"] | None = None
     centering: Float[Tensor, "N"] | None = None
     kl_sampler: Float[Tensor, "N"] | None = None
+    tails: Float[Tensor, "N 2"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
 
 
@@ -693,6 +696,25 @@ class TokenDivergence:
     entropy: Float[Tensor, "N"]
     logp_teacher: Float[Tensor, "N"] | None
     entropy_teacher: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class TruncatedDivergence:
+    """Divergence of each token over a few tokens and the tail, which is all others together.
+
+    Args:
+        divergence: [N] nats; a lower bound of the exact one.
+        tail: [N] the student's probability of the tail, without gradient.
+        tail_teacher: [N] the teacher's.
+
+    Example:
+        >>> TruncatedDivergence(torch.tensor([0.1]), torch.tensor([0.02]), torch.tensor([0.01])).tail
+        tensor([0.0200])
+    """
+
+    divergence: Float[Tensor, "N"]
+    tail: Float[Tensor, "N"]
+    tail_teacher: Float[Tensor, "N"]
 
 
 @dataclass(frozen=True)

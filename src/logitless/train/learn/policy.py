@@ -204,7 +204,7 @@ class Policy:
         *,
         temperature: float,
         backend: Backend,
-        divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        divergence: Callable[[Tensor, LMHead], tuple[Tensor, Tensor | None]] | None = None,
         centering: Callable[[Tensor, LMHead], tuple[Tensor, Tensor]] | None = None,
         sum_squares: bool = False,
     ) -> TokenScores:
@@ -251,7 +251,8 @@ class Policy:
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
-            scores = replace(scores, divergence=divergence(of_head, head))
+            compared, tails = divergence(of_head, head)
+            scores = replace(scores, divergence=compared, tails=tails)
         if centering is not None:
             centred, kl = centering(of_head, head)
             scores = replace(scores, centering=centred, kl_sampler=kl)
