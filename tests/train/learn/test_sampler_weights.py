@@ -72,8 +72,7 @@ def gradient_of(policy, held, block, plan):
     return sum(output.loss.detach() for output in outputs), torch.cat([p.grad.flatten() for p in parameters]), outputs
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
-@pytest.mark.parametrize("made", [_policy, _adapted])
+@pytest.mark.parametrize(("made", "place"), [(_policy, "device"), (_adapted, "host")])
 def test_every_cut_of_a_step_with_tokens_of_four_versions_has_the_gradient_of_full_logits(made, place):
     policy = made()
     block, held, q = aged(policy, place=place)

@@ -43,8 +43,7 @@ class AlgorithmSection(Section):
     )
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
     score_centering: Literal["device", "host"] | None = Field(
-        None,
-        description="centre the score (docs/objectives.md); where the sampler's weights wait",
+        None, description="centre the score (docs/objectives.md); where the sampler's weights wait"
     )
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
     advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
