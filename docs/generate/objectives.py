@@ -111,6 +111,7 @@ def curves(name: str) -> Curves:
                 advantage=torch.full_like(log_ratio, advantage),
                 token_weight=torch.ones_like(log_ratio),
                 logp_old=logp_old,
+                logp_ref=logp_old,
                 selected=torch.full((NUM_POINTS,), chosen),
             )
             gradient = objective((logp_old + log_ratio).requires_grad_(), None, batch).grad_logp

@@ -227,6 +227,7 @@ def _probe() -> tuple[Tensor, Tensor, TokenBatch, torch.Generator]:
         token_weight=torch.ones(num_tokens, dtype=torch.float64),
         logp_old=logp_old,
         logp_sampler=logp_old + spread(0.5),
+        logp_ref=logp_old,
         entropy_old=spread(1.0) + 1.0,
         turn=token // 16 % 4,
         lag=token // 8 % 4,

@@ -14,10 +14,13 @@ from logitless.objective.advantage import (
     Gpg,
     GroupCentered,
     GroupStandardized,
+    Hierarchical,
     LeaveOneOut,
     LengthWeighted,
     OptimalToken,
+    OptimalValue,
     PassAtK,
+    Rae,
     Raw,
     ReinforcePP,
     Remax,
@@ -27,6 +30,7 @@ from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio
 from logitless.objective.surrogate import (
+    A2po,
     Cispo,
     Clip,
     ClipCov,
@@ -471,6 +475,50 @@ def otb(epsilon: float = 0.2) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), OptimalToken(), TokenMean())
 
 
+def rae(decay: float = 0.95, epsilon: float = 0.2) -> Algorithm:
+    """RAE: each role against a moving average of its own rewards, for games that a policy plays with itself.
+
+    Source: SPIRAL, arXiv:2506.24119, in the form of spiral-rl/spiral and of prime-rl's ``rae``.
+
+    Elsewhere:
+        prime-rl: ``algo.type: rae``
+
+    Notes:
+        - A completion is one role's, which column ``role`` of the data names (``columns: [game, role]``).
+        - Averages begin at 0, and those of a run go on when it is resumed. prime-rl's begin anew.
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Rae(decay=decay), TokenMean())
+
+
+def hierarchical_grpo(epsilon: float = 0.2) -> Algorithm:
+    """Hierarchical GRPO: solvers are compared within a proposed problem, proposers within a task.
+
+    Source: prime-rl's ``hierarchical_grpo``, with GRPO's loss.
+
+    Elsewhere:
+        prime-rl: ``algo.type: hierarchical_grpo``
+
+    Notes:
+        - Columns ``role``, ``task`` and ``problem`` of the data name what is compared, whatever the prompts are.
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Hierarchical(), TokenMean())
+
+
+def a2po(beta1: float = 0.5, beta2: float = 1e-3) -> Algorithm:
+    """A2PO (A*-PO): the log ratio to the reference is fitted to the reward minus the optimal value.
+
+    Source: arXiv:2505.20686, in TRL's form.
+
+    Elsewhere:
+        TRL: ``experimental.a2po.A2POTrainer``
+
+    Notes:
+        - Column ``reference_rewards`` has the rewards of the reference's completions: ``logitless sample`` and
+          ``logitless score`` make them before the run. Leave out rows where all are 0.
+    """
+    return Algorithm(Objective(surrogate=A2po(beta2)), OptimalValue(beta=beta1), SequenceMean())
+
+
 def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
     """REINFORCE++: clipped, with token returns whitened over the batch.
 
@@ -524,6 +572,9 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "gpg": gpg,
     "pass_at_k": pass_at_k,
     "otb": otb,
+    "rae": rae,
+    "hierarchical_grpo": hierarchical_grpo,
+    "a2po": a2po,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

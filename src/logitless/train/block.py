@@ -10,7 +10,7 @@ Stages are frozen. A ``ScoredBlock`` is a ``PackedBlock``: what takes the one ta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -75,6 +75,7 @@ class ScoredBlock(PackedBlock):
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
             value head.
+        advantage_state: of the advantage after this block; None for one that reads a single block.
     """
 
     logp_old: Float[Tensor, "N"]
@@ -86,6 +87,7 @@ class ScoredBlock(PackedBlock):
     logp_teacher: Float[Tensor, "N"] | None = field(default=None, kw_only=True)
     advantage: Float[Tensor, "N"]
     value_target: Float[Tensor, "N"] | None
+    advantage_state: Mapping[str, float] | None = field(default=None, kw_only=True)
 
     def tokens(self, trained: Bool[Tensor, "B"]) -> TokenBatch:
         """The block as an objective reads it.
