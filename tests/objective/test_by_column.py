@@ -1,7 +1,9 @@
-"""Advantages that read columns of the data, against the code that they come from, written out anew."""
+"""Advantages that read columns of the data, against numbers of the code that they come from.
+
+prime-rl is its commit 559b447, SPIRAL is spiral-rl/spiral a02d0ed.
+"""
 
 import math
-from collections import defaultdict
 
 import pytest
 import torch
@@ -30,15 +32,10 @@ def inputs(rewards, **columns) -> AdvantageInputs:
 
 
 def test_a_role_is_compared_with_the_average_before_its_reward_counts_as_in_spiral_and_prime_rl():
-    rewards, roles = [1.0, -1.0, 1.0, 0.5, -0.25, 0.0], ["a", "b", "a", "a", "b", "a"]
-    baselines, expected = defaultdict(float), []
-    for reward, role in zip(rewards, roles, strict=True):  # prime-rl 559b447, rae.py, score_group
-        baseline = baselines[role]
-        expected.append(reward - baseline)
-        baselines[role] = 0.95 * baseline + (1.0 - 0.95) * reward
-    found, state = rae(double(*rewards), roles, {})
-    assert found.tolist() == expected
-    assert state == baselines
+    found, state = rae(double(1, -1, 1, 0.5, -0.25, 0), "abaaba", {})
+    # both RAEAlgorithm.score_group and SPIRAL's EMA gave these, to the last bit
+    assert found.tolist() == [1.0, -1.0, 0.95, 0.4024999999999999, -0.19999999999999996, -0.1176250000000001]
+    assert state == {"a": 0.1117437500000001, "b": -0.06000000000000005}
 
 
 def test_averages_go_on_from_block_to_block_as_in_one():
@@ -60,11 +57,12 @@ def test_a_role_is_named_by_all_columns_together_and_an_unscored_completion_coun
 
 
 def test_solvers_are_compared_within_a_problem_and_proposers_within_a_task_as_prime_rl_says():
-    rewards = [1, 1, 0, 0.5, 0, 0.75, 0.25, 1, 0.5]
-    roles = ["solver"] * 5 + ["proposer"] * 3 + ["judge"]
+    rewards = [0.75, 1, 1, 0, 0.25, 0.5, 0, 1, 0.5]
+    roles = ["proposer", *["solver"] * 3, "proposer", *["solver"] * 2, "proposer", "judge"]
     tasks = ["t"] * 7 + ["u", "t"]
-    problems = ["a", "a", "a", "b", "b", None, None, None, None]
-    expected = [1 / 3, 1 / 3, -2 / 3, 0.25, -0.25, 0.25, -0.25, 0, 0]  # docs/algorithms.md of prime-rl has the first
+    problems = [None, "a", "a", "a", None, "b", "b", None, None]
+    of_prime_rl = [0.25, 1 / 3, 1 / 3, -2 / 3, -0.25, 0.25, -0.25]  # HierarchicalGRPOAlgorithm.score_group, of task t
+    expected = [*of_prime_rl, 0, 0]
     found = Hierarchical()(inputs(rewards, role=roles, task=tasks, problem=problems)).advantage
     torch.testing.assert_close(found, double(*expected))
 

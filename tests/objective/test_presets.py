@@ -69,6 +69,7 @@ TABLE = {
     "pass_at_k": (TokenRatio(), Clip(0.8, 1.2), PassAtK(4), TokenMean()),
     "rae": (TokenRatio(), Clip(0.8, 1.2), Rae(("role",), 0.95), TokenMean()),
     "hierarchical_grpo": (TokenRatio(), Clip(0.8, 1.2), Hierarchical(), TokenMean()),
+    "echo": (TokenRatio(), Clip(0.8, 1.2), STANDARDIZED, SequenceMean()),
     "a2po": (TokenRatio(), A2po(1e-3), OptimalValue(beta=0.5), SequenceMean()),
     "reinforce_pp": (TokenRatio(), Clip(0.8, 1.2), ReinforcePP(), TokenMean()),
     "nll": (TokenRatio(), Nll(), None, TokenMean()),

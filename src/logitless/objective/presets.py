@@ -7,6 +7,7 @@ differ from the paper.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from logitless.objective.advantage import (
@@ -28,6 +29,7 @@ from logitless.objective.advantage import (
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
+from logitless.objective.observations import Observations
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio
 from logitless.objective.surrogate import (
     A2po,
@@ -504,6 +506,23 @@ def hierarchical_grpo(epsilon: float = 0.2) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Hierarchical(), TokenMean())
 
 
+def echo(alpha: float = 0.1, epsilon: float = 0.2) -> Algorithm:
+    """ECHO: GRPO, and the likelihood of what tools and the environment say.
+
+    Source: arXiv:2605.24517, with prime-rl's weight; the paper's is 0.05.
+
+    Elsewhere:
+        prime-rl: ``algo.type: echo``
+
+    Notes:
+        - Adds ``alpha`` times the mean of ``-logp`` over the step's tokens after the prompt that the policy did not
+          write, which no other count includes.
+        - prime-rl takes the bodies of tools' messages, or roles of your choice; here all such tokens count, those of
+          the chat template too.
+    """
+    return replace(grpo(epsilon), observations=Observations(alpha))
+
+
 def a2po(beta1: float = 0.5, beta2: float = 1e-3) -> Algorithm:
     """A2PO (A*-PO): the log ratio to the reference is fitted to the reward minus the optimal value.
 
@@ -575,6 +594,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "rae": rae,
     "hierarchical_grpo": hierarchical_grpo,
     "a2po": a2po,
+    "echo": echo,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

@@ -112,12 +112,13 @@ class ScoredBlock(PackedBlock):
         )
 
 
-def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> PackedBlock:
+def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed: bool = False) -> PackedBlock:
     """Pack the completions of groups end to end, in order.
 
     Args:
         groups: with rewards.
         version: of the policy's weights, from which the lag of each token is counted; see ``pack``.
+        observed: whether tokens of tools and environments are packed as targets too.
 
     Example:
         >>> pack_groups([]).packed.num_tokens
@@ -125,7 +126,9 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
     """
     ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     return PackedBlock(
-        packed=pack([(group.prompt, c) for group in groups for c in group.completions], version=version),
+        packed=pack(
+            [(group.prompt, c) for group in groups for c in group.completions], version=version, observed=observed
+        ),
         groups=tuple(tuple(range(first, end)) for first, end in pairwise(ends)),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
     )

@@ -176,7 +176,8 @@ class Learner:
 
     def packed(self, groups: Sequence[Group]) -> PackedBlock:
         """The completions of groups packed, with what their teachers read."""
-        block = pack_groups(groups, version=self.version)
+        observed = self.algorithm.observations is not None
+        block = pack_groups(groups, version=self.version, observed=observed)
         return block if self.teacher is None else self.teacher.attached(block, groups)
 
     def score(
@@ -535,6 +536,7 @@ class Learner:
                 statistics=statistics,
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
+                observations=self.algorithm.observations,
                 gather=gather,
                 router_loss=router_loss,
                 teacher=teacher,

@@ -121,6 +121,12 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         given=lambda composed: composed.algorithm.advantage.name if composed.algorithm.advantage else "none",
         remedy="Choose another algorithm.advantage, or name a reward.",
     ),
+    Setting[Composed]("algorithm.preset echo", lambda composed: composed.algorithm.observations is not None).needs(
+        "rollout.environment, whose words are learnt",
+        holds=lambda composed: composed.recipe.rollout.environment is not None,
+        given=lambda _: "none",
+        remedy="Set one, or choose the preset grpo.",
+    ),
     Setting[Composed](
         "algorithm.advantage of columns",
         lambda composed: composed.algorithm.advantage is not None and bool(composed.algorithm.advantage.reads_columns),
