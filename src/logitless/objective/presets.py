@@ -478,16 +478,15 @@ def otb(epsilon: float = 0.2) -> Algorithm:
 
 
 def rae(decay: float = 0.95, epsilon: float = 0.2) -> Algorithm:
-    """RAE: each role against a moving average of its own rewards, for games that a policy plays with itself.
+    """RAE: each role against a moving average of its own rewards, as in games of a policy with itself.
 
-    Source: SPIRAL, arXiv:2506.24119, in the form of spiral-rl/spiral and of prime-rl's ``rae``.
+    Source: SPIRAL, arXiv:2506.24119, as in its code and prime-rl's.
 
     Elsewhere:
         prime-rl: ``algo.type: rae``
 
     Notes:
-        - A completion is one role's, which column ``role`` of the data names (``columns: [game, role]``).
-        - Averages begin at 0, and those of a run go on when it is resumed. prime-rl's begin anew.
+        - Column ``role`` of the data names a completion's role. Averages are in checkpoints; prime-rl's are not.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Rae(decay=decay), TokenMean())
 
@@ -499,9 +498,6 @@ def hierarchical_grpo(epsilon: float = 0.2) -> Algorithm:
 
     Elsewhere:
         prime-rl: ``algo.type: hierarchical_grpo``
-
-    Notes:
-        - Columns ``role``, ``task`` and ``problem`` of the data name what is compared, whatever the prompts are.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Hierarchical(), TokenMean())
 
@@ -515,10 +511,8 @@ def echo(alpha: float = 0.1, epsilon: float = 0.2) -> Algorithm:
         prime-rl: ``algo.type: echo``
 
     Notes:
-        - Adds ``alpha`` times the mean of ``-logp`` over the step's tokens after the prompt that the policy did not
-          write, which no other count includes.
-        - prime-rl takes the bodies of tools' messages, or roles of your choice; here all such tokens count, those of
-          the chat template too.
+        - Adds ``alpha`` times the mean of ``-logp`` over the step's tokens that tools and environments wrote, the chat
+          template's among them; prime-rl leaves those out.
     """
     return replace(grpo(epsilon), observations=Observations(alpha))
 
@@ -532,8 +526,8 @@ def a2po(beta1: float = 0.5, beta2: float = 1e-3) -> Algorithm:
         TRL: ``experimental.a2po.A2POTrainer``
 
     Notes:
-        - Column ``reference_rewards`` has the rewards of the reference's completions: ``logitless sample`` and
-          ``logitless score`` make them before the run. Leave out rows where all are 0.
+        - Sample the reference before the run, and put the rewards into column ``reference_rewards``; leave out rows
+          where all are 0.
     """
     return Algorithm(Objective(surrogate=A2po(beta2)), OptimalValue(beta=beta1), SequenceMean())
 

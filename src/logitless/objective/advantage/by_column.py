@@ -60,7 +60,7 @@ class Rae(OnePerCompletion):
     """See ``rae``. Baselines last over blocks, and are in checkpoints.
 
     Args:
-        columns: of the data, which together name a role, such as game and player.
+        columns: of the data, which together name a role: ``[game, player]``.
         decay: of a baseline for each completion, from 0 to 1.
 
     Raises:

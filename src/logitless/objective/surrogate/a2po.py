@@ -45,7 +45,7 @@ def a2po_loss(
 
 @dataclass(frozen=True)
 class A2po(PolicyLoss):
-    """``a2po_loss``: one advantage a sequence, of which ``sequence_mean`` counts it once.
+    """``a2po_loss``.
 
     Args:
         beta: weight of the log ratio to the reference.
