@@ -1,4 +1,4 @@
-"""verl's losses of distillation against this library's, for the options that both have; results in ``verl-parity.json``.
+"""verl's losses of distillation against this library's, for the options that both have: ``verl-parity.json``.
 
     python benchmarks/verl_parity.py       # in an environment with verl 0.9.1, tensordict, ray and logitless
 
