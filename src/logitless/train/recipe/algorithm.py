@@ -137,7 +137,7 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         remedy="Set rollout.zero_signal: keep.",
     ),
     Setting[Composed](
-        "algorithm.surrogate of your own that reads the reference",
+        "algorithm.surrogate of the reference",
         lambda composed: composed.algorithm.objective.surrogate.reads_reference,
     ).needs(
         "a reference",
