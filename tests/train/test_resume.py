@@ -94,10 +94,11 @@ def test_lora_resumes_bitwise_after_a_merged_warm_start(tmp_path):
     assert_same_run(whole, finished_run(tmp_path, resume=True, name="stopped", **changes))
 
 
-def test_moving_averages_of_rewards_are_in_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("step", [2, 4])  # in the middle of a block, and at its end
+def test_moving_averages_of_rewards_are_in_a_checkpoint(tmp_path, step):
     changes = {"algorithm__advantage": {"name": "rae", "columns": ["answer"]}}
     whole = finished_run(tmp_path, name="whole", **changes)
-    stopped_at(4, tiny_recipe(tmp_path, name="stopped", **changes))  # at the end of a block
+    stopped_at(step, tiny_recipe(tmp_path, name="stopped", **changes))
     again = finished_run(tmp_path, resume=True, name="stopped", **changes)
     assert_same_run(whole, again)
     assert len(again.read_metrics()) > 4

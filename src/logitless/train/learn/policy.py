@@ -220,8 +220,9 @@ class Policy:
                 return replace(none, divergence=divergences, sum_squares=squares, observed=more)
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
             batch = replace(batch, observed=batch)
-        inputs, head = self._read(batch), self.head()
+        inputs = self._read(batch)
         hidden = self._hidden(inputs)
+        head = self.head()
         rows, target, places = self._own(hidden, inputs, batch.target)
         of_head = rows if self.autocast is None else rows.to(self.autocast)
         read = partial(self._scored, of_head, head, target, backend)
