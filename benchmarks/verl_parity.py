@@ -5,8 +5,8 @@
 verl's ``distillation_ppo_loss`` runs as installed, on the log-probs and logits of a small student and teacher. Its
 losses and gradients go into the file, so that a test compares with them where verl is not installed.
 
-verl's ``abs``, and ``k3`` and ``forward_kl_topk`` as advantages, have no counterpart here; neither has a ``topk`` below
-the vocabulary where the teacher is in the process.
+verl's ``abs``, and other modes than ``k1`` as advantages, have no counterpart here. With a ``topk`` below the vocabulary
+verl leaves the tail out, and a teacher's ``top_k`` here counts it as one token.
 """
 
 import random

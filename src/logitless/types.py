@@ -662,6 +662,8 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        tails: [N, 2] the model's and the teacher's probability of all tokens that a server does not name, without
+            gradient; NaN for tokens of other teachers; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
         observed: [M] log-probability of each token of ``PackedBatch.observed``, or None.
 
@@ -674,6 +676,7 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    tails: Float[Tensor, "N 2"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
     observed: Float[Tensor, "M"] | None = None
 
@@ -697,6 +700,25 @@ class TokenDivergence:
     entropy: Float[Tensor, "N"]
     logp_teacher: Float[Tensor, "N"] | None
     entropy_teacher: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class TruncatedDivergence:
+    """Divergence of each token over a few tokens and the tail, which is all others together.
+
+    Args:
+        divergence: [N] nats; a lower bound of the exact one.
+        tail: [N] the student's probability of the tail, without gradient.
+        tail_teacher: [N] the teacher's.
+
+    Example:
+        >>> TruncatedDivergence(torch.tensor([0.1]), torch.tensor([0.02]), torch.tensor([0.01])).tail
+        tensor([0.0200])
+    """
+
+    divergence: Float[Tensor, "N"]
+    tail: Float[Tensor, "N"]
+    tail_teacher: Float[Tensor, "N"]
 
 
 @dataclass(frozen=True)

@@ -115,7 +115,7 @@ def token_divergence(
         >>> token_divergence(ones, weight, ones, teacher, torch.tensor([0]), kind="forward_kl").logp_teacher.exp()
         tensor([0.7500])
     """
-    measure = _measure(kind, beta)
+    measure = measure_of(kind, beta)
     student, teacher, target, vocabulary = _streams(
         (hidden, head, temperature),
         (teacher_hidden, teacher_head, temperature if teacher_temperature is None else teacher_temperature),
@@ -195,7 +195,12 @@ def score_centering(
     return CenteredScores(*found)
 
 
-def _measure(kind: str, beta: float | None) -> Measure:
+def measure_of(kind: str, beta: float | None) -> Measure:
+    """The measure of a divergence, checked.
+
+    Raises:
+        InputError: another name; a beta out of range, or for another divergence.
+    """
     if kind not in get_args(Divergence):
         raise InputError(
             needed="a divergence 'forward_kl', 'reverse_kl', 'jensen_shannon' or 'total_variation'",

@@ -37,6 +37,7 @@ ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 COLUMN = "rollout.engine={name: recorded, column: answer}"
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
 ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
+TOP = (ON_SERVER, "teacher.temperature=1", "teacher.divergence=reverse_kl", "teacher.top_k=5")
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
@@ -113,12 +114,16 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
     (BASE, "model.lora=null"),
     (BASE, "teacher.place=host"),
+    (BASE, "teacher.layers=transformers"),
     (SEVERAL, LORA[0]),
     (SEVERAL, "teacher.template=null"),
     (SEVERAL, "teacher.source=a/b"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.dtype=float32"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.divergence=forward_kl"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.temperature=0.5"),
+    (TOP, "teacher.divergence=null"),
+    (TOP, "train.training_backend=fused"),
+    (TEACHER, "teacher.top_k=5"),
     ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
     (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
     (("rollout.engine={name: recorded, path: a.jsonl}",), "rollout.engine.path=null"),
@@ -178,6 +183,7 @@ OF_PROCESSES = [
     (("parallel.sampling=1",), 2, 1),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
+    ((*TEACHER, "teacher.place=cuda:1"), 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]

@@ -11,7 +11,7 @@ recipe names, construct ``Inputs`` or ``Loaded`` yourself and continue from ther
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -44,6 +44,7 @@ from logitless.train.assembly.sampling import with_sampling
 from logitless.train.assembly.teacher import (
     check_teachers,
     digests_of_teachers,
+    layers_lines,
     teacher_line,
     teacher_of,
     teacher_prompts_of,
@@ -270,6 +271,7 @@ def learner_of(
     *,
     rewards: Sequence[WeightedReward] = (),
     prompts: TeacherPrompts | None = None,
+    teachers: Mapping[str, nn.Module] = {},
 ) -> tuple[Learner, ActivationPlan | None]:
     """The learner, and the activation plan if the recipe sets a limit. A collective.
 
@@ -278,10 +280,11 @@ def learner_of(
         model: to train.
         rewards: their weights are for advantages that read each reward.
         prompts: of teachers that read others than the policy's.
+        teachers: frozen models by their sources, in place of those that would be loaded.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
     start = reference if isinstance(reference, Policy) else None
-    teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts)
+    teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts, models=teachers)
     _distribute(recipe, arrangement, policy, reference, teacher, ranks)
     if not recipe.reads_reference:
         reference = None  # a copy for the teacher alone
@@ -329,7 +332,9 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
     if parts.activations is not None:
         yield f"activations: {parts.activations}"
     if recipe.teacher is not None:
+        assert parts.learner.teacher is not None
         yield teacher_line(recipe.teacher)
+        yield from layers_lines(recipe, parts.learner.teacher.own_models, parts.inputs.arrangement)
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor

@@ -195,7 +195,7 @@ class Policy:
         *,
         temperature: float,
         backend: Backend,
-        divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        divergence: Callable[[Tensor, LMHead], tuple[Tensor, Tensor | None]] | None = None,
         sum_squares: bool = False,
         observed: bool = False,
     ) -> TokenScores:
@@ -235,7 +235,8 @@ class Policy:
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
-            scores = replace(scores, divergence=divergence(of_head, head))
+            compared, tails = divergence(of_head, head)
+            scores = replace(scores, divergence=compared, tails=tails)
         if self.sequence is not None and places is not None:
             columns = {name: each for name, each in vars(scores).items() if each is not None}
             stacked = torch.stack(list(columns.values()), 1)

@@ -306,7 +306,9 @@ def backward(
             scores.logp.detach() if batch.scores_itself else None,
             None if router_loss is None else router_loss.share(routing),
             tuple(each.detach() for each in routing),
-            None if scores.divergence is None or distillation is None else distillation.loss(scores.divergence, tokens),
+            None
+            if scores.divergence is None or distillation is None
+            else distillation.loss(scores.divergence, tokens, scores.tails),
             None
             if observations is None
             else observations(required(scores.observed, "observed"), batch.observed_weight),

@@ -22,7 +22,7 @@ from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.stages import load, read
-from logitless.train.assembly.teacher import teacher_line
+from logitless.train.assembly.teacher import layers_lines, teacher_line, teachers_on_meta
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.host_memory import host_memory
 from logitless.train.plan.training_memory import TrainingMemory, kept_bytes, memory_of_rank, num_bytes, sampling_bytes
@@ -104,6 +104,7 @@ def plan_of(recipe: Recipe) -> Plan:
             f"engine {chosen.engine_line}",
             *((f"parallel.sampling {inputs.sampling_line}",) if inputs.sampling_line else ()),
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
+            *layers_lines(recipe, teachers_on_meta(recipe), inputs.arrangement),
         ),
         warnings=tuple(costly_choices(chosen, inputs.arrangement, device_of(recipe.model))),
     )

@@ -24,12 +24,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.models.four_bit import saved_bytes
-from logitless.models.lm_head import AttentionHeads, causal_lm
+from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head
 from logitless.models.lora_targets import expert_weights
 from logitless.models.units import units_of
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import needs_start
-from logitless.train.assembly.teacher import has_teacher_model, teacher_model
+from logitless.train.assembly.teacher import teachers_on_meta
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.recurrent_memory import DeltaNets
 from logitless.train.recipe.config import Recipe
@@ -189,10 +189,14 @@ def memory_of_rank(
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
-    if recipe.teacher is not None and has_teacher_model(recipe):
+    if recipe.teacher is not None and recipe.teacher.models and recipe.teacher.device is None:
         teacher = math.ceil(teacher_bytes(recipe) / arrangement.weights)
         for parts in [always] if recipe.teacher.place == "device" else moments.values():
             parts["teacher"] = teacher
+    elif recipe.teacher is not None and recipe.teacher.divergence is not None:
+        heads = [lm_head(each).weight for each in teachers_on_meta(recipe).values()]
+        if heads:
+            always["heads of teachers on another device"] = num_bytes(heads)
     for parts in moments.values():
         if section.autocast is not None:  # a copy of each trained matrix in its dtype, during a pass
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
@@ -211,10 +215,7 @@ def memory_of_rank(
 
 def teacher_bytes(recipe: Recipe) -> int:
     """Bytes of the weights of the teachers that have their own."""
-    assert recipe.teacher is not None
-    meta = torch.device("meta")
-    sources = dict.fromkeys(recipe.teacher.models.values())
-    return sum(num_bytes(teacher_model(recipe, source, meta).parameters()) for source in sources)
+    return sum(num_bytes(model.parameters()) for model in teachers_on_meta(recipe).values())
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:

@@ -75,8 +75,8 @@ class ModelSection(Section):
     )
     layers: Literal["auto", "transformers", "row_invariant"] = Field(
         "auto",
-        description="transformers: the model's own; row_invariant: fused and bitwise identical in any batch, on a GPU "
-        "(docs/bits.md); auto: row_invariant where they serve a model in 16 bits, else transformers",
+        description="row_invariant: fused and bitwise identical in any batch, on a GPU (docs/bits.md); auto: these "
+        "where they serve a model in 16 bits, else transformers' own",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")

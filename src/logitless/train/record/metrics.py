@@ -100,6 +100,8 @@ value/explained_variance | 1 | last | block | 1 - Var(return - value) / Var(retu
 value/clipped_fraction | 1 | mean | token | tokens with a return whose value gradient the clip removes
 # A teacher
 teacher/divergence | nat | mean | token | the teacher's divergence in the loss, before its weight
+teacher/tail, teacher/tail_of_policy | 1 | mean | token | the teacher's, and the policy's, probability of all tokens
+    outside teacher.top_k
 teacher/log_ratio | nat | mean | block | logp_teacher - logp_sampler, before its coefficient
 teacher/graded_fraction | 1 | mean | token | tokens that a teacher grades, under teacher.template
 # Age and lengths of completions
@@ -177,14 +179,13 @@ optimizer/read_tokens | token | sum | step | tokens that forward and backward re
 optimizer/micro_batches | 1 | sum | step | forward and backward passes
 optimizer/tokens_per_micro_batch | token | last | step | most tokens read at once: the recipe's, halved where memory was
     short
-optimizer/halvings | 1 | sum | run | times that memory was short and that number was halved
+optimizer/halvings | 1 | sum | run | times that number was halved
 # Routers of a mixture of experts, over the tokens that the step read
 router/entropy | nat | mean | step | of the softmax of a router's logits
 router/load_max, router/load_min | 1 | last | step | tokens of the busiest and idlest expert of a layer, over its mean
 router/dropped_fraction | 1 | mean | step | tokens that a chosen expert did not take: none
 # What a step did not have to compute
-saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward: they can
-    change no gradient
+saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward
 saving/zero_advantage_tokens | token | sum | step | tokens that were not read for that, prompts included
 saving/shared_tokens | token | sum | step | tokens that were not read again for sequences that begin alike
 saving/work_fraction | 1 | last | step | share of forward and backward that both took off
