@@ -2,6 +2,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes, which would all compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-slow test-tinker test-vllm lint docs site mutation clean
 
