@@ -490,6 +490,8 @@ class PackedBatch:
         lag: [N] optimizer steps by which the sampling weights are behind the policy, 0 if unknown; or None.
         teacher: [N] which teacher grades each token, the same for all of a sequence, -1 for none; None: the only one.
         inputs_of_teacher: the same sequences after the teacher's prompts; None if it reads the policy's.
+        observed: the same sequences, with the tokens that a tool or environment wrote as targets; None where no term of
+            the loss reads them.
 
     Raises:
         InputError: a vector of another length than ``inputs.source``, or sequences of other lengths for the teacher.
@@ -509,6 +511,7 @@ class PackedBatch:
     lag: Int[Tensor, "N"] | None = None
     teacher: Int[Tensor, "N"] | None = None
     inputs_of_teacher: PackedInputs | None = None
+    observed: "PackedBatch | None" = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, len(self.inputs.source), "inputs.source")
@@ -539,7 +542,9 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy on another device."""
         read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.to(device)
-        return replace(self, **_moved(self, device), inputs=self.inputs.to(device), inputs_of_teacher=read)
+        observed = None if self.observed is None else self.observed.to(device)
+        moved = _moved(self, device)
+        return replace(self, **moved, inputs=self.inputs.to(device), inputs_of_teacher=read, observed=observed)
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
         """Indices of the tokens of these sequences, one sequence after the other; on the CPU."""
@@ -550,7 +555,8 @@ class PackedBatch:
         tokens = self.tokens_of(sequences).to(self.target.device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
         read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.take(sequences)
-        return replace(self, **taken, inputs=self.inputs.take(sequences), inputs_of_teacher=read)
+        observed = None if self.observed is None else self.observed.take(sequences)
+        return replace(self, **taken, inputs=self.inputs.take(sequences), inputs_of_teacher=read, observed=observed)
 
     @property
     def as_teacher_reads_it(self) -> "PackedBatch":
@@ -661,6 +667,7 @@ class TokenScores:
         tails: [N, 2] the model's and the teacher's probability of all tokens that a server does not name, without
             gradient; NaN for tokens of other teachers; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
+        observed: [M] log-probability of each token of ``PackedBatch.observed``, or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -675,6 +682,7 @@ class TokenScores:
     kl_sampler: Float[Tensor, "N"] | None = None
     tails: Float[Tensor, "N 2"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
+    observed: Float[Tensor, "M"] | None = None
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ class Objective:
             or self.correction is not None
             or any("logp_old" in each.needs for each in self.filters)
             or (self.kl is not None and self.kl.ratio_corrected is not None),
-            "logp_ref": self.kl is not None,
+            "logp_ref": self.kl is not None or self.surrogate.reads_reference,
             "logp_sampler": self.correction is not None or any("logp_sampler" in each.needs for each in self.filters),
             "turn": self.ratio.averages == "turn",
             "lag": any("lag" in each.needs for each in self.filters),
@@ -522,6 +522,7 @@ class _Step:
             log_ratio=self.log_ratio,
             correction=correction,
             selected=self.batch.selected,
+            logp_ref=self.read(self.batch.logp_ref, "logp_ref") if surrogate.reads_reference else None,
         )
         if surrogate.selects == "micro_batch":
             now = SelectionInputs(self.logp, self.advantage, self.trained, self.log_ratio, self.gather, self.generator)

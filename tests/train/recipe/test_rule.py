@@ -261,7 +261,15 @@ def test_an_algorithm_is_refused_for_the_one_rule_that_it_breaks(loaded):
     unpaid = ("rewards=[]", "rollout.environment={name: guessing}", "rollout.limits={max_tokens: 8}")
     gdpo = "algorithm.advantage={name: gdpo}"
     remax = ("algorithm.preset=remax",)
-    cases = [(("value_head={}",), gdpo), (unpaid, gdpo), (remax, "rollout.engine={name: recorded, path: x.jsonl}")]
+    of_its_own = "algorithm.surrogate={name: own, factory: 'logitless.objective.surrogate:A2po'}"
+    cases = [
+        (("value_head={}",), gdpo),
+        (unpaid, gdpo),
+        ((), "algorithm.preset=echo"),
+        (("rollout.zero_signal=drop",), "algorithm.advantage={name: rae}"),
+        (("kl=null",), of_its_own),
+        (remax, "rollout.engine={name: recorded, path: x.jsonl}"),
+    ]
     for of, (overrides, breaks) in zip(COMPOSED_RULES, cases, strict=True):
         algorithm_of(loaded("algorithm.preset=ppo", *overrides))
         with pytest.raises(ConfigurationError, match=rf"needed for {re.escape(of.setting.words)}: {of.needed};"):

@@ -42,7 +42,7 @@ def policies_of(
     """
     policy = policy_of(recipe, model, value_head_of(recipe, algorithm, model))
     reference: Scorer | None = None
-    if recipe.kl is not None and recipe.model.lora is not None:
+    if recipe.reads_reference and recipe.model.lora is not None:
         reference = AdaptersOff(policy)
     elif needs_start(recipe):
         reference = policy_of(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
@@ -57,7 +57,7 @@ def policies_of(
 def needs_start(recipe: Recipe) -> bool:
     """Whether a frozen copy of the policy is kept, as the reference or as a teacher; LoRA's needs no copy."""
     is_teacher = recipe.teacher is not None and recipe.teacher.has(START)
-    return recipe.model.lora is None and (recipe.kl is not None or is_teacher)
+    return recipe.model.lora is None and (recipe.reads_reference or is_teacher)
 
 
 def sampler_weights_of(recipe: Recipe, policy: Policy) -> SamplerWeights | None:

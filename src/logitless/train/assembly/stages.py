@@ -34,7 +34,7 @@ from logitless.rollout.environments.tool_environment import tools_of
 from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.costly import costly_choices
-from logitless.train.assembly.data import Data, data_of, order_of, rewards_of
+from logitless.train.assembly.data import Data, check_columns, data_of, order_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
 from logitless.train.assembly.policies import centering_line, policies_of, sampler_weights_of, scores_all_rows
@@ -176,6 +176,7 @@ def read(
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
     check_teachers(recipe, tokenizer, data.train)
+    check_columns(algorithm.advantage, data.train)
     if ranks.world > 1:
         _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, data.judged)
@@ -285,7 +286,7 @@ def learner_of(
     start = reference if isinstance(reference, Policy) else None
     teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts, models=teachers)
     _distribute(recipe, arrangement, policy, reference, teacher, ranks)
-    if recipe.kl is None:
+    if not recipe.reads_reference:
         reference = None  # a copy for the teacher alone
     weights = {reward.name: reward.weight for reward in rewards}
     more: Any = {"teacher": teacher, "sampler_weights": sampler_weights_of(recipe, policy)}

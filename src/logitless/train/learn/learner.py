@@ -131,6 +131,7 @@ class Learner:
         tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
         halved: a message if the last step halved its micro-batches because memory was short; else None.
         parity: metrics of the parity gate if the last step computed its ``logp_old``; None if scoring did.
+        advantage_state: of an advantage that reads several blocks, after the last block begun.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Learner:
         if recipe.train.cuda_graphs and not recipe.parallel.deterministic:  # the latter keeps each row's gradients
             policy.graph_short_rows()
         self.controllers = Controllers(recipe.kl, algorithm)
+        self.advantage_state: Mapping[str, float] = {}
         self.progress = Progress()
         self._current: _InTraining | None = None
         self._is_first_step = True
@@ -177,7 +179,8 @@ class Learner:
 
     def packed(self, groups: Sequence[Group]) -> PackedBlock:
         """The completions of groups packed, with what their teachers read."""
-        block = pack_groups(groups, version=self.version)
+        observed = self.algorithm.observations is not None
+        block = pack_groups(groups, version=self.version, observed=observed)
         return block if self.teacher is None else self.teacher.attached(block, groups)
 
     def score(
@@ -220,6 +223,7 @@ class Learner:
             kl_beta=self.controllers.beta_in_reward,
             old=old,
             logp_ref=logp_ref,
+            state=self.advantage_state,
         )
         advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
         if distillation is not None and distillation.alone:
@@ -244,6 +248,7 @@ class Learner:
             logp_teacher=logp_teacher,
             advantage=advantage,
             value_target=found.value_target,
+            advantage_state=found.state,
         )
 
     def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
@@ -269,10 +274,12 @@ class Learner:
             return None
         if self.recipe.parallel.deterministic:  # metrics of left-out sequences are summed in an order of the ranks
             return None
-        advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
+        found = advantages(
+            packed, groups, self.algorithm.advantage, weights=self.reward_weights, state=self.advantage_state
+        )
         sequence = packed.packed.sequence
         signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
-        signal[sequence[advantage != 0]] = True
+        signal[sequence[found.advantage != 0]] = True
         dropped = self._dropped(packed)
         return tuple(has and not left_out for has, left_out in zip(signal.tolist(), dropped, strict=True))
 
@@ -294,6 +301,8 @@ class Learner:
     def begin(self, block: ScoredBlock) -> None:
         """Begin to train on a block: plan its steps, drop completions, and choose tokens once for the whole block."""
         objective = self.algorithm.objective
+        if block.advantage_state is not None:
+            self.advantage_state = block.advantage_state
         dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         seed = derived_seed(self.recipe.seed, "selection", self.progress.block)
@@ -545,6 +554,7 @@ class Learner:
                 statistics=statistics,
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
+                observations=self.algorithm.observations,
                 gather=gather,
                 router_loss=router_loss,
                 teacher=teacher,
@@ -625,12 +635,18 @@ class Learner:
     def state_dict(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
         block = None if self._current is None else stored_block(self._current.block)[1]
-        return {"progress": asdict(self.progress), "controllers": self.controllers.state_dict(), "block": block}
+        return {
+            "progress": asdict(self.progress),
+            "controllers": self.controllers.state_dict(),
+            "advantage": dict(self.advantage_state),
+            "block": block,
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from ``tensors`` and ``state_dict``; tensors are read one at a time."""
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
+        self.advantage_state = state.get("advantage", {})  # a checkpoint of an earlier version has none
         parameters = self.policy.held()
         restore_parameters(parameters, tensors)
         self.policy.round_master_weights()

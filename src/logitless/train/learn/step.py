@@ -2,7 +2,8 @@
 
     loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
          + coefficient * sum over micro-batches of (value_weight * value_loss).sum(), with a teacher's divergence
-         + weight * sum over micro-batches of (token_weight * divergence).sum()
+         + weight * sum over micro-batches of (token_weight * divergence).sum(), with observations
+         + coefficient * sum over micro-batches of -observed_weight * logp.sum() of what tools and environments said
          and of a mixture the load-balancing loss of the step (routing.py)
 
 Weights are made for the whole step before its first forward pass, so that the cut into micro-batches changes memory and
@@ -27,6 +28,7 @@ from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.distillation import Distillation, DistillationOutput, distillation_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.observations import ObservationOutput, Observations, observation_diagnostics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
@@ -46,11 +48,13 @@ class MicroBatch:
         packed: what the policy reads.
         tokens: the same tokens as the objective reads them, with their weights.
         scores_itself: whether this pass gives ``logp_old`` and ``entropy_old`` too; they are None in ``tokens`` then.
+        observed_weight: of each token of ``packed.observed``: one over those of the step on all ranks.
     """
 
     packed: PackedBatch
     tokens: TokenBatch
     scores_itself: bool = False
+    observed_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,7 @@ class MicroBatchOutput:
         router: its share of the load-balancing loss, or None without one.
         routing: what its routers said, without gradient; empty for a dense model.
         distillation: a teacher's divergence; None if it is no term of the loss.
+        observations: the likelihood of what tools and environments said; None if it is no term of the loss.
         kl_sampler: [n] KL(sampler || policy); None without score centering.
     """
 
@@ -73,25 +78,24 @@ class MicroBatchOutput:
     router: Float[Tensor, ""] | None = None
     routing: tuple[RoutingSums, ...] = ()
     distillation: DistillationOutput | None = None
+    observations: ObservationOutput | None = None
     kl_sampler: Float[Tensor, "n"] | None = None
 
     @property
     def loss(self) -> Float[Tensor, ""]:
         """The sum of all, differentiable."""
-        loss = self.policy.loss if self.value is None else self.policy.loss + self.value.loss
-        loss = loss if self.distillation is None else loss + self.distillation.loss
+        loss = self.policy.loss
+        for each in (self.value, self.distillation, self.observations):
+            loss = loss if each is None else loss + each.loss
         return loss if self.router is None else loss + self.router
 
     def detached(self) -> "MicroBatchOutput":
         """The same numbers without the graph that leads to them."""
-        value, distillation, router = self.value, self.distillation, self.router
-        return replace(
-            self,
-            policy=replace(self.policy, loss=self.policy.loss.detach()),
-            value=None if value is None else replace(value, loss=value.loss.detach()),
-            distillation=None if distillation is None else replace(distillation, loss=distillation.loss.detach()),
-            router=None if router is None else router.detach(),
-        )
+        parts = {name: getattr(self, name) for name in ("policy", "value", "distillation", "observations")}
+        freed: dict[str, Any] = {
+            name: replace(each, loss=each.loss.detach()) for name, each in parts.items() if each is not None
+        }
+        return replace(self, **freed, router=None if self.router is None else self.router.detach())
 
 
 def step_batch(
@@ -146,7 +150,12 @@ def step_batch(
         if tokens.value_target is not None:
             further["value_weight"] = split(value_weight(whole))
     weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
-    return [MicroBatch(packed.take(row), part, scores_itself) for row, part in zip(rows, weighted, strict=True)]
+    said = 0 if packed.observed is None else sum(packed.observed.inputs.source_counts[s] for s in plan.sequences)
+    observed_weight = 1 / max(said, 1)
+    return [
+        MicroBatch(packed.take(row), part, scores_itself, observed_weight)
+        for row, part in zip(rows, weighted, strict=True)
+    ]
 
 
 def zero_advantage_output(
@@ -241,6 +250,7 @@ def backward(
     statistics: BlockStatistics | None,
     seed: int,
     value_loss: ValueLoss | None = None,
+    observations: Observations | None = None,
     gather: GatherOverRanks = one_rank,
     router_loss: RouterLoss | None = None,
     teacher: Teacher | None = None,
@@ -257,6 +267,7 @@ def backward(
         entropy_coefficient: of an adaptive entropy bonus.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
+        observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.
         router_loss: of the step, which knows of every micro-batch but this call's first.
         teacher: whose divergence is a term of the loss; None for no such term.
@@ -278,7 +289,12 @@ def backward(
         centred = None if centering is None else centering(batch.packed)
         with policy.routing() as routing:
             scores = policy.scores(
-                batch.packed, temperature=temperature, backend=backend, divergence=found, centering=centred
+                batch.packed,
+                temperature=temperature,
+                backend=backend,
+                divergence=found,
+                centering=centred,
+                observed=observations is not None,
             )
         if batch.scores_itself:
             tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
@@ -302,6 +318,9 @@ def backward(
             None
             if scores.divergence is None or distillation is None
             else distillation.loss(scores.divergence, tokens, scores.tails),
+            None
+            if observations is None
+            else observations(required(scores.observed, "observed"), batch.observed_weight),
             scores.kl_sampler,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
@@ -325,6 +344,11 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
         numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
+    said = [each.observations for each in outputs if each.observations is not None]
+    if said:
+        numbers |= observation_diagnostics(said, gather=ranks.gather)
+        of_said = torch.stack([each.loss.detach() for each in said]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_said)
     apart = [(each.kl_sampler, each.policy.trained) for each in outputs if each.kl_sampler is not None]
     if apart:
         sums = [torch.stack([torch.where(trained, kl, 0.0).double().sum(), trained.sum()]) for kl, trained in apart]

@@ -11,6 +11,7 @@ from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import EntropyBonus, Ratio
 from logitless.objective.own import OwnAdvantage, OwnSurrogate
+from logitless.objective.presets import PRESETS
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
@@ -55,6 +56,13 @@ class AlgorithmSection(Section):
     value_loss: ValueLoss | None = Field(
         None, description="replaces the preset's; goes with an advantage that reads values (`gae`), and only with one"
     )
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a surrogate of the library reads the reference; a misspelled preset is refused later."""
+        if self.surrogate is not None:
+            return not isinstance(self.surrogate, OwnSurrogate) and self.surrogate.reads_reference
+        return self.preset in PRESETS and PRESETS[self.preset]().objective.surrogate.reads_reference
 
 
 class ValueHeadSection(Section):
@@ -148,6 +156,30 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         holds=lambda composed: composed.algorithm.advantage is None or not composed.algorithm.advantage.reads_functions,
         given=lambda composed: composed.algorithm.advantage.name if composed.algorithm.advantage else "none",
         remedy="Choose another algorithm.advantage, or name a reward.",
+    ),
+    Setting[Composed]("algorithm.preset echo", lambda composed: composed.algorithm.observations is not None).needs(
+        "rollout.environment, whose words are learnt",
+        holds=lambda composed: composed.recipe.rollout.environment is not None,
+        given=lambda _: "none",
+        remedy="Set one, or choose the preset grpo.",
+    ),
+    Setting[Composed](
+        "algorithm.advantage of columns",
+        lambda composed: composed.algorithm.advantage is not None and bool(composed.algorithm.advantage.reads_columns),
+    ).needs(
+        "groups whose rewards are equal, which it compares with other prompts or blocks",
+        holds=lambda composed: composed.recipe.rollout.zero_signal == "keep",
+        given=lambda composed: f"rollout.zero_signal={composed.recipe.rollout.zero_signal}",
+        remedy="Set rollout.zero_signal: keep.",
+    ),
+    Setting[Composed](
+        "algorithm.surrogate of the reference",
+        lambda composed: composed.algorithm.objective.surrogate.reads_reference,
+    ).needs(
+        "a reference",
+        holds=lambda composed: composed.recipe.reads_reference,
+        given=lambda _: "no kl",
+        remedy="Set kl: {placement: loss, control: {name: fixed, beta: 0.0}}.",
     ),
     Setting[Composed](
         "algorithm.advantage remax",

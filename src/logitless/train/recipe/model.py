@@ -153,7 +153,7 @@ flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("model.dtype", lambda recipe: recipe.model.dtype not in ("auto", "float32")).needs(
         "frozen weights: LoRA's base, or a reference model",
-        holds=lambda recipe: recipe.model.lora is not None or recipe.kl is not None,
+        holds=lambda recipe: recipe.model.lora is not None or recipe.reads_reference,
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",
     ),

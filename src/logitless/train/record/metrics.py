@@ -168,6 +168,7 @@ sampler/correction_effective_fraction | 1 | last | step | (sum c)^2 / (n sum c^2
 head/nonzero_gradient_fraction | 1 | mean | token | tokens with a gradient other than 0
 # Optimization
 loss/total | 1 | sum | step | what is differentiated
+loss/observations | nat | mean | token | negative log-likelihood of what tools and environments said (ECHO)
 loss/router | 1 | last | step | the load-balancing loss, before its coefficient
 loss/value | 1 | mean | token | the value loss of tokens with a return, before its coefficient
 optimizer/grad_norm | 1 | last | step | global norm of the model's gradient before clipping, a value head's left out
