@@ -6,7 +6,7 @@ verl's ``distillation_ppo_loss`` runs as installed, on the log-probs and logits 
 losses and gradients go into the file, so that a test compares with them where verl is not installed.
 
 verl's ``abs``, and other modes than ``k1`` as advantages, have no counterpart here. With a ``topk`` below the vocabulary
-verl leaves the tail out, and a teacher's ``top_k`` here counts it as one token.
+verl leaves the tail out, which a teacher's ``top_k`` here counts as one token.
 """
 
 import random
