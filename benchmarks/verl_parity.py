@@ -5,8 +5,8 @@
 verl's ``distillation_ppo_loss`` runs as installed, on the log-probs and logits of a small student and teacher. Its
 losses and gradients go into the file, so that a test compares with them where verl is not installed.
 
-verl's ``abs``, and other modes than ``k1`` as advantages, have no counterpart here. With a ``topk`` below the vocabulary
-verl leaves the tail out, which a teacher's ``top_k`` here counts as one token.
+verl's ``abs``, and other modes than ``k1`` as advantages, have no counterpart here. With a ``topk`` below V verl leaves
+the tail out, which a teacher's ``top_k`` here counts as one token.
 """
 
 import random
