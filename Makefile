@@ -2,8 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 export TOKENIZERS_PARALLELISM := false
+# Tests start hundreds of processes, which would all compile the package.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-slow test-tinker test-vllm lint docs site mutation clean
+.PHONY: demo test fast test-slow test-tinker test-vllm lint docs site mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -29,7 +31,10 @@ imports:
 lint: .venv/.installed
 	$(MAKE) --no-print-directory --jobs 2 --output-sync $(CHECKS)
 
-test: lint
+test: .venv/.installed
+	$(MAKE) --no-print-directory --jobs 2 fast $(CHECKS) # the check of types keeps one processor
+
+fast: .venv/.installed
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -n 2 --dist worksteal --durations 20 -m 'not slow and not gpu and not multi_gpu and not vllm and not tinker'
 
 test-slow: .venv/.installed

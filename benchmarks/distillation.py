@@ -145,6 +145,7 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
     import divergence
     from logitless.bench.machine import release
     from logitless.distributed.ranks import Ranks
+    from logitless.models.lm_head import backbone
     from rollout_contenders import TOKENS_PER_MICRO_BATCH
     from rollout_workloads import Workload
     from scale_block import block_over_ranks
@@ -171,6 +172,7 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
             "optimizer_steps": found["optimizer_steps"],
             "seconds": found["seconds"],
             "peak_bytes": found["peak_bytes"],
+            "row_invariant_teacher": teacher is not None and hasattr(backbone(teacher), "row_invariant"),
             "teacher_bytes": 0 if teacher is None else sum(p.nbytes for p in teacher.parameters()),
         }
         del teacher

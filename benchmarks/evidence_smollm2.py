@@ -3,6 +3,7 @@
     python recipes/smollm2/prepare.py                                       # weights and data, once
     python benchmarks/evidence_smollm2.py run --tasks addition --alone 0    # three seeds here and in TRL
     python benchmarks/evidence_smollm2.py run --variants lora "staleness 1" --trainers logitless
+    python benchmarks/evidence_smollm2.py run --variants "staleness 2 reinforce" "staleness 2 centred"
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
 Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
@@ -51,11 +52,17 @@ TRAINERS = ("logitless", "trl")
 PLAIN = "full"
 LORA_RATE = 10.0
 """Times the learning rate of full fine-tuning."""
+REINFORCE = "algorithm.surrogate={name: reinforce}"
+CENTRED = [REINFORCE, "algorithm.score_centering=device"]
+CORRECTED = [REINFORCE, "algorithm.correction={max: 2.0}"]
 VARIANTS: dict[str, list[str]] = {
     PLAIN: [],
     "lora": ["model.lora={rank: 16, alpha: 32}"],
-    "staleness 1": ["rollout.staleness=1"],
-    "staleness 2": ["rollout.staleness=2"],
+    **{
+        f"staleness {n}{name}": [f"rollout.staleness={n}", *more]
+        for n in (1, 2, 4)
+        for name, more in {"": [], " reinforce": [REINFORCE], " corrected": CORRECTED, " centred": CENTRED}.items()
+    },
     "float32": ["model.trained_dtype=float32"],
     "bfloat16": ["model.trained_dtype=bfloat16"],
 }

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import nn
@@ -77,7 +76,7 @@ def block_over_ranks(
         work: of each rank.
         device: ``cuda`` or ``cpu``.
         changes: sections of the recipe.
-        teacher: the model of a recipe that has one.
+        teacher: frozen, of a recipe that has one; with row-invariant layers afterwards where they serve it.
 
     Raises:
         ConfigurationError: another layout.
@@ -101,8 +100,9 @@ def block_over_ranks(
     lora = shape.lora_rank is not None
     recipe = parse_recipe(contenders.block_recipe(whole, lora=lora, gpu=exact, ranks=ranks.data_world) | dict(changes))
     rewards = (WeightedReward(_EveryOther(), 1.0),)
-    with mock.patch("logitless.train.assembly.teacher.teacher_model", return_value=teacher):
-        learner, _ = learner_of(recipe, algorithm_of(recipe), model, arrangement, ranks, rewards=rewards)
+    sources = () if recipe.teacher is None or teacher is None else recipe.teacher.models.values()
+    teachers = dict.fromkeys(sources, teacher)
+    learner, _ = learner_of(recipe, algorithm_of(recipe), model, arrangement, ranks, rewards=rewards, teachers=teachers)
     prompts = [Prompt(str(p), "", ids) for p, ids in enumerate(whole.prompt_ids(shape.vocabulary))]
     options = SamplingOptions(max_new_tokens=work.most, stop=() if exact else (contenders.NEVER,))
     for _ in range(2):

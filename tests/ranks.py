@@ -1,9 +1,10 @@
 """Run a function on several processes of this machine: of the CPU, by gloo, or of a GPU each, by NCCL.
 
-The processes are started once and kept, for importing torch is what takes the time. A process keeps its rank, and
-forgets what torch remembers of DTensors, whose groups are gone with each test. A test that fails takes its processes
-along, whatever state they are in (hung in a collective, aborted by a watchdog), and the next test starts others. The
-environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need them.
+The processes are started once and kept. They are forks of one that has imported torch and the trainer, which is what
+takes the time. A process keeps its rank, and forgets what torch remembers of DTensors, whose groups are gone with each
+test. A test that fails takes its processes along, whatever state they are in (hung in a collective, aborted by a
+watchdog), and the next test starts others. The environment variable ``LOGITLESS_ONE_PROCESS`` skips the tests that need
+them.
 """
 
 import faulthandler
@@ -99,7 +100,9 @@ _started: list[ProcessPoolExecutor] = []
 @functools.cache
 def _process(rank: int, device: str) -> ProcessPoolExecutor:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    _started.append(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor", "logitless.train.run"])
+    _started.append(ProcessPoolExecutor(1, mp_context=context))
     return _started[-1]
 
 

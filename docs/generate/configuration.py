@@ -19,6 +19,8 @@ import yaml
 from pydantic import BaseModel
 
 from docs.generate import linked
+from logitless.objective.advantage import Advantage
+from logitless.objective.surrogate import Surrogate
 from logitless.train.assembly.checks import BUILT_RULES
 from logitless.train.assembly.layers import AUTO_LAYER_RULES, LAYER_RULES
 from logitless.train.assembly.resolve import GPU_RULES
@@ -113,7 +115,12 @@ def _without_reasons(said: Sequence[str]) -> str:
 
 
 def _variants(kinds: Sequence[type], places: Mapping[tuple[type, ...], str], *, equations: bool) -> list[str]:
-    """The keys that variants share, then each variant."""
+    """The keys that variants share, then each variant; without ``equations`` those without keys of their own are named.
+
+    Args:
+        equations: whether a variant's equation stands here, not in docs/objectives.md, which describes surrogates and
+            advantages.
+    """
     of = {kind: keys(kind) for kind in kinds}
     counts = Counter(key.meaning for each in of.values() for key in each)
     common = {meaning for meaning, count in counts.items() if count > 1}
@@ -128,9 +135,17 @@ def _variants(kinds: Sequence[type], places: Mapping[tuple[type, ...], str], *, 
             parts += [f"{who} has:\n", _list(shared, places)]
     if some := _common(of, common - usual.keys()):
         parts += ["Variants that name them below have:\n", _list(some, places)]
+    elsewhere = {*get_args(Surrogate), *get_args(Advantage)}
+    plain = [] if equations else [kind for kind, its in of.items() if _meanings(its) <= usual.keys()]
+    if plain:
+        names = ", ".join(_mark(kind).replace("name: ", "") for kind in plain)
+        parts.append(f"[Equations](objectives.md). Without more keys: {names}.\n")
     for kind, its in of.items():
+        if kind in plain:
+            continue
         also = [key for key in its if key.meaning in common and usual.get(key.meaning) != key.default]
-        parts.append(f"### {_mark(kind)}\n\n{_summary(kind, equation=equations)}\n")
+        said = "" if kind in elsewhere else f"\n{_summary(kind, equation=equations)}\n"
+        parts.append(f"### {_mark(kind)}\n{said}")
         if also:
             parts.append(f"Also {', '.join(map(_given, also))}.\n")
         parts.append(_list([key for key in its if key.meaning not in common], places))

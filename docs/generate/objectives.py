@@ -111,6 +111,7 @@ def curves(name: str) -> Curves:
                 advantage=torch.full_like(log_ratio, advantage),
                 token_weight=torch.ones_like(log_ratio),
                 logp_old=logp_old,
+                logp_ref=logp_old,
                 selected=torch.full((NUM_POINTS,), chosen),
             )
             gradient = objective((logp_old + log_ratio).requires_grad_(), None, batch).grad_logp
@@ -160,10 +161,12 @@ def page(text: str) -> str:
 
 def _presets() -> str:
     """A table of all, and a section of each."""
-    rows = ["| preset | ratio | surrogate | advantage | weighting |", "|---|---|---|---|---|"]
+    rows = ["| preset | surrogate | advantage | weighting |", "|---|---|---|---|"]
     for name, preset in PRESETS.items():
-        cells = (f"`{cell}`" if cell else "–" for cell in _composition(preset()).values())
-        rows.append(f"| [`{name}`](#{name}) | {' | '.join(list(cells)[:4])} |")
+        ratio, *cells = list(_composition(preset()).values())[:4]
+        surrogate, advantage, weighting = (f"`{cell}`" if cell else "–" for cell in cells)
+        level = f" of the `{ratio}` ratio" if ratio not in ("", "token") else ""
+        rows.append(f"| [`{name}`](#{name}) | {surrogate}{level} | {advantage} | {weighting} |")
     return "\n".join([*rows, "", *(_section(name) for name in PRESETS)]).rstrip()
 
 
@@ -304,13 +307,16 @@ def _composition(algorithm: Algorithm) -> dict[str, str]:
         "weighting": algorithm.weighting,
         "value loss": algorithm.value_loss,
     }
-    return {name: "" if part is None else _spelled(part) for name, part in parts.items()}
+    whole = ("value loss",)
+    return {name: "" if part is None else _spelled(part, whole=name in whole) for name, part in parts.items()}
 
 
-def _spelled(part: Any) -> str:
-    """A part with its values, those that are off left out."""
+def _spelled(part: Any, *, whole: bool) -> str:
+    """A part with its values, those that are off left out, and unless whole those that are as the class has them."""
     values = {each.name: getattr(part, each.name) for each in dataclasses.fields(part)}
     name = values.pop("name", "")
+    usual = {each.name: each.default for each in dataclasses.fields(part)}
+    values = {key: value for key, value in values.items() if whole or value != usual[key]}
     inner = ", ".join(f"{key}={_number(value)}" for key, value in values.items() if value is not None)
     return f"{name}({inner})" if name and inner else name or inner
 

@@ -490,6 +490,8 @@ class PackedBatch:
         lag: [N] optimizer steps by which the sampling weights are behind the policy, 0 if unknown; or None.
         teacher: [N] which teacher grades each token, the same for all of a sequence, -1 for none; None: the only one.
         inputs_of_teacher: the same sequences after the teacher's prompts; None if it reads the policy's.
+        observed: the same sequences, with the tokens that a tool or environment wrote as targets; None where no term of
+            the loss reads them.
 
     Raises:
         InputError: a vector of another length than ``inputs.source``, or sequences of other lengths for the teacher.
@@ -509,6 +511,7 @@ class PackedBatch:
     lag: Int[Tensor, "N"] | None = None
     teacher: Int[Tensor, "N"] | None = None
     inputs_of_teacher: PackedInputs | None = None
+    observed: "PackedBatch | None" = None
 
     def __post_init__(self) -> None:
         _check_lengths(self, len(self.inputs.source), "inputs.source")
@@ -539,7 +542,9 @@ class PackedBatch:
     def to(self, device: torch.device | str) -> "PackedBatch":
         """A copy on another device."""
         read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.to(device)
-        return replace(self, **_moved(self, device), inputs=self.inputs.to(device), inputs_of_teacher=read)
+        observed = None if self.observed is None else self.observed.to(device)
+        moved = _moved(self, device)
+        return replace(self, **moved, inputs=self.inputs.to(device), inputs_of_teacher=read, observed=observed)
 
     def tokens_of(self, sequences: Sequence[int]) -> Int[Tensor, "K"]:
         """Indices of the tokens of these sequences, one sequence after the other; on the CPU."""
@@ -550,7 +555,8 @@ class PackedBatch:
         tokens = self.tokens_of(sequences).to(self.target.device)
         taken: dict[str, Any] = {name: value[tokens] for name, value in _tensors(self).items()}
         read = None if self.inputs_of_teacher is None else self.inputs_of_teacher.take(sequences)
-        return replace(self, **taken, inputs=self.inputs.take(sequences), inputs_of_teacher=read)
+        observed = None if self.observed is None else self.observed.take(sequences)
+        return replace(self, **taken, inputs=self.inputs.take(sequences), inputs_of_teacher=read, observed=observed)
 
     @property
     def as_teacher_reads_it(self) -> "PackedBatch":
@@ -656,7 +662,12 @@ class TokenScores:
         logp, entropy: [N].
         value: [N] predicted returns of a value head (PPO), or None.
         divergence: [N] nats from a teacher's next-token distribution, or None.
+        centering: [N] of ``CenteredScores``, or None.
+        kl_sampler: [N] nats, KL(sampler || policy) over the whole vocabulary, without gradient; or None.
+        tails: [N, 2] the model's and the teacher's probability of all tokens that a server does not name, without
+            gradient; NaN for tokens of other teachers; or None.
         sum_squares: [N] sum of the squared probabilities of all tokens, or None.
+        observed: [M] log-probability of each token of ``PackedBatch.observed``, or None.
 
     Example:
         >>> TokenScores(logp=torch.tensor([-0.5]), entropy=torch.tensor([0.7])).logp.shape
@@ -667,7 +678,11 @@ class TokenScores:
     entropy: Float[Tensor, "N"]
     value: Float[Tensor, "N"] | None = None
     divergence: Float[Tensor, "N"] | None = None
+    centering: Float[Tensor, "N"] | None = None
+    kl_sampler: Float[Tensor, "N"] | None = None
+    tails: Float[Tensor, "N 2"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
+    observed: Float[Tensor, "M"] | None = None
 
 
 @dataclass(frozen=True)
@@ -689,6 +704,25 @@ class TokenDivergence:
     entropy: Float[Tensor, "N"]
     logp_teacher: Float[Tensor, "N"] | None
     entropy_teacher: Float[Tensor, "N"]
+
+
+@dataclass(frozen=True)
+class TruncatedDivergence:
+    """Divergence of each token over a few tokens and the tail, which is all others together.
+
+    Args:
+        divergence: [N] nats; a lower bound of the exact one.
+        tail: [N] the student's probability of the tail, without gradient.
+        tail_teacher: [N] the teacher's.
+
+    Example:
+        >>> TruncatedDivergence(torch.tensor([0.1]), torch.tensor([0.02]), torch.tensor([0.01])).tail
+        tensor([0.0200])
+    """
+
+    divergence: Float[Tensor, "N"]
+    tail: Float[Tensor, "N"]
+    tail_teacher: Float[Tensor, "N"]
 
 
 @dataclass(frozen=True)
@@ -755,6 +789,11 @@ class LMHead:
                 needed="a positive softcap", given=str(self.softcap), remedy="Leave softcap at None to switch it off."
             )
 
+    def detached(self) -> "LMHead":
+        """The same numbers without a gradient, also after the tensors were given others as ``data``."""
+        tensors: dict[str, Any] = {name: value.detach() for name, value in _tensors(self).items()}
+        return replace(self, **tensors)
+
 
 def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> None:
     wrong = {name: list(value.shape) for name, value in _tensors(item).items() if value.shape != (expected,)}
@@ -766,7 +805,7 @@ def _check_lengths(item: "TokenBatch | PackedBatch", expected: int, of: str) -> 
         )
 
 
-def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs") -> dict[str, Tensor]:
+def _tensors(item: "TokenBatch | PackedBatch | PackedInputs | SharedInputs | LMHead") -> dict[str, Tensor]:
     """The tensor fields by name."""
     values = {f.name: getattr(item, f.name) for f in fields(item)}
     return {name: value for name, value in values.items() if isinstance(value, Tensor)}

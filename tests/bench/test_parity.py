@@ -1,8 +1,13 @@
 """The parity engine: every row holds, every row could fail."""
 
+import collections
+import contextlib
 import dataclasses
 import math
+import warnings
 from importlib import metadata
+from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,7 +15,10 @@ import torch
 from logitless.bench import parity, parity_distillation, parity_trl
 from logitless.bench.parity import FLOAT32, FLOAT64, Measured, Row, against_reference, objectives, row
 from logitless.errors import UnavailableError
-from logitless.objective.presets import PRESETS
+from logitless.objective.advantage import AdvantageInputs
+from logitless.objective.presets import PRESETS, algorithm
+from logitless.objective.weighting import Totals
+from logitless.types import TokenBatch
 
 
 def test_differences_are_relative_to_token_losses_and_to_the_other_gradient():
@@ -112,6 +120,62 @@ def test_every_loss_of_distillation_agrees_with_trls_code():
     rows = list(parity_distillation.distillation_rows())
     assert len(rows) == 11
     assert [each for each in rows if not each.ok] == []
+
+
+def test_a2po_has_the_values_and_the_loss_of_trls_trainer(monkeypatch):
+    pytest.importorskip("trl")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that what is experimental may change
+        from trl.experimental.a2po import a2po_trainer
+    lengths, beta1, beta2 = (3, 1, 4), 0.4, 0.02
+    of_reference = torch.tensor([[1.0, 0.0, 0.0, 1.0], [0.0, 1.0, 1.0, 1.0], [0.5, 0.25, 1.0, 0.0]])
+    monkeypatch.setattr(a2po_trainer, "unwrap_model_for_generation", lambda model, _: contextlib.nullcontext(model))
+    monkeypatch.setattr(a2po_trainer, "gather_object", lambda each: each)
+    monkeypatch.setattr(a2po_trainer, "logger", MagicMock())
+    read = SimpleNamespace(to=lambda _: {"input_ids": torch.zeros(3, 1)})
+    tokenizer = MagicMock(return_value=read, batch_decode=lambda ids, **_: [""] * len(ids))
+    trainer = SimpleNamespace(
+        args=SimpleNamespace(
+            beta1=beta1,
+            beta2=beta2,
+            num_value_samples=4,
+            per_device_train_batch_size=3,
+            max_prompt_length=8,
+            filter_all_incorrect=False,
+        ),
+        train_dataset=[{"prompt": name} for name in "abc"],
+        eval_dataset=None,
+        accelerator=SimpleNamespace(prepare=lambda each: each, device="cpu"),
+        processing_class=tokenizer,
+        ref_model=SimpleNamespace(generate=lambda **_: torch.zeros(12, 3)),
+        value_generation_config=None,
+        model=SimpleNamespace(training=True),
+        _metrics={"train": collections.defaultdict(list)},
+        _calculate_rewards=lambda *_, **__: of_reference.flatten(),
+    )
+    a2po_trainer.A2POTrainer._estimate_optimal_values(trainer)
+    generator = torch.Generator().manual_seed(0)
+    logp, logp_ref = -2 * torch.rand(2, sum(lengths), generator=generator, dtype=torch.float64)
+    logp.requires_grad_()
+    rewards = torch.tensor([1.0, 0.0, 0.5])
+    trainer._get_sequence_logps = lambda *_: torch.stack([each.sum() for each in logp.split(lengths)])
+    inputs = {
+        **dict.fromkeys(("input_ids", "attention_mask", "logits_to_keep")),
+        "ref_logps": torch.stack([each.sum() for each in logp_ref.split(lengths)]),
+        "rewards": rewards,
+        "v_star": torch.tensor([trainer._optimal_values[name] for name in "abc"]),
+    }
+    theirs = a2po_trainer.A2POTrainer.compute_loss(trainer, None, inputs)
+
+    preset = algorithm("a2po", {"beta1": beta1, "beta2": beta2})
+    sequence = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    columns = {"reference_rewards": of_reference.tolist()}
+    advantage = preset.advantage(AdvantageInputs(rewards, torch.arange(3), sequence, columns=columns)).advantage
+    weights = preset.weighting(lengths, Totals.of(lengths), None, torch.float64)
+    batch = TokenBatch(sequence, 3, advantage.double(), weights, logp_ref=logp_ref)
+    ours = preset.objective(logp, None, batch).loss
+    sides = [Measured((each.item(),), torch.autograd.grad(each, logp), (each.item(),)) for each in (theirs, ours)]
+    assert row("a2po", "trl", *sides, FLOAT32).ok  # its rewards and values are float32
 
 
 def test_another_temperature_of_the_teacher_than_trls_is_found(monkeypatch):

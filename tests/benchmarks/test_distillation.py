@@ -12,6 +12,7 @@ def test_a_block_is_measured_with_and_without_a_teacher():
     alone, taught = step_rows("tiny", "cpu", ["reverse_kl"])
     assert (alone["divergence"], alone["teacher_bytes"]) == (None, 0)
     assert "head_seconds" not in alone
+    assert not alone["row_invariant_teacher"] | taught["row_invariant_teacher"]  # not on a CPU
     assert taught["divergence"] == "reverse_kl"
     assert taught["teacher_bytes"] > 0 < taught["head_seconds"]
     for row in (alone, taught):

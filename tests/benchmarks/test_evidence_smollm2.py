@@ -42,7 +42,8 @@ def toy(tmp_path_factory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "variant"), [("logitless", "full"), ("logitless", "staleness 1"), ("trl", "full"), ("trl", "lora")]
+    ("trainer", "variant"),
+    [("logitless", "full"), ("logitless", "staleness 1 centred"), ("trl", "full"), ("trl", "lora")],
 )
 def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(toy, trainer, variant) -> None:
     changes = [

@@ -41,6 +41,26 @@ def test_a_token_that_a_tool_wrote_is_read_but_has_no_row():
     assert batch.turn.tolist() == [0, 1]
 
 
+def test_a_token_that_a_tool_wrote_is_a_target_of_its_own_where_it_is_asked_for():
+    prompt = Prompt("a", "", (1, 2))
+    pairs = [
+        (prompt, Completion("a", (3, 4, 5, 6), "", "stop", trained=(True, False, False, True))),
+        (prompt, Completion("a", (7, 8), "", "stop", trained=(False, False))),  # nothing is scored, so nothing is read
+        (prompt, Completion("a", (9,), "", "stop")),
+    ]
+    batch = pack(pairs, observed=True)
+    observed = batch.observed
+    assert observed.target.tolist() == [4, 5]
+    assert observed.inputs.source_counts == (2, 0, 0)
+    assert batch.inputs.input_ids[observed.inputs.source].tolist() == [3, 4]  # each is predicted from the one before
+    swapped = batch.take([2, 0])
+    assert swapped.inputs.input_ids[swapped.observed.inputs.source].tolist() == [3, 4]
+    plain = pack(pairs)
+    assert plain.observed is None
+    for name in ("target", "turn"):
+        assert torch.equal(getattr(plain, name), getattr(batch, name))
+
+
 def test_an_empty_completion_counts_as_a_sequence_and_is_not_read():
     prompt = _prompt(1, 2)
     batch = pack([(prompt, _completion(prompt)), (prompt, _completion(prompt, 3))])

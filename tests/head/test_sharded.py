@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from logitless.errors import InputError, UnavailableError
-from logitless.head import sharded
+from logitless.head import sharded, truncated_divergence
 from tests.head import two_streams
 from tests.head.cases import ANCHORS, Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
 from tests.head.test_chunked import Allocations
@@ -295,3 +295,28 @@ def test_two_sharded_heads_give_each_ranks_tokens_what_whole_ones_give(kind, tok
         rows = slice(sum(tokens[:rank]), sum(tokens[: rank + 1]))
         wanted = {name: v[rows] if name in {*RESULTS, "grad_hidden"} else v for name, v in whole.items()}
         assert_same(result, wanted, tolerance("chunked", "cpu", given.student))
+
+
+def _truncated(rank, given, ids, logp, tokens):
+    first = sum(tokens[:rank])
+    rows = slice(first, first + tokens[rank])
+    part = _sharded(given.leaf_copy(), rows)
+    options = {"temperature": part.temperature, "kind": "reverse_kl"}
+    value = truncated_divergence(part.hidden, part.head, ids[rows], logp[rows], **options).divergence
+    value.backward(part.grad_logp)
+    gradients = {name: leaf.grad.full_tensor() for name, leaf in part.leaves.items()}
+    return {"value": value.detach(), "hidden": part.hidden.grad} | gradients
+
+
+def test_a_truncated_divergence_of_sharded_heads_is_that_of_whole_ones():
+    given, tokens = problem(FULL), (43, 0)
+    logp, ids = torch.randn(43, 37, dtype=torch.float64).log_softmax(1).topk(4, 1)
+    whole = given.leaf_copy()
+    options = {"temperature": whole.temperature, "kind": "reverse_kl", "backend": "reference"}
+    value = truncated_divergence(whole.hidden, whole.head, ids, logp, **options).divergence
+    value.backward(whole.grad_logp)
+    gradients = {f"grad_{name}": leaf.grad for name, leaf in whole.leaves.items() if name != "hidden"}
+    wanted = {"value": value.detach(), "hidden": whole.hidden.grad} | gradients
+    of_none = wanted | {name: wanted[name][:0] for name in ("value", "hidden")}
+    for found, of_rank in zip(run_on_ranks(2, _truncated, given, ids, logp, tokens), (wanted, of_none), strict=True):
+        assert_same(found, of_rank, 1e-12)

@@ -289,6 +289,7 @@ def test_every_estimator_refuses_an_infinite_reward(estimator, infinite):
         logp_old=torch.zeros_like(rewards),
         sum_squares=torch.zeros_like(rewards),
         baseline=torch.zeros_like(rewards),
+        columns=dict.fromkeys(("role", "task", "problem", "reference_rewards"), [[1.0]] * 4),
     )
     with pytest.raises(InputError, match=r"a finite reward.*of which 1 infinite"):
         estimator(**{adv.Percentile: {"q": 50.0}, adv.PassAtK: {"k": 2}}.get(estimator, {}))(inputs)

@@ -90,7 +90,7 @@ def test_token_returns_differ_inside_a_sequence_once_they_are_discounted_or_pay_
 
 
 def test_a_group_of_one_is_refused_where_completions_are_compared():
-    alone = (adv.Raw, adv.Remax, adv.ReinforcePP, adv.Gae)
+    alone = (adv.Raw, adv.Remax, adv.ReinforcePP, adv.Gae, adv.Rae, adv.Hierarchical, adv.OptimalValue)
     for kind in get_args(adv.Advantage):
         found = composed(kind(**{adv.Percentile: {"q": 50.0}, adv.PassAtK: {"k": 1}}.get(kind, {})))
         found.check_completions(2)

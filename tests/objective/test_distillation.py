@@ -63,10 +63,15 @@ def test_tokens_without_a_log_prob_of_the_sampler_are_refused_for_the_advantage(
 
 def test_the_mean_divergence_is_over_trained_tokens_of_all_micro_batches_and_ranks():
     zero = torch.tensor(0.0)
-    one = DistillationOutput(zero, double(3, 0), torch.tensor([True, False]))
-    other = DistillationOutput(zero, double(1, 2), torch.tensor([True, True]))
-    assert distillation_diagnostics([one, other])["teacher/divergence"].item() == 2
-    twice = distillation_diagnostics([one, other], gather=lambda rows: torch.cat([rows, rows * double(5, 1)]))
+    tails = torch.tensor([[0.25, 0.5], [9.0, 9.0]])  # the second token is not trained
+    one = DistillationOutput(zero, double(3, 0), torch.tensor([True, False]), tails)
+    of_others = torch.tensor([[0.75, 0.0], [torch.nan, torch.nan]])  # no server grades the second one
+    other = DistillationOutput(zero, double(1, 2), torch.tensor([True, True]), of_others)
+    found = {name: value.item() for name, value in distillation_diagnostics([one, other]).items()}
+    assert found == {"teacher/divergence": 2, "teacher/tail_of_policy": 0.5, "teacher/tail": 0.25}
+    one, other = replace(one, tails=None), replace(other, tails=None)
+    twice = distillation_diagnostics([one, other], gather=lambda rows: torch.cat([rows, rows * double(5, 1, 1, 1, 1)]))
+    assert twice.keys() == {"teacher/divergence"}
     assert twice["teacher/divergence"].item() == 6 * (1 + 5) / 6
 
 

@@ -88,6 +88,7 @@ def test_no_ratio_and_no_infinite_bound_makes_a_loss_or_gradient_nan(
         token_weight=torch.ones(1, dtype=dtype),
         logp_old=logp - log_ratio,
         logp_sampler=logp - log_ratio - sampler,
+        logp_ref=logp,
         selected=[False],
     )
     output = Objective(surrogate=surrogate, correction=correction)(logp.requires_grad_(), None, batch)

@@ -8,10 +8,13 @@ from logitless.objective.advantage import (
     Gpg,
     GroupCentered,
     GroupStandardized,
+    Hierarchical,
     LeaveOneOut,
     LengthWeighted,
     OptimalToken,
+    OptimalValue,
     PassAtK,
+    Rae,
     Raw,
     ReinforcePP,
     Remax,
@@ -19,6 +22,7 @@ from logitless.objective.advantage import (
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from logitless.objective.surrogate import (
+    A2po,
     Cispo,
     Clip,
     ClipCov,
@@ -63,6 +67,10 @@ TABLE = {
     "gpg": (TokenRatio(), Reinforce(), Gpg(), TokenMean()),
     "otb": (TokenRatio(), Clip(0.8, 1.2), OptimalToken(), TokenMean()),
     "pass_at_k": (TokenRatio(), Clip(0.8, 1.2), PassAtK(4), TokenMean()),
+    "rae": (TokenRatio(), Clip(0.8, 1.2), Rae(("role",), 0.95), TokenMean()),
+    "hierarchical_grpo": (TokenRatio(), Clip(0.8, 1.2), Hierarchical(), TokenMean()),
+    "echo": (TokenRatio(), Clip(0.8, 1.2), STANDARDIZED, SequenceMean()),
+    "a2po": (TokenRatio(), A2po(1e-3), OptimalValue(beta=0.5), SequenceMean()),
     "reinforce_pp": (TokenRatio(), Clip(0.8, 1.2), ReinforcePP(), TokenMean()),
     "nll": (TokenRatio(), Nll(), None, TokenMean()),
 }

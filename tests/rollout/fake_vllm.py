@@ -93,9 +93,11 @@ class Served:
             case "/v1/completions":
                 ids = torch.tensor([body["prompt"]])
                 with torch.no_grad():
-                    logp = self.policy(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])
-                known = zip(body["prompt"][1:], logp.squeeze(1).tolist(), strict=True)
-                return {"choices": [{"prompt_logprobs": [None, *({str(i): {"logprob": x}} for i, x in known)]}]}
+                    logp = self.policy(input_ids=ids).logits[0, :-1].log_softmax(-1)
+                named = torch.cat([ids[0, 1:, None], logp.topk(body["prompt_logprobs"], 1).indices], 1)
+                pairs = zip(named.tolist(), logp.gather(1, named).tolist(), strict=True)
+                known = [{str(i): {"logprob": x} for i, x in zip(*each, strict=True)} for each in pairs]
+                return {"choices": [{"prompt_logprobs": [None, *known]}]}
             case "/inference/v1/generate":
                 return self._completed(body)
             case _:

@@ -15,6 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from logitless.cli.main import main
 from logitless.distributed import Ranks
+from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.loading import load_model
 from logitless.train.learn.learner import Learner
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
@@ -22,7 +24,17 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from logitless.train.store import checkpoint as checkpoints
 from tests.ranks import run_on_ranks
-from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_raw, tiny_recipe
+from tests.rollout.fake_vllm import Served, serving
+from tests.train.tiny import (
+    ALPHABET,
+    TINY_LLAMA,
+    assert_equal,
+    assert_same_run,
+    finished_run,
+    start,
+    tiny_raw,
+    tiny_recipe,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -138,6 +150,23 @@ def test_ranks_draw_and_train_on_what_one_rank_would(case, num_ranks, tmp_path):
     one, several = (_on(number, tmp_path / str(number), CASES[case]) for number in (1, num_ranks))
     _assert_alike(one, several, num_ranks)
     assert _files(one) == _files(several)
+
+
+@pytest.mark.slow
+def test_ranks_of_sharded_weights_learn_from_a_server_what_one_rank_would(tmp_path):
+    source = TINY_LLAMA | {"initializer_range": 0.5}
+    served = Served(lambda: load_model(source, random_weights=True, seed=5), character_tokenizer(ALPHABET))
+    with serving(served) as url:
+        teacher = {
+            "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "start") | dict.fromkeys(["de", "cf", "bg", "ah"], url),
+            "column": "answer",
+            "divergence": "reverse_kl",
+            "top_k": 4,
+        }
+        changes = {"kl": None, "train__tokens_per_micro_batch": 13, "teacher": teacher}
+        one, several = (_on(number, tmp_path / str(number), changes) for number in (1, 2))
+    _assert_alike(one, several, 2)
+    assert any(0 < record.get("teacher/tail", 0) < 1 for record in several.read_metrics())
 
 
 def test_a_rank_without_a_micro_batch_of_the_step_in_order_knows_the_gates_numbers(tmp_path):

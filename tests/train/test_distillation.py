@@ -5,9 +5,11 @@ import math
 import shutil
 
 import pytest
+import torch
 
-from logitless.errors import ConfigurationError, DataError, InputError
+from logitless.errors import ConfigurationError, DataError, InputError, UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
+from logitless.train.assembly import teacher as assembly
 from logitless.train.plan.run_plan import dry_run
 from logitless.types import Completion
 from tests.train.tiny import (
@@ -130,6 +132,51 @@ def test_a_vocabulary_that_is_padded_further_teaches(tmp_path):
     teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl"}
     steps = steps_of(finished_run(tmp_path, **ALONE, teacher=teacher))
     assert all(0 < step["teacher/divergence"] < 10 for step in steps)
+
+
+def test_which_layers_a_teacher_has_is_said_with_the_reason_and_refused_by_name(tmp_path, monkeypatch):
+    source = teacher_in(tmp_path, head_dim=16)
+
+    def said(**teacher):
+        teacher = {"source": source, "divergence": "reverse_kl"} | teacher
+        text = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher))
+        return next(line.split("layers ")[1] for line in text.splitlines() if f"teacher {source}: layers" in line)
+
+    assert said() == "transformers' own, for a model on the CPU"
+    assert said(layers="transformers") == "transformers' own, for teacher.layers: transformers"
+    monkeypatch.setattr(assembly, "teacher_device", lambda _: torch.device("cuda"))
+    assert said(dtype="bfloat16") == "row-invariant: bitwise identical in any batch"
+    assert said() == "transformers' own, for float32 weights (teacher.dtype: bfloat16 would serve)"
+    teacher_in(tmp_path, model_type="gpt2")
+    assert said(dtype="bfloat16") == "transformers' own, for the architecture gpt2"
+    monkeypatch.undo()
+    teacher = {"source": source, "divergence": "reverse_kl", "layers": "row_invariant"}
+    with pytest.raises(UnavailableError, match=r"architecture gpt2.*Set teacher.layers: transformers"):
+        start(tiny_recipe(tmp_path, **ALONE, teacher=teacher))
+
+
+def test_a_teacher_may_run_on_a_device_of_its_own_and_one_that_is_not_there_is_refused(tmp_path):
+    changes = {**ALONE, "train__blocks": 1}
+    teacher = {"source": teacher_in(tmp_path), "divergence": "reverse_kl", "advantage": 1}
+    here, there = (
+        finished_run(tmp_path, **changes, teacher=teacher | {"place": place}, name=place) for place in ("device", "cpu")
+    )
+    assert_same_run(here, there)
+    for place, words in (("cuda:99", "given cuda:99, and .* on this machine"), ("gpu", "device, cpu, cuda or cuda:<n")):
+        recipe = tiny_recipe(tmp_path, **changes, teacher=teacher | {"place": place}, name="refused")
+        for refused in (start, dry_run):
+            with pytest.raises(ConfigurationError, match=f"{words}.*teacher.place"):
+                refused(recipe)
+
+
+@pytest.mark.multi_gpu
+def test_a_teacher_on_the_second_gpu_teaches_what_it_teaches_on_the_first(tmp_path):
+    teacher = {"source": teacher_in(tmp_path), "divergence": "reverse_kl", "advantage": 1}
+    here, there = (
+        finished_run(tmp_path, **ALONE, model__device="cuda", teacher=teacher | {"place": place}, name=place[-1])
+        for place in ("device", "cuda:1")
+    )
+    assert_same_run(here, there)
 
 
 def test_a_dry_run_names_the_teacher_and_counts_its_weights(tmp_path):

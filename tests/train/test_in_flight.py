@@ -18,7 +18,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from tests.ranks import DEVICES, run_on_ranks
-from tests.train.test_sampling_ranks import ON
+from tests.train.test_sampling_ranks import CENTRED, ON
 from tests.train.tiny import completed, start, tiny_raw, tiny_recipe
 
 STALENESS = 2
@@ -96,7 +96,7 @@ def drawn(run):
 def test_what_was_drawn_by_several_versions_is_drawn_again_on_other_processes(
     tmp_path, in_flight, sampling, other, device
 ):
-    changes = {**ON[device], "rollout__in_flight": in_flight}
+    changes = {**ON[device], "rollout__in_flight": in_flight} | (CENTRED if in_flight == "recompute" else {})
     run = beside(tmp_path, changes, sampling=sampling, meets=True)
     assert any(len(runs) > 1 for calls in drawn(run)[1].values() for call in calls for runs in call)
     repeated = again(tmp_path, changes, run, sampling=other)

@@ -1,8 +1,10 @@
 """Ranks in any arrangement give the loss and gradients of one: copies, shards, shared sequences and vocabulary."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,11 +24,11 @@ from logitless.train.assembly import stages
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.model import is_cut_from_host, tokenizer_of
-from logitless.train.block import pack_groups
 from logitless.train.learn import learner as learner_module
 from logitless.train.learn import policy as policy_module
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
+from logitless.types import Completion
 from tests.ranks import run_on_ranks
 from tests.train.tiny import TINY_GPT2, TINY_LLAMA, assert_equal, start, tiny_model, tiny_raw, tiny_recipe
 
@@ -66,7 +68,15 @@ def _groups(folder, changes, dtype, device="cpu"):
     data, engine = data_of(recipe, tokenizer), TransformersEngine(learner.policy.model, tokenizer)
     prompts = list(data.train[:5])
     episodes = play(engine, prompts, SingleTurn(), num_samples=4, options=recipe.rollout.sampling, seed=7)
-    return judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)
+    groups = judge(prompts, episodes, rewards_of(recipe, prompts), unscored=recipe.rollout.unscored)
+    if recipe.rollout.environment is None:
+        return groups
+    return [replace(g, completions=tuple(map(_as_if_a_tool_had_written_some, g.completions))) for g in groups]
+
+
+def _as_if_a_tool_had_written_some(completion):
+    written = np.arange(completion.length) % 3 == 1
+    return Completion(**vars(completion) | {"trained": ~written})
 
 
 def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="cpu"):
@@ -83,7 +93,7 @@ def _gradients(rank, folder, changes, dtype, groups, arrangement=None, device="c
         return torch.tensor(0.0), True
 
     with mock.patch.object(learner_module, "take_step", instead_of_a_step):
-        block = learner.score(pack_groups(groups), groups)
+        block = learner.score(learner.packed(groups), groups)
         learner.begin(block)
         while learner.in_training and learner.progress.epoch == 0:
             losses.append(learner.step()["loss/total"])
@@ -112,10 +122,16 @@ def _check(
                 torch.testing.assert_close(step[name], gradient, rtol=rtol, atol=atol)
 
 
+ECHO = {
+    "algorithm": {"preset": "echo", "parameters": {"alpha": 10.0}},
+    "rollout__environment": {"name": "own", "factory": "none:none"},
+    "rollout__limits": {"max_tokens": 20},
+}
 FLOAT64 = {
     "shards, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 2, 1)),
     "three copies, many rows": ({"train__tokens_per_micro_batch": 13}, Arrangement(3, 1, 1)),
     "shared sequences, GSPO": ({"algorithm": {"preset": "gspo"}}, Arrangement(1, 1, 2)),
+    "a shared vocabulary, what a tool wrote": ({**ECHO, "parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
     "a reference on the host": ({"parallel__reference": "host"}, Arrangement(1, 2, 1)),
 }
 SLOW = {
@@ -128,6 +144,9 @@ SLOW = {
     "copies, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(2, 1, 1)),
     "shared sequences, a value head": ({"algorithm": {"preset": "ppo"}}, Arrangement(1, 1, 2)),
     "copies and shared sequences": ({}, Arrangement(2, 1, 2)),
+    "shards, what a tool wrote": (ECHO, Arrangement(1, 2, 1)),
+    "shared sequences, what a tool wrote": (ECHO, Arrangement(1, 1, 2)),
+    "four shards, few rows, what a tool wrote": ({**ECHO, "train__tokens_per_micro_batch": 200}, Arrangement(1, 4, 1)),
     "a shared vocabulary": ({"parallel__vocabulary": "all_rows"}, Arrangement(1, 2, 1)),
 }
 

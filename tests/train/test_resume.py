@@ -94,6 +94,16 @@ def test_lora_resumes_bitwise_after_a_merged_warm_start(tmp_path):
     assert_same_run(whole, finished_run(tmp_path, resume=True, name="stopped", **changes))
 
 
+@pytest.mark.parametrize("step", [2, 4])  # in the middle of a block, and at its end
+def test_moving_averages_of_rewards_are_in_a_checkpoint(tmp_path, step):
+    changes = {"algorithm__advantage": {"name": "rae", "columns": ["answer"]}}
+    whole = finished_run(tmp_path, name="whole", **changes)
+    stopped_at(step, tiny_recipe(tmp_path, name="stopped", **changes))
+    again = finished_run(tmp_path, resume=True, name="stopped", **changes)
+    assert_same_run(whole, again)
+    assert len(again.read_metrics()) > 4
+
+
 def test_a_run_does_not_become_a_shorter_one(uninterrupted):
     home = uninterrupted.path.parents[1]
     with pytest.raises(ConfigurationError, match=r"train\.blocks of at least 3"):

@@ -16,7 +16,8 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.interrupting import before
-from tests.train.tiny import assert_equal, start, tiny_model, tiny_recipe
+from tests.train.test_distillation import ALONE, teacher_in
+from tests.train.tiny import assert_equal, finished_run, start, steps_of, tiny_model, tiny_recipe
 
 if interpreted():
     complete_interpreter()
@@ -43,6 +44,19 @@ def test_a_run_trains_through_row_invariant_layers_what_it_trains_through_transf
     weights = [load_checkpoint(folder.checkpoints).tensors for folder in folders]
     assert weights[0].keys() == weights[1].keys()
     assert calls
+
+
+def test_a_teacher_teaches_the_same_through_row_invariant_layers(tmp_path, monkeypatch):
+    calls, found = [], []
+    before(monkeypatch, RowInvariantLayer, "forward", lambda *_, **__: calls.append(1))
+    source = teacher_in(tmp_path, hidden_size=16, head_dim=16)
+    changes = {**ALONE, **FEW, "train__blocks": 1, "rollout__sampling": {"max_new_tokens": 3}}
+    for kind in ("transformers", "row_invariant"):
+        teacher = {"source": source, "divergence": "reverse_kl", "advantage": 1, "layers": kind}
+        step = steps_of(finished_run(tmp_path, **changes, teacher=teacher, name=kind))[0]
+        found.append([step["teacher/divergence"], step["teacher/log_ratio"], step["optimizer/grad_norm"]])
+        assert bool(calls) == (kind == "row_invariant")
+    assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
 def test_recomputed_activations_train_the_same_weights_to_the_last_bit(tmp_path):

@@ -34,6 +34,7 @@ ON_GPU = {
     "model__layers": "row_invariant",
     "rollout__engine": {"name": "gpu"},
 }
+CENTRED = {"algorithm": {"surrogate": {"name": "reinforce"}, "score_centering": "device"}}
 ON = {"cpu": BLOCKS, "cuda": BLOCKS | ON_GPU}
 
 
@@ -84,9 +85,9 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("staleness", "sampling"), [(0, 1), (1, "auto"), (3, 1)])
-def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, sampling, device):
-    changes = {"rollout__staleness": staleness, "device": device}
+@pytest.mark.parametrize(("staleness", "sampling", "more"), [(0, 1, {}), (1, "auto", {}), (3, 1, CENTRED)])
+def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, sampling, more, device):
+    changes = {"rollout__staleness": staleness, "device": device, **more}
     alone = in_turns(tmp_path / "alone", **changes)
     found = beside(tmp_path / "beside", parallel__sampling=sampling, **changes)
     assert_same(alone, found)
@@ -98,7 +99,7 @@ def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, stalene
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 def test_two_ranks_that_train_in_order_and_two_that_sample_are_one_too(tmp_path, device):
-    changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device}
+    changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device, **CENTRED}
     if device == "cpu":  # rows of other batches are rounded otherwise
         changes["rollout__max_rows"] = 1
     alone = in_turns(tmp_path / "alone", **changes)
@@ -116,9 +117,9 @@ def test_an_adapter_after_a_warm_start_is_sent_with_the_base_that_it_was_merged_
     assert_same(in_turns(tmp_path / "alone", **changes), beside(tmp_path / "beside", **changes))
 
 
-@pytest.mark.parametrize("stop_at", [4, 6])
-def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(tmp_path, stop_at):
-    changes = {"rollout__staleness": 2}
+@pytest.mark.parametrize(("stop_at", "more"), [(4, {}), (6, CENTRED)])
+def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(tmp_path, stop_at, more):
+    changes = {"rollout__staleness": 2, **more}
     stopped = tmp_path / "stopped"
     beside(stopped, False, stop_at, ended_by="signal", **changes)
     found = in_turns(stopped, resume=True, **changes)

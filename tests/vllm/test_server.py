@@ -107,6 +107,19 @@ def test_a_teacher_on_the_server_gives_the_log_probs_of_its_model(engine, model,
     with torch.no_grad():
         expected = Policy(model).scores(batch, **options).logp
     torch.testing.assert_close(teacher.scores(batch, **options).logp, expected, rtol=0, atol=1e-4)
+    ids, logp = teacher.top(batch, 20)  # the most without --max-logprobs
+    of_all = torch.cat([_log_probs_of_all(model, prompt, completion) for _, completion in pairs])
+    torch.testing.assert_close(logp, of_all.topk(20, 1).values, rtol=0, atol=1e-4)
+    torch.testing.assert_close(logp, of_all.gather(1, ids), rtol=0, atol=1e-4)
+    with pytest.raises(EngineError, match=r"21.*20"):
+        teacher.top(batch, 21)
+
+
+def _log_probs_of_all(model, prompt, completion):
+    """[tokens, V] in the place of each token of a completion."""
+    ids = torch.tensor([[*prompt.token_ids, *completion.token_ids]])
+    with torch.no_grad():
+        return model(input_ids=ids).logits[0, len(prompt.token_ids) - 1 : -1].log_softmax(-1)
 
 
 def test_greedy_decoding_gives_the_same_text_as_transformers(engine, model):

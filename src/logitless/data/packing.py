@@ -9,7 +9,7 @@ rows are filled by cost, and sequences without a gradient (``StepPlan.dead``) ar
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -25,13 +25,16 @@ LEAST_SHARED = 16
 """Shortest beginning, in tokens, that is stored once for several prompts, or for several completions of one prompt."""
 
 
-def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = None) -> PackedBatch:
+def pack(
+    pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = None, observed: bool = False
+) -> PackedBatch:
     """Pack prompt-completion pairs end to end, one sequence each, in the order given.
 
     Args:
         pairs: B prompts with a completion each. Tokens with ``trained=False`` are read and not scored; a sequence
             without a scored token has length 0.
         version: of the policy's weights, from which each token's ``lag`` is counted; None: no ``lag``.
+        observed: whether the tokens that are not scored, but read, are targets of ``PackedBatch.observed``.
 
     Returns:
         The batch, on the CPU.
@@ -51,6 +54,8 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
     turn: list[np.ndarray] = []
     logp_sampler: list[np.ndarray] = []
     lag: list[np.ndarray] = []
+    said: list[np.ndarray] = []
+    said_at: list[np.ndarray] = []
     lengths: list[int] = []
     for prompt, completion in pairs:
         prompt_length, ids = len(prompt.token_ids), completion.token_ids
@@ -68,24 +73,38 @@ def pack(pairs: Sequence[tuple[Prompt, Completion]], *, version: int | None = No
         target.append(ids[trained])
         turn.append(_values_at(completion.turn, trained, 0, np.int64))
         logp_sampler.append(_values_at(completion.logp_sampler, trained, float("nan"), np.float32))
+        others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else trained[:0]
+        said_at.append(others + (prompt_length - 1))
+        said.append(ids[others])
         if version is not None:
             lag.append(_lags(completion, trained, version))
     starts = list(accumulate(lengths, initial=0))[:-1]
     positions = np.arange(max(lengths, default=0))
-    return PackedBatch(
-        inputs=PackedInputs(
-            input_ids=_concatenated(read, np.int64),
-            position_ids=_concatenated([positions[:length] for length in lengths], np.int64),
-            lengths=tuple(lengths),
-            source=_concatenated([start + own for start, own in zip(starts, scored, strict=True)], np.int64),
-            source_counts=tuple(map(len, scored)),
-            prefixes=_shared_prefixes(pairs, lengths),
-        ),
+
+    def predicted_at(places: Sequence[np.ndarray]) -> dict[str, Any]:
+        source = _concatenated([start + own for start, own in zip(starts, places, strict=True)], np.int64)
+        return {"source": source, "source_counts": tuple(map(len, places))}
+
+    inputs = PackedInputs(
+        input_ids=_concatenated(read, np.int64),
+        position_ids=_concatenated([positions[:length] for length in lengths], np.int64),
+        lengths=tuple(lengths),
+        **predicted_at(scored),
+        prefixes=_shared_prefixes(pairs, lengths),
+    )
+    batch = PackedBatch(
+        inputs=inputs,
         target=_concatenated(target, np.int64),
         turn=_concatenated(turn, np.int64),
         logp_sampler=_concatenated(logp_sampler, np.float32),
         lag=None if version is None else _concatenated(lag, np.int64),
     )
+    if not observed:
+        return batch
+    ids_said = _concatenated(said, np.int64)
+    nothing = torch.full((len(ids_said),), torch.nan)
+    others_read = replace(inputs, **predicted_at(said_at))
+    return replace(batch, observed=PackedBatch(others_read, ids_said, torch.zeros_like(ids_said), nothing))
 
 
 def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:

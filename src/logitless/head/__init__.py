@@ -2,5 +2,6 @@
 
 from logitless.head.api import token_scores
 from logitless.head.divergence import score_centering, token_divergence
+from logitless.head.truncated import truncated_divergence
 
-__all__ = ["score_centering", "token_divergence", "token_scores"]
+__all__ = ["score_centering", "token_divergence", "token_scores", "truncated_divergence"]

@@ -218,6 +218,21 @@ def scored(partial: Partial) -> Scored:
     )
 
 
+def scales(size: Tensor, outside: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    """[n] each: what a backward divides its incoming gradients by, and the ``factor`` of ``LogitGradient``.
+
+    Divided by ``size``, the larger of a row's incoming gradients, u is of the order of a probability, which float16 can
+    hold. bfloat16 holds any gradient: there u has all of it, and the hidden states of the weight's gradient are not
+    multiplied and so rounded once more.
+    """
+    if call.narrow == torch.bfloat16:
+        derivative = torch.ones_like(size) if outside is None else outside
+        derivative = derivative if call.inside is None else derivative * call.inside
+        return 1 / derivative, torch.ones_like(size)
+    factor = size if outside is None else size * outside
+    return size, factor if call.inside is None else factor * call.inside
+
+
 class LogitGradient(Protocol):
     """The gradient by the products' output, one tile at a time: ``factor * u``.
 

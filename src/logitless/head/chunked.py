@@ -29,6 +29,7 @@ from logitless.head.blockwise import (
     logits_of,
     product,
     rows_of,
+    scales,
     scored,
     slices,
     tile,
@@ -97,7 +98,7 @@ def token_scores(
 class _Slopes(NamedTuple):
     """Values of each row with a gradient, for the backward.
 
-    The gradient of the products' output is ``factor * u``, with u of the order of a probability:
+    The gradient of the products' output is ``factor * u``:
 
         u_v = (grad_logp + grad_entropy (z_v - top + offset)) exp(z_v - top) over   (v != y),   u_y = at_target
 
@@ -106,8 +107,8 @@ class _Slopes(NamedTuple):
         over: -1 / sum_v exp(z_v - top).
         offset: entropy - log sum_v exp(z_v - top).
         at_target: u_y, computed from the other columns' sum so that it is exact when p_y is nearly 1.
-        grad_logp, grad_entropy: the incoming gradients, scaled so that the larger one is 1 in size; None for none.
-        factor: their common factor, times the derivative of scale and temperature.
+        grad_logp, grad_entropy, factor: the incoming gradients, None for none, divided as ``scales`` says, and what u
+            lacks then.
     """
 
     top: Tensor
@@ -226,14 +227,14 @@ def _slopes(
     result: Scored, outside: Tensor | None, grad_logp: Tensor | None, grad_entropy: Tensor | None, call: Call
 ) -> _Slopes:
     size = functools.reduce(torch.maximum, [g.abs() for g in (grad_logp, grad_entropy) if g is not None])
+    divisor, factor = scales(size, outside, call)
     at_target = torch.zeros_like(size)
     if grad_logp is not None:
-        grad_logp = grad_logp / size
+        grad_logp = grad_logp / divisor
         at_target += grad_logp * result.others / result.normaliser
     if grad_entropy is not None:
-        grad_entropy = grad_entropy / size
+        grad_entropy = grad_entropy / divisor
         at_target -= grad_entropy * result.logp.exp() * (result.logp.clamp(min=FLOOR) + result.entropy)
-    factor = size if outside is None else size * outside
     return _Slopes(
         top=result.top,
         over=-1 / result.normaliser,
@@ -241,7 +242,7 @@ def _slopes(
         at_target=at_target,
         grad_logp=grad_logp,
         grad_entropy=grad_entropy,
-        factor=factor if call.inside is None else factor * call.inside,
+        factor=factor,
     )
 
 

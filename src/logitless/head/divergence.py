@@ -2,7 +2,6 @@
 
 import functools
 import logging
-from dataclasses import replace
 from typing import Literal, get_args
 
 import torch
@@ -115,7 +114,7 @@ def token_divergence(
         >>> token_divergence(ones, weight, ones, teacher, torch.tensor([0]), kind="forward_kl").logp_teacher.exp()
         tensor([0.7500])
     """
-    measure = _measure(kind, beta)
+    measure = measure_of(kind, beta)
     student, teacher, target, vocabulary = _streams(
         (hidden, head, temperature),
         (teacher_hidden, teacher_head, temperature if teacher_temperature is None else teacher_temperature),
@@ -195,7 +194,12 @@ def score_centering(
     return CenteredScores(*found)
 
 
-def _measure(kind: str, beta: float | None) -> Measure:
+def measure_of(kind: str, beta: float | None) -> Measure:
+    """The measure of a divergence, checked.
+
+    Raises:
+        InputError: another name; a beta out of range, or for another divergence.
+    """
     if kind not in get_args(Divergence):
         raise InputError(
             needed="a divergence 'forward_kl', 'reverse_kl', 'jensen_shannon' or 'total_variation'",
@@ -254,7 +258,7 @@ def _streams(
     except InputError as error:
         raise InputError(needed=f"of the {name}: {error.needed}", given=error.given, remedy=error.remedy) from error
     if any(is_sharded(head.weight) for head in (own_head, other_head)):
-        own_head, other_head = gathered(own_head), gathered(_detached(other_head))
+        own_head, other_head = gathered(own_head), gathered(other_head.detached())
     vocabulary = min(len(own_head.weight), len(other_head.weight))
     require(
         given < vocabulary,
@@ -264,15 +268,10 @@ def _streams(
     )
     return (
         Stream(hidden, own_head, own_temperature),
-        Stream(hidden_other.detach(), _detached(other_head), other_temperature),
+        Stream(hidden_other.detach(), other_head.detached(), other_temperature),
         None if target is None else given,
         vocabulary,
     )
-
-
-def _detached(head: LMHead) -> LMHead:
-    bias, lora_a, lora_b = (None if x is None else x.detach() for x in (head.bias, head.lora_a, head.lora_b))
-    return replace(head, weight=head.weight.detach(), bias=bias, lora_a=lora_a, lora_b=lora_b)
 
 
 def _measured(

@@ -34,6 +34,7 @@ from logitless.head.blockwise import (
     logits_of,
     product,
     rows_of,
+    scales,
     scored,
     slices,
     tile,
@@ -556,8 +557,9 @@ class _Gradient:
         size = functools.reduce(
             torch.maximum, [g.abs() for g in (grad_value, grad_logp, grad_entropy) if g is not None]
         )
+        divisor, self.factor = scales(size, student.rows.outside, student.call)
         self._value, self._logp, self._entropy = (
-            None if g is None else g / size for g in (grad_value, grad_logp, grad_entropy)
+            None if g is None else g / divisor for g in (grad_value, grad_logp, grad_entropy)
         )
         p, log_p = row.student, row.student.logp.clamp(min=FLOOR)
         self._expected, of_measure = self._at_target(row)
@@ -568,9 +570,6 @@ class _Gradient:
             self._target += self._logp * p.others / p.normaliser
         if self._entropy is not None:
             self._target -= self._entropy * log_p.exp() * (log_p + p.entropy)
-        inside, outside = student.call.inside, student.rows.outside
-        factor = size if outside is None else size * outside
-        self.factor = factor if inside is None else factor * inside
         self._kept: Kept = {}
         self._source: Tensor | None = None
         if student.call.one_pass:

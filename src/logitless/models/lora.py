@@ -319,6 +319,27 @@ def frozen_copy(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Mod
     return copied
 
 
+def empty_copy(model: nn.Module) -> nn.Module:
+    """A frozen copy in evaluation mode that shares frozen weights and buffers with the model; the others are empty.
+
+    Args:
+        model: not changed.
+
+    Example:
+        >>> layer = nn.Linear(2, 2)
+        >>> _ = layer.bias.requires_grad_(False)
+        >>> copied = empty_copy(layer)
+        >>> copied.bias is layer.bias, copied.weight.shape, copied.training
+        (True, torch.Size([0]), False)
+    """
+    # deepcopy takes what is in its memo in place of a copy; a tied weight is one object there, and stays one.
+    shared: dict[int, Any] = {id(buffer): buffer for buffer in model.buffers()}
+    for parameter in model.parameters():
+        trained = parameter.requires_grad
+        shared[id(parameter)] = nn.Parameter(parameter.new_empty(0), requires_grad=False) if trained else parameter
+    return copy.deepcopy(model, shared).eval()
+
+
 def _check_tied_head(model: nn.Module, options: LoraOptions) -> None:
     output, inputs = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[operator]
     if output is None or output.weight is not inputs.weight:

@@ -11,6 +11,7 @@ from logitless.objective.advantage import Estimator
 from logitless.objective.distillation import Distillation
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import Objective
+from logitless.objective.observations import Observations
 from logitless.objective.ranges import Level
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import MicroBatchTokenMean, Weighting
@@ -33,6 +34,7 @@ class Algorithm:
         kl_in_reward: whether a KL is subtracted from the rewards instead of being a term of the loss.
         drop_truncated: whether completions cut at their limit are left out of the loss.
         distillation: how a teacher enters the loss and the advantages; None without a teacher.
+        observations: the likelihood of what tools and environments say, as a term of the loss; None without it.
         notes: remarks on a translated configuration, for the log.
 
     Raises:
@@ -54,6 +56,7 @@ class Algorithm:
     kl_in_reward: bool = False
     drop_truncated: bool = False
     distillation: Distillation | None = None
+    observations: Observations | None = None
     notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -109,6 +112,7 @@ class Algorithm:
             and self.value_loss is None
             and not self.reads_scores
             and self.distillation is None
+            and self.observations is None
             and is_silent_without_advantage(self.objective)
         )
 
@@ -202,6 +206,7 @@ def is_silent_without_advantage(objective: Objective) -> bool:
         logp.requires_grad_(),
         entropy,
         batch,
+        centering=torch.zeros_like(logp) if objective.score_centering else None,
         block=objective.block_statistics(batch, generator=generator),
         gather=gather,
         generator=generator,
@@ -227,6 +232,7 @@ def _probe() -> tuple[Tensor, Tensor, TokenBatch, torch.Generator]:
         token_weight=torch.ones(num_tokens, dtype=torch.float64),
         logp_old=logp_old,
         logp_sampler=logp_old + spread(0.5),
+        logp_ref=logp_old,
         entropy_old=spread(1.0) + 1.0,
         turn=token // 16 % 4,
         lag=token // 8 % 4,

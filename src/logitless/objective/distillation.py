@@ -29,11 +29,13 @@ class DistillationOutput:
         loss: this micro-batch's part, to be summed over micro-batches and ranks, never averaged.
         divergence: [N] nats; 0 in tokens of weight 0.
         trained: [N] tokens with a weight.
+        tails: [N, 2] as in ``TokenScores``, or None.
     """
 
     loss: Float[Tensor, ""]
     divergence: Float[Tensor, "N"]
     trained: Bool[Tensor, "N"]
+    tails: Float[Tensor, "N 2"] | None = None
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,9 @@ class Distillation:
     alone: bool = False
     gamma: float = 0.0
 
-    def loss(self, divergence: Float[Tensor, "N"], batch: TokenBatch) -> DistillationOutput:
+    def loss(
+        self, divergence: Float[Tensor, "N"], batch: TokenBatch, tails: Float[Tensor, "N 2"] | None = None
+    ) -> DistillationOutput:
         """``weight * sum_t w_t D_t`` of a micro-batch.
 
         Gradient: through ``divergence``; exactly 0 in tokens of weight 0.
@@ -66,7 +70,7 @@ class Distillation:
         trained = batch.token_weight != 0
         counted = torch.where(trained, divergence, 0.0)
         loss = self.weight * (batch.token_weight.to(counted.dtype) * counted).sum()
-        return DistillationOutput(loss, counted.detach(), trained)
+        return DistillationOutput(loss, counted.detach(), trained, tails)
 
 
 @shaped
@@ -123,7 +127,8 @@ def prefix_weight(log_ratio: Float[Tensor, "N"], sequence: Int[Tensor, "N"], gam
 def distillation_diagnostics(
     outputs: Sequence[DistillationOutput], *, gather: GatherOverRanks = one_rank
 ) -> dict[str, Float[Tensor, ""]]:
-    """``teacher/divergence``: the mean over the step's trained tokens, without weights, on the device.
+    """``teacher/divergence`` and, of a server, the tails: means over the step's trained tokens, without weights, on the
+    device.
 
     Args:
         outputs: of every micro-batch of the step on this rank.
@@ -134,6 +139,20 @@ def distillation_diagnostics(
         >>> distillation_diagnostics([one])["teacher/divergence"].item()
         3.0
     """
-    sums = [torch.stack([each.divergence.double().sum(), each.trained.double().sum()]) for each in outputs]
-    total, count = gather(torch.stack(sums)).sum(0)
-    return {"teacher/divergence": total / count.clamp(min=1)}
+    total, count, *tails, known = gather(torch.stack([_sums(each) for each in outputs])).sum(0)
+    found = {"teacher/divergence": total / count.clamp(min=1)}
+    if any(each.tails is not None for each in outputs):
+        found |= {f"teacher/{name}": sum_ / known for name, sum_ in zip(_TAILS, tails, strict=True)}
+    return found
+
+
+_TAILS = ("tail_of_policy", "tail")
+
+
+def _sums(output: DistillationOutput) -> Float[Tensor, "5"]:
+    """Of divergences, of trained tokens, of both tails, and of the trained tokens that have them."""
+    sums = torch.stack([output.divergence.double().sum(), output.trained.double().sum()])
+    if output.tails is None:
+        return torch.cat([sums, sums.new_zeros(3)])
+    known = output.trained[:, None] & ~output.tails.isnan()
+    return torch.cat([sums, torch.where(known, output.tails, 0).double().sum(0), known[:, :1].double().sum(0)])

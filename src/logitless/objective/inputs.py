@@ -32,6 +32,7 @@ _REMEDIES = {
     "sum_squares": "Score the batch with sum_squares=True and set AdvantageInputs.sum_squares",
     "scores": "Give the scores of each reward function in AdvantageInputs.scores",
     "weights": "Give the weights of the reward functions in AdvantageInputs.weights",
+    "observed": "Pack the batch with observed=True and score it so",
     "selected": "Attach the block's selection with Objective.block_statistics(block).attach(block)",
 }
 

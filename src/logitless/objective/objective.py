@@ -2,6 +2,8 @@
 
     loss = sum_t w_t (c_t kept_t l_t + beta kl_t)  -  coefficient * sum_t v_t kept_t H_t
 
+With score centering, ``l_t`` is ``-A log p(y) + A sum_v sg(q_v - p_v) log p_v``, q being the sampler's distribution.
+
 Normalization is in the weights, so that the sum over any partition of a step (micro-batches, ranks) is the same. Second
 derivatives are not supported.
 """
@@ -119,10 +121,12 @@ class Objective:
         correction: of the sampler's distribution, or None.
         kl: KL to the reference in the loss, or None.
         entropy_bonus: or None.
+        score_centering: whether ``advantage * centering`` is added to each token's loss (``head.score_centering``).
 
     Raises:
         ConfigurationError: parts that exclude each other: a ratio level that nothing reads, a correction that is not
-            per token under VESPO, a filter given twice.
+            per token under VESPO, a filter given twice, centering of another loss than REINFORCE's or beside a
+            correction.
 
     Example:
         >>> batch = TokenBatch(
@@ -142,8 +146,17 @@ class Objective:
     correction: SamplerCorrection | None = None
     kl: KLPenalty | None = None
     entropy_bonus: EntropyBonus | None = None
+    score_centering: bool = False
 
     def __post_init__(self) -> None:
+        if self.score_centering and (self.surrogate.name != "reinforce" or self.correction is not None):
+            # A ratio would multiply each token's score, and their mean under the sampler be another sum.
+            raise ConfigurationError(
+                needed="the surrogate 'reinforce' without a correction for score centering, which is exact for "
+                "-A log p alone",
+                given=repr(self.surrogate.name) + ("" if self.correction is None else " with a sampler correction"),
+                remedy="Set algorithm.surrogate: {name: reinforce}, and leave algorithm.correction out.",
+            )
         corrects_kl = self.kl is not None and self.kl.ratio_corrected == "surrogate"
         if self.ratio.averages != "token" and self.surrogate.reads != "any" and not corrects_kl:
             raise ConfigurationError(
@@ -182,7 +195,7 @@ class Objective:
             or self.correction is not None
             or any("logp_old" in each.needs for each in self.filters)
             or (self.kl is not None and self.kl.ratio_corrected is not None),
-            "logp_ref": self.kl is not None,
+            "logp_ref": self.kl is not None or self.surrogate.reads_reference,
             "logp_sampler": self.correction is not None or any("logp_sampler" in each.needs for each in self.filters),
             "turn": self.ratio.averages == "turn",
             "lag": any("lag" in each.needs for each in self.filters),
@@ -208,6 +221,7 @@ class Objective:
         entropy: Float[Tensor, "N"] | None,
         batch: TokenBatch,
         *,
+        centering: Float[Tensor, "N"] | None = None,
         beta: float | Float[Tensor, ""] = 0.0,
         entropy_coefficient: float | None = None,
         sum_over_ranks: SumOverRanks | None = None,
@@ -217,13 +231,16 @@ class Objective:
     ) -> ObjectiveOutput:
         """The loss of a micro-batch.
 
-        Gradient: through ``logp`` and, with an entropy bonus, ``entropy``; exactly 0 in tokens of weight 0. It is
-            computed during this call (``grad_logp``), collectives included; ``loss.backward()`` only passes it on.
+        Gradient: through ``logp``, with an entropy bonus ``entropy``, and ``centering``; exactly 0 in tokens of
+            weight 0. It is computed during this call (``grad_logp``), collectives included; ``loss.backward()`` only
+            passes it on.
 
         Args:
             logp: [N] nats of the policy being trained.
             entropy: [N] nats, or None if nothing reads it.
             batch: everything else, on the same device.
+            centering: [N] ``CenteredScores.centering``, with ``score_centering`` only; 0 where the sampler had the
+                policy's weights.
             beta: coefficient of the KL term.
             entropy_coefficient: ``EntropyController.applied``, with an adaptive bonus only.
             sum_over_ranks: where sequences are split over ranks, the differentiable sum over those ranks.
@@ -235,19 +252,22 @@ class Objective:
             InputError: a vector of another length; a missing tensor; a coefficient without its part; advantages that
                 differ inside a shared ratio (checked on the CPU only).
         """
-        self._check_call(logp, entropy, batch, beta, entropy_coefficient)
+        sources = {"logp": logp, "entropy": entropy, "centering": centering}
+        given = {name: each for name, each in sources.items() if each is not None}
+        self._check_call(given, batch, beta, entropy_coefficient)
 
-        def evaluate(logp: Tensor, entropy: Tensor | None) -> ObjectiveOutput:
-            step = _Step(self, logp, entropy, batch, sum_over_ranks, block, gather, generator)
+        def evaluate(given: dict[str, Tensor]) -> ObjectiveOutput:
+            step = _Step(self, given, batch, sum_over_ranks, block, gather, generator)
             return step.output(beta, entropy_coefficient)
 
-        sources = [each for each in (logp, entropy) if each is not None]
-        if not torch.is_grad_enabled() or not any(each.requires_grad for each in sources):
-            return evaluate(logp, entropy)
-        leaves = [each.detach().requires_grad_() for each in sources]
-        output = evaluate(leaves[0], leaves[1] if entropy is not None else None)
-        gradients = torch.autograd.grad(output.loss, leaves, allow_unused=True, materialize_grads=True)
-        loss = _KnownGradient.apply(output.loss.detach(), gradients, *sources)  # type: ignore[no-untyped-call]
+        if not torch.is_grad_enabled() or not any(each.requires_grad for each in given.values()):
+            return evaluate(given)
+        leaves = {name: each.detach().requires_grad_() for name, each in given.items()}
+        output = evaluate(leaves)
+        gradients = torch.autograd.grad(output.loss, tuple(leaves.values()), allow_unused=True, materialize_grads=True)
+        loss = _KnownGradient.apply(  # type: ignore[no-untyped-call]
+            output.loss.detach(), gradients, *given.values()
+        )
         return replace(output, loss=loss, grad_logp=gradients[0])
 
     def block_statistics(
@@ -336,18 +356,23 @@ class Objective:
 
     def _check_call(
         self,
-        logp: Tensor,
-        entropy: Tensor | None,
+        given: Mapping[str, Tensor],
         batch: TokenBatch,
         beta: float | Tensor,
         entropy_coefficient: float | None,
     ) -> None:
-        shapes = [tuple(each.shape) for each in (logp, entropy) if each is not None]
+        shapes = [tuple(each.shape) for each in given.values()]
         if set(shapes) != {(batch.num_tokens,)}:
             raise InputError(
-                needed=f"logp and entropy of the batch's {batch.num_tokens} tokens, as vectors",
+                needed=f"{' and '.join(given)} of the batch's {batch.num_tokens} tokens, as vectors",
                 given=" and ".join(str(list(shape)) for shape in shapes),
                 remedy="Score exactly the batch's targets.",
+            )
+        if self.score_centering != ("centering" in given):
+            raise InputError(
+                needed="centering exactly with score_centering=True",
+                given=f"score_centering={self.score_centering} and {'one' if 'centering' in given else 'none'}",
+                remedy="Pass head.score_centering(...).centering, zeros on-policy, or set score_centering=True.",
             )
         if self.kl is None and (isinstance(beta, Tensor) or beta != 0):
             raise InputError(
@@ -370,8 +395,7 @@ class _Step:
     def __init__(
         self,
         objective: Objective,
-        logp: Tensor,
-        entropy: Tensor | None,
+        given: Mapping[str, Tensor],
         batch: TokenBatch,
         sum_over_ranks: SumOverRanks | None,
         block: BlockStatistics | None,
@@ -380,11 +404,12 @@ class _Step:
     ) -> None:
         self.objective, self.batch, self.block = objective, batch, block
         self.gather, self.generator = gather, generator
-        self.dtype = torch.float64 if logp.dtype == torch.float64 else torch.float32
+        self.dtype = torch.float64 if given["logp"].dtype == torch.float64 else torch.float32
         self.trained = batch.token_weight != 0
         self.sequences = Ranges(batch.sequence, batch.num_sequences, self.trained, sum_over_ranks)
-        self.logp = self.read(logp, "logp")
-        self.entropy = None if entropy is None else self.read(entropy, "entropy")
+        self.logp = self.read(given["logp"], "logp")
+        self.entropy = self.read(given["entropy"], "entropy") if "entropy" in given else None
+        self.centering = self.read(given["centering"], "centering") if "centering" in given else None
         self.advantage = self.shared_advantage(self.read(batch.advantage, "advantage"))
         self.logp_old: Tensor | None = None
         self.token_log_ratio: Tensor | None = None
@@ -437,7 +462,8 @@ class _Step:
             for each in objective.filters
         }
         hidden = torch.stack([~self.trained, *dropped.values()]).any(0)
-        token_loss = torch.where(hidden, 0.0, terms.loss)
+        loss_of_token = terms.loss if self.centering is None else terms.loss + self.advantage * self.centering
+        token_loss = torch.where(hidden, 0.0, loss_of_token)
         if correction is not None and not objective.surrogate.uses_correction:
             token_loss = token_loss * torch.where(hidden, 0.0, correction)
         kl = None
@@ -496,6 +522,7 @@ class _Step:
             log_ratio=self.log_ratio,
             correction=correction,
             selected=self.batch.selected,
+            logp_ref=self.read(self.batch.logp_ref, "logp_ref") if surrogate.reads_reference else None,
         )
         if surrogate.selects == "micro_batch":
             now = SelectionInputs(self.logp, self.advantage, self.trained, self.log_ratio, self.gather, self.generator)

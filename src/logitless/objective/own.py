@@ -114,6 +114,7 @@ def check_surrogate(surrogate: PolicyLoss, factory: str) -> None:
         advantage=torch.tensor([1.0, -1.0, 0.5, -0.5])[sequence],
         token_weight=torch.full((size,), 1 / size),
         logp_old=None if surrogate.reads == "none" else logp_old,
+        logp_ref=logp_old if surrogate.reads_reference else None,
     )
     objective, has_gradient = Objective(surrogate=surrogate), False
     block = objective.block_statistics(batch, generator=generator)
@@ -154,6 +155,7 @@ def check_estimator(estimator: Estimator, factory: str) -> None:
         logp_old=torch.full((len(sequence),), 0.5).log() if estimator.reads_scores else None,
         baseline=torch.zeros_like(rewards) if estimator.reads_baseline else None,
         sum_squares=torch.full((len(sequence),), 0.5) if estimator.reads_scores else None,
+        columns=dict.fromkeys(estimator.reads_columns, [[0.0, 1.0]] * len(rewards)),
     )
     advantage = estimator.checked(inputs).advantage
     unscored = advantage[sequence == 3]

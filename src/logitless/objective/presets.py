@@ -7,6 +7,7 @@ differ from the paper.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from logitless.objective.advantage import (
@@ -14,10 +15,13 @@ from logitless.objective.advantage import (
     Gpg,
     GroupCentered,
     GroupStandardized,
+    Hierarchical,
     LeaveOneOut,
     LengthWeighted,
     OptimalToken,
+    OptimalValue,
     PassAtK,
+    Rae,
     Raw,
     ReinforcePP,
     Remax,
@@ -25,8 +29,10 @@ from logitless.objective.advantage import (
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
+from logitless.objective.observations import Observations
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio
 from logitless.objective.surrogate import (
+    A2po,
     Cispo,
     Clip,
     ClipCov,
@@ -471,6 +477,61 @@ def otb(epsilon: float = 0.2) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), OptimalToken(), TokenMean())
 
 
+def rae(decay: float = 0.95, epsilon: float = 0.2) -> Algorithm:
+    """RAE: each role against a moving average of its own rewards, as in games of a policy with itself.
+
+    Source: SPIRAL, arXiv:2506.24119, as in its code and prime-rl's.
+
+    Elsewhere:
+        prime-rl: ``algo.type: rae``
+
+    Notes:
+        - Column ``role`` of the data names a completion's role. Averages are in checkpoints; prime-rl's are not.
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Rae(decay=decay), TokenMean())
+
+
+def hierarchical_grpo(epsilon: float = 0.2) -> Algorithm:
+    """Hierarchical GRPO: solvers are compared within a proposed problem, proposers within a task.
+
+    Source: prime-rl's ``hierarchical_grpo``, with GRPO's loss.
+
+    Elsewhere:
+        prime-rl: ``algo.type: hierarchical_grpo``
+    """
+    return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Hierarchical(), TokenMean())
+
+
+def echo(alpha: float = 0.1, epsilon: float = 0.2) -> Algorithm:
+    """ECHO: GRPO, and the likelihood of what tools and the environment say.
+
+    Source: arXiv:2605.24517, with prime-rl's weight; the paper's is 0.05.
+
+    Elsewhere:
+        prime-rl: ``algo.type: echo``
+
+    Notes:
+        - Adds ``alpha`` times the mean of ``-logp`` over the step's tokens that tools and environments wrote, the chat
+          template's among them; prime-rl leaves those out.
+    """
+    return replace(grpo(epsilon), observations=Observations(alpha))
+
+
+def a2po(beta1: float = 0.5, beta2: float = 1e-3) -> Algorithm:
+    """A2PO (A*-PO): the log ratio to the reference is fitted to the reward minus the optimal value.
+
+    Source: arXiv:2505.20686, in TRL's form.
+
+    Elsewhere:
+        TRL: ``experimental.a2po.A2POTrainer``
+
+    Notes:
+        - Sample the reference before the run, and put the rewards into column ``reference_rewards``; leave out rows
+          where all are 0.
+    """
+    return Algorithm(Objective(surrogate=A2po(beta2)), OptimalValue(beta=beta1), SequenceMean())
+
+
 def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
     """REINFORCE++: clipped, with token returns whitened over the batch.
 
@@ -524,6 +585,10 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "gpg": gpg,
     "pass_at_k": pass_at_k,
     "otb": otb,
+    "rae": rae,
+    "hierarchical_grpo": hierarchical_grpo,
+    "a2po": a2po,
+    "echo": echo,
     "reinforce_pp": reinforce_pp,
     "nll": nll,
 }

@@ -10,7 +10,7 @@ Stages are frozen. A ``ScoredBlock`` is a ``PackedBlock``: what takes the one ta
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
@@ -52,11 +52,13 @@ class PackedBlock:
         packed: their tokens.
         groups: indices of each group's sequences.
         truncated: whether each completion was cut at its limit.
+        version: of the policy's weights, from which the lag of each token is counted.
     """
 
     packed: PackedBatch
     groups: tuple[tuple[int, ...], ...]
     truncated: tuple[bool, ...]
+    version: int = field(default=0, kw_only=True)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,7 @@ class ScoredBlock(PackedBlock):
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
             value head.
+        advantage_state: of the advantage after this block; None for one that reads a single block.
     """
 
     logp_old: Float[Tensor, "N"]
@@ -86,6 +89,7 @@ class ScoredBlock(PackedBlock):
     logp_teacher: Float[Tensor, "N"] | None = field(default=None, kw_only=True)
     advantage: Float[Tensor, "N"]
     value_target: Float[Tensor, "N"] | None
+    advantage_state: Mapping[str, float] | None = field(default=None, kw_only=True)
 
     def tokens(self, trained: Bool[Tensor, "B"]) -> TokenBatch:
         """The block as an objective reads it.
@@ -110,12 +114,13 @@ class ScoredBlock(PackedBlock):
         )
 
 
-def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> PackedBlock:
+def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed: bool = False) -> PackedBlock:
     """Pack the completions of groups end to end, in order.
 
     Args:
         groups: with rewards.
         version: of the policy's weights, from which the lag of each token is counted; see ``pack``.
+        observed: whether tokens of tools and environments are packed as targets too.
 
     Example:
         >>> pack_groups([]).packed.num_tokens
@@ -123,9 +128,12 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None) -> Packe
     """
     ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     return PackedBlock(
-        packed=pack([(group.prompt, c) for group in groups for c in group.completions], version=version),
+        packed=pack(
+            [(group.prompt, c) for group in groups for c in group.completions], version=version, observed=observed
+        ),
         groups=tuple(tuple(range(first, end)) for first, end in pairwise(ends)),
         truncated=tuple(c.finish_reason == "length" for group in groups for c in group.completions),
+        version=version or 0,
     )
 
 

@@ -157,6 +157,9 @@ def carried(
         controllers["entropy"] = fresh["entropy"]
         anew.append("the entropy bonus's coefficient (another entropy_bonus)")
     other_data = digests_of(parent.folder).get("train") != data.get("train")
+    if before.advantage != now.advantage and state.get("advantage"):
+        state["advantage"] = {}
+        anew.append("what the advantage remembers (another advantage)")
     if old.seed != recipe.seed or other_data or _changes_order(old, recipe):
         state["collector"] = collector.state_dict()
         anew.append("the place in the prompts (other data.train or another seed)")

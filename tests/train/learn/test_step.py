@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import TopEntropy
 from logitless.objective.objective import Objective
+from logitless.objective.observations import Observations
 from logitless.objective.presets import algorithm
 from logitless.objective.surrogate import KlCov
 from logitless.objective.value import ValueLoss
@@ -124,6 +126,52 @@ def _composition(preset, **parameters):
 def _assert_same(one, other, tolerance):
     for a, b in zip(one[:2], other[:2], strict=True):
         assert (a - b).abs().max() <= tolerance * b.abs().max()
+
+
+def test_what_a_tool_said_is_learnt_as_by_cross_entropy_however_a_step_is_cut():
+    policy, alpha, pairs = _policy(), 0.3, []
+    for number, length in enumerate((7, 3, 5)):
+        ids = torch.randint(3, 23, (3 + length,), generator=torch.Generator().manual_seed(number)).tolist()
+        trained = np.arange(length) % 4 < 2
+        pairs.append((Prompt("p", "", (3, 4, 5)), Completion("p", ids[3:], "", "stop", trained=trained)))
+    batch = pack(pairs, observed=True)
+    zeros = torch.zeros(batch.num_tokens, dtype=torch.float64)
+    tokens = TokenBatch(batch.sequence, 3, advantage=zeros, token_weight=zeros, logp_old=zeros)
+
+    def gradient(plan, policy):
+        for parameter in policy.named_parameters().values():
+            parameter.grad = None
+        outputs = backward(
+            policy,
+            Objective(),
+            _parts(MicroBatch(batch, tokens), plan, Objective(), TokenMean()),
+            temperature=TEMPERATURE,
+            backend="chunked",
+            beta=0.0,
+            entropy_coefficient=None,
+            statistics=None,
+            seed=0,
+            observations=Observations(alpha),
+        )
+        found = torch.cat([p.grad.flatten() for p in policy.named_parameters().values() if p.grad is not None])
+        return on_host(step_numbers(outputs)), found
+
+    logps = []
+    for prompt, completion in pairs:
+        ids = torch.tensor([*prompt.token_ids, *completion.token_ids])
+        logp = (policy.model(ids[None]).logits[0, :-1] / TEMPERATURE).log_softmax(-1)
+        of_tokens = logp.gather(1, ids[1:, None]).squeeze(1)[2:]
+        logps.append(of_tokens[torch.from_numpy(~completion.trained)])
+    loss = -alpha * torch.cat(logps).mean()
+    parameters = [p for p in policy.model.parameters() if p.requires_grad]
+    expected = torch.cat([each.flatten() for each in torch.autograd.grad(loss, parameters)])
+    for rows in (((0, 1, 2),), ((2,), (1, 0))):
+        for sharing in (True, False):
+            policy.shares_prompts = sharing
+            numbers, found = gradient(StepPlan((0, 1, 2), rows), policy)
+            assert numbers["loss/total"] == pytest.approx(loss.item(), rel=1e-12)
+            assert numbers["loss/observations"] == pytest.approx(loss.item() / alpha, rel=1e-12)
+            assert (found - expected).abs().max() <= 1e-12 * expected.abs().max()
 
 
 WHOLE = StepPlan(tuple(range(8)), ((0, 1, 2, 3, 4, 6, 7),))

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from logitless.data.packing import pack
+from logitless.float32_sums import end_to_end
 from logitless.models.loading import disable_dropout, load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.objective.distillation import Distillation
@@ -219,6 +220,25 @@ def _away_and_back(device: str) -> None:
     with pytest.raises(KeyError, match="interrupted"):
         interrupted()
     assert [p.data_ptr() for p in parameters] == waiting
+
+
+def test_weights_that_are_one_tensor_are_so_again_on_the_host_and_on_the_device():
+    teacher = _teacher(place="host")
+    parameters = list(teacher.models[0].model.parameters())
+    first, second = [each for each in parameters if each.ndim == 2 and each.shape[1] == 24][:2]
+    whole = torch.cat([first.detach(), second.detach()])  # as ``lay_end_to_end`` leaves them
+    first.data, second.data = whole.split([len(first), len(second)])
+    before = [each.detach().clone() for each in parameters]
+
+    def check():
+        assert end_to_end([first, second]) is not None
+        assert all(torch.equal(*pair) for pair in zip(parameters, before, strict=True))
+
+    teacher.wait()
+    check()
+    with teacher.on_device():
+        check()
+    check()
 
 
 def test_weights_that_wait_on_the_host_are_the_same_after_a_use_that_failed():

@@ -190,3 +190,12 @@ def test_what_processes_of_one_machine_hold_adds_up_and_on_a_cpu_is_all_that_the
     assert read == [read[0], 8 * read[0], 16 * read[0]]
     on_cpu = forecast(tiny_recipe(tmp_path, **SIZES, kl=None), model, arrangement, processes=4)
     assert on_cpu.host.peak_bytes == 4 * on_cpu.memory.peak_bytes
+
+
+def test_weights_that_wait_on_the_host_for_score_centering_are_locked_once_a_version_and_process(tmp_path):
+    algorithm = {"surrogate": {"name": "reinforce"}, "score_centering": "host"}
+    recipe = on_a_gpu(tmp_path, kl=None, algorithm=algorithm, rollout__staleness=2)
+    weights = sum(p.nbytes for p in tiny_model(recipe, "meta").parameters())
+    found = forecast_of(recipe, processes=2).moments
+    for moment in ("training", "writing the model"):
+        assert 2 * 3 * weights <= found[moment]["weights that sampled"] < 2 * 2 * 3 * weights  # whole powers of two

@@ -37,7 +37,9 @@ ACCEPTED = "algorithm.correction={max: 2.0, filtered_sampling: accept}"
 COLUMN = "rollout.engine={name: recorded, column: answer}"
 TEACHER = ("teacher={source: x/y, divergence: reverse_kl}",)
 ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
+TOP = (ON_SERVER, "teacher.temperature=1", "teacher.divergence=reverse_kl", "teacher.top_k=5")
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
+CENTRED = ("algorithm.surrogate={name: reinforce}", "algorithm.score_centering=device")
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
@@ -109,6 +111,10 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (("parallel.deterministic=true",), "parallel.sequence=2"),
     (("algorithm.correction={max: 2.0}",), "rollout.sampling.top_k=3"),
     ((ACCEPTED, "rollout.sampling.top_p=0.9"), "algorithm.correction={max: 2.0}"),
+    (CENTRED, "rollout.sampling.top_p=0.9"),
+    (CENTRED, *SERVER),
+    ((*CENTRED, "rollout.in_flight=recompute", "rollout.staleness=1"), "rollout.in_flight=keep"),
+    ((*CENTRED, *LORA), "model.lora={dropout: 0.1}"),
     ((*TEACHER, "rewards=[]"), "rollout.zero_signal=drop"),
     ((*TEACHER, "rollout.zero_signal=drop"), "teacher.alone=true"),
     (TEACHER, "teacher.divergence=null"),
@@ -116,12 +122,16 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     ((*TEACHER, "teacher.divergence=jensen_shannon", "teacher.beta=0.1"), "teacher.divergence=forward_kl"),
     (BASE, "model.lora=null"),
     (BASE, "teacher.place=host"),
+    (BASE, "teacher.layers=transformers"),
     (SEVERAL, LORA[0]),
     (SEVERAL, "teacher.template=null"),
     (SEVERAL, "teacher.source=a/b"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.dtype=float32"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.divergence=forward_kl"),
     ((ON_SERVER, "teacher.temperature=1"), "teacher.temperature=0.5"),
+    (TOP, "teacher.divergence=null"),
+    (TOP, "train.training_backend=fused"),
+    (TEACHER, "teacher.top_k=5"),
     ((*SEVERAL, "teacher.gamma=1", "teacher.divergence=reverse_kl"), "teacher.advantage=0"),
     (("algorithm.preset=nll", "rewards=[]"), "algorithm.preset=grpo"),
     (("rollout.engine={name: recorded, path: a.jsonl}",), "rollout.engine.path=null"),
@@ -184,6 +194,8 @@ OF_PROCESSES = [
     (("parallel.sampling_shards=2", "parallel.replicate=2"), 4, 2),
     (("parallel.sampling=1", "parallel.shard=2"), None, 3),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
+    (CENTRED, 1, 2),
+    ((*TEACHER, "teacher.place=cuda:1"), 1, 2),
     (("parallel.sequence=2", "model.attention=sdpa"), None, 2),
     (("parallel.vocabulary=all_rows", "parallel.replicate=2"), None, 4),
 ]
@@ -255,7 +267,15 @@ def test_an_algorithm_is_refused_for_the_one_rule_that_it_breaks(loaded):
     unpaid = ("rewards=[]", "rollout.environment={name: guessing}", "rollout.limits={max_tokens: 8}")
     gdpo = "algorithm.advantage={name: gdpo}"
     remax = ("algorithm.preset=remax",)
-    cases = [(("value_head={}",), gdpo), (unpaid, gdpo), (remax, "rollout.engine={name: recorded, path: x.jsonl}")]
+    of_its_own = "algorithm.surrogate={name: own, factory: 'logitless.objective.surrogate:A2po'}"
+    cases = [
+        (("value_head={}",), gdpo),
+        (unpaid, gdpo),
+        ((), "algorithm.preset=echo"),
+        (("rollout.zero_signal=drop",), "algorithm.advantage={name: rae}"),
+        (("kl=null",), of_its_own),
+        (remax, "rollout.engine={name: recorded, path: x.jsonl}"),
+    ]
     for of, (overrides, breaks) in zip(COMPOSED_RULES, cases, strict=True):
         algorithm_of(loaded("algorithm.preset=ppo", *overrides))
         with pytest.raises(ConfigurationError, match=rf"needed for {re.escape(of.setting.words)}: {of.needed};"):

@@ -1,9 +1,9 @@
 """Advantages from rewards, a file a family; the interface is in ``estimator``.
 
 ``group_relative`` and ``batch_relative`` compare the completions of one prompt, ``token_returns`` sums rewards along a
-sequence, ``turns`` and ``token_baseline`` do both. Groups are found by id. NaN marks an unscored completion: its
-advantage is 0, and it enters no statistic. Standard deviations are Bessel-corrected, plus ``EPSILON``. Nothing is
-differentiated.
+sequence, ``turns`` and ``token_baseline`` do both, ``by_column`` reads columns of the data. Groups are found by id. NaN
+marks an unscored completion: its advantage is 0, and it enters no statistic. Standard deviations are Bessel-corrected,
+plus ``EPSILON``. Nothing is differentiated.
 """
 
 from logitless.objective.advantage.batch_relative import (
@@ -17,6 +17,14 @@ from logitless.objective.advantage.batch_relative import (
     gpg,
     reinforce_pp_baseline,
     whiten,
+)
+from logitless.objective.advantage.by_column import (
+    Hierarchical,
+    OptimalValue,
+    Rae,
+    hierarchical,
+    optimal_value,
+    rae,
 )
 from logitless.objective.advantage.estimator import (
     EPSILON,
@@ -74,6 +82,9 @@ Advantage = (
     | OptimalToken
     | GroupTurns
     | Gae
+    | Rae
+    | Hierarchical
+    | OptimalValue
 )
 
 __all__ = [
@@ -89,13 +100,16 @@ __all__ = [
     "GroupCentered",
     "GroupStandardized",
     "GroupTurns",
+    "Hierarchical",
     "LeaveOneOut",
     "LengthWeighted",
     "MaxRl",
     "OnePerCompletion",
     "OptimalToken",
+    "OptimalValue",
     "PassAtK",
     "Percentile",
+    "Rae",
     "Raw",
     "ReinforcePP",
     "ReinforcePPBaseline",
@@ -112,14 +126,17 @@ __all__ = [
     "group_standardized",
     "group_turns",
     "has_signal",
+    "hierarchical",
     "leave_one_out",
     "length_weighted",
     "max_rl",
     "num_clipped",
     "optimal_token",
+    "optimal_value",
     "pass_at_k",
     "pay_at_last_token",
     "percentile",
+    "rae",
     "raw",
     "reinforce_pp",
     "reinforce_pp_baseline",

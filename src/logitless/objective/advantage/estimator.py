@@ -5,8 +5,9 @@ attributes say what it needs.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +40,8 @@ class AdvantageInputs:
         logp_old: [N] of the scoring pass, or None.
         sum_squares: [N] sum of the squared probabilities of the same pass, or None.
         baseline: [B] reward of a greedy completion of the same prompt, NaN if it has none; or None.
+        columns: of the data, by name, a value a completion.
+        state: of the estimator after the block before.
 
     Raises:
         InputError: tensors of other ranks, or lengths that do not fit together.
@@ -63,9 +66,25 @@ class AdvantageInputs:
     logp_old: Float[Tensor, "N"] | None = None
     sum_squares: Float[Tensor, "N"] | None = None
     baseline: Float[Tensor, "B"] | None = None
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    state: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_shapes(vars(self), shapes_of(type(self).__annotations__))
+
+    def column(self, name: str) -> Sequence[Any]:
+        """B values of a column of the data.
+
+        Raises:
+            InputError: there is no such column.
+        """
+        if len(self.columns.get(name, ())) != len(self.rewards):
+            raise InputError(
+                needed=f"column {name!r} of each of {len(self.rewards)} completions",
+                given=", ".join(self.columns) or "no columns",
+                remedy="Give every row of the data this column, or choose another algorithm.advantage.",
+            )
+        return self.columns[name]
 
     def completion_rewards(self) -> Float[Tensor, "B"]:
         """[B] reward and turn rewards of each completion, minus its KL."""
@@ -93,10 +112,12 @@ class AdvantageOutput:
     Args:
         advantage: [N]; 0 for tokens of an unscored completion.
         value_target: [N] returns, NaN where there is none; None for an estimator without values.
+        state: what the estimator reads with the next block; None for one that reads a single block.
     """
 
     advantage: Float[Tensor, "N"]
     value_target: Float[Tensor, "N"] | None = None
+    state: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,6 +156,11 @@ class Estimator(ABC):
             raise ConfigurationError(
                 needed="a positive advantage clip", given=str(self.clip), remedy="Leave clip out to switch it off."
             )
+
+    @property
+    def reads_columns(self) -> tuple[str, ...]:
+        """Columns of the data that it reads; what it compares may then be of other prompts or blocks."""
+        return ()
 
     @property
     def fewest_completions(self) -> int:

@@ -4,6 +4,7 @@ Every function takes vectors of length N and returns the loss per token, to be m
 filters, sampler correction and KL. r is ``exp(log_ratio)``. Bounds are absolute, not distances from 1.
 """
 
+from logitless.objective.surrogate.a2po import A2po, a2po_loss
 from logitless.objective.surrogate.cispo import Cispo, cispo_loss
 from logitless.objective.surrogate.clip import Clip, clip_loss, clip_sides
 from logitless.objective.surrogate.covariance_selected import ClipCov, KlCov, kl_cov_loss
@@ -38,12 +39,14 @@ Surrogate = (
     | KlCov
     | Dro
     # unbounded
+    | A2po
     | Reinforce
     | Importance
     | Nll
 )
 
 __all__ = [
+    "A2po",
     "Cispo",
     "Clip",
     "ClipCov",
@@ -63,6 +66,7 @@ __all__ = [
     "SurrogateInputs",
     "SurrogateTerms",
     "Vespo",
+    "a2po_loss",
     "bernoulli_kl",
     "cispo_loss",
     "clip_loss",

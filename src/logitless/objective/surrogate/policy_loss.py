@@ -28,6 +28,7 @@ class SurrogateInputs:
         sequences: the sequences as ranges.
         logp_old, token_log_ratio, log_ratio: [N], None without ``logp_old``; ``log_ratio`` is at the configured level.
         correction: [N] sampler correction, or None.
+        logp_ref: [N] of the reference, where there is one; else None.
         selected: [N] result of ``PolicyLoss.select``, or None.
     """
 
@@ -39,6 +40,7 @@ class SurrogateInputs:
     log_ratio: Float[Tensor, "N"] | None = None
     correction: Float[Tensor, "N"] | None = None
     selected: Bool[Tensor, "N"] | None = None
+    logp_ref: Float[Tensor, "N"] | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class PolicyLoss(ABC):
         reads: which ratio it reads.
         level: the level at which tokens share their loss, and must share their advantage.
         reads_advantage: whether it reads the advantage.
+        reads_reference: whether it reads ``logp_ref``.
         uses_correction: whether it uses the (token-level) sampler correction itself; any other loss is multiplied by
             it.
     """
@@ -93,6 +96,7 @@ class PolicyLoss(ABC):
     reads: ClassVar[RatioLevel] = "any"
     level: ClassVar[Level] = "token"
     reads_advantage: ClassVar[bool] = True
+    reads_reference: ClassVar[bool] = False
     uses_correction: ClassVar[bool] = False
 
     @property

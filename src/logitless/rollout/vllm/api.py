@@ -119,17 +119,43 @@ class VllmServer:
         Raises:
             UnusableAnswer: a token without a finite log-prob.
         """
-        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
+        places = self._prompt_logprobs(model, ids, 0)
+        return _finite([of[int(token)] for of, token in zip(places, ids[1:], strict=True)])
+
+    def prompt_top(
+        self, model: str, ids: Sequence[int], count: int
+    ) -> tuple[Int64[np.ndarray, "L K"], Float32[np.ndarray, "L K"]]:
+        """The likeliest tokens in the place of each token but the first, and their log-probs at temperature 1.
+
+        Args:
+            count: K.
+
+        Raises:
+            UnusableAnswer: fewer than K tokens, or numbers that are not log-probs.
+        """
+        places = self._prompt_logprobs(model, ids, count)  # each has the token of the prompt beside the likeliest
+        ordered = [sorted(of.items(), key=lambda pair: -pair[1])[:count] for of in places]
+        if any(len(of) < count for of in ordered):
+            raise UnusableAnswer(f"{min(map(len, ordered))} log-probs of a token where {count} were asked for")
+        logp = _finite([[value for _, value in of] for of in ordered]).reshape(-1, count)
+        most = float(np.exp(logp.astype(np.float64)).sum(1).max(initial=0.0))
+        if most > 1.001:  # rounding adds no more than 1e-5
+            raise UnusableAnswer(f"probabilities that sum to {most:.3g} (its --logprobs-mode must be raw_logprobs)")
+        return np.array([[token for token, _ in of] for of in ordered], np.int64).reshape(-1, count), logp
+
+    def _prompt_logprobs(self, model: str, ids: Sequence[int], count: int) -> list[dict[int, float]]:
+        """For each token but the first, log-probs by token: of the token itself, and of the ``count`` likeliest."""
+        body = {"model": model, "prompt": list(ids), "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": count}
         answer = self.client.post("/v1/completions", body)
         try:
             of_tokens = answer["choices"][0]["prompt_logprobs"]
-            found = [each[str(token)]["logprob"] for each, token in zip(of_tokens[1:], ids[1:], strict=True)]
-        except (TypeError, KeyError, IndexError, ValueError) as error:
+            found = [{int(token): entry["logprob"] for token, entry in each.items()} for each in of_tokens[1:]]
+            lacking = [token for each, token in zip(found, ids[1:], strict=True) if int(token) not in each]
+        except (TypeError, AttributeError, KeyError, IndexError, ValueError) as error:
             raise UnusableAnswer(f"no log-probs of {len(ids)} tokens: {answer!r:.200}") from error
-        logp = np.array(found, np.float32)
-        if not np.isfinite(logp).all():
-            raise UnusableAnswer(f"log-probs that are not finite: {found!r:.200}")
-        return logp
+        if lacking:
+            raise UnusableAnswer(f"no log-probs of {len(ids)} tokens: {answer!r:.200}")
+        return found
 
     # --- weights
 
@@ -282,6 +308,18 @@ def _parsed(choice: Mapping[str, Any], most: int) -> Sampled:
     if len(weights) != len(ids) or not all(isinstance(name, str) for name in weights):
         raise UnusableAnswer(f"sample {index} of {len(ids)} tokens with the weights' names {spans!r:.100}")
     return Sampled(np.array(ids, np.int64), np.array(logp, np.float32), reason, tuple(weights))
+
+
+def _finite(logp: Any) -> Float32[np.ndarray, "..."]:
+    """Numbers of a reply as an array.
+
+    Raises:
+        UnusableAnswer: one is not finite.
+    """
+    found = np.array(logp, np.float32)
+    if not np.isfinite(found).all():
+        raise UnusableAnswer(f"log-probs that are not finite: {logp!r:.200}")
+    return found
 
 
 def _of(entry: Any, name: str) -> Any:

@@ -40,7 +40,7 @@ def algorithm_of(recipe: Recipe) -> Algorithm:
     weighting = section.weighting or preset.weighting
     found = replace(
         preset,
-        objective=replace(preset.objective, **parts, kl=penalty),
+        objective=replace(preset.objective, **parts, kl=penalty, score_centering=section.score_centering is not None),
         advantage=advantage.made() if isinstance(advantage, OwnAdvantage) else advantage,
         weighting=weighting.for_rollouts_of(recipe.rollout.longest_completion),
         value_loss=section.value_loss or preset.value_loss,

@@ -10,6 +10,7 @@ from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
 from logitless.data.sources import DataOptions, sources_of
 from logitless.errors import DataError
+from logitless.objective.advantage import Estimator
 from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rewards.instructions.suites import warn_of_overlap
 from logitless.rewards.reward import WeightedReward, weighted
@@ -130,6 +131,24 @@ def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
     columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
     given = [prompt.columns.get(name) for prompt in prompts for name in columns]
     return {name for ids in given if isinstance(ids, list) for name in ids if isinstance(name, str)}
+
+
+def check_columns(advantage: Estimator | None, prompts: Sequence[Prompt]) -> None:
+    """Refuse data without a column that the advantage reads.
+
+    Raises:
+        DataError: a prompt to train on has no such column.
+    """
+    if advantage is None:
+        return
+    for name in advantage.reads_columns:
+        lacking = next((prompt for prompt in prompts if name not in prompt.columns), None)
+        if lacking is not None:
+            raise DataError(
+                needed=f"column {name!r} in each row of data.train, which algorithm.advantage {advantage.name} reads",
+                given=f"prompt {lacking.id!r} with {', '.join(lacking.columns) or 'none'}",
+                remedy="Add it to the data, or name another column.",
+            )
 
 
 def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedReward, ...]:

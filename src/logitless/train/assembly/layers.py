@@ -14,12 +14,12 @@ from logitless.train.recipe.model import ROW_INVARIANT, ModelSection, row_invari
 from logitless.train.recipe.rule import Rule, Setting, is_installed, unmet
 
 
-def no_row_invariant(reason: str) -> UnavailableError:
+def no_row_invariant(reason: str, key: str = "model.layers") -> UnavailableError:
     """The error for a recipe that names row-invariant layers where they cannot run."""
     return UnavailableError(
         needed="a model and a GPU that row-invariant layers serve",
         given=reason,
-        remedy="Set model.layers: transformers, or auto. docs/bits.md lists what is covered.",
+        remedy=f"Set {key}: transformers, or auto. docs/bits.md lists what is covered.",
     )
 
 
@@ -149,6 +149,12 @@ def against_row_invariant(
     """
     fitted = Fitted(section, model, device or next(model.parameters()).device)
     return unmet((*LAYER_RULES, *(AUTO_LAYER_RULES if section.layers == "auto" else ())), fitted)
+
+
+def layers_in_words(name: str, reason: str = "") -> str:
+    """A model's layers, with the reason why it has not the row-invariant ones."""
+    chosen = {"row_invariant": "row-invariant: bitwise identical in any batch"}
+    return chosen.get(name, "transformers' own") + (f", for {reason}" if reason else "")
 
 
 def in_words(against: Sequence[LogitlessError]) -> str:

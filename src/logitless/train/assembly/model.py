@@ -148,27 +148,36 @@ def _finish(section: ModelSection, model: nn.Module) -> None:
 
 
 def _exchange_layers(section: ModelSection, model: nn.Module) -> None:
-    """Install row-invariant layers, checked on this GPU; under ``auto`` only where they run.
-
-    A model on the meta device is checked and left as it is.
+    """Install row-invariant layers; under ``auto`` only where they run.
 
     Raises:
         UnavailableError: the recipe names them, and they cannot run (``against_row_invariant``).
     """
-    reason = in_words(against_row_invariant(section, model))
-    device = next(model.parameters()).device
-    if not reason and device.type != "meta":
-        from logitless.models.row_invariant.layers import install_row_invariant
-
-        installation = install_row_invariant(model)
-        if not _passes_self_check(model):
-            installation.remove()
-            reason = SELF_CHECK.given
-            logger.warning("layers: transformers' own, for %s", reason)
-        elif section.gradient_checkpointing:
-            set_modes(model, ["recompute"] * len(backbone(model).layers))
+    reason = in_words(against_row_invariant(section, model)) or install_checked(model)
     if reason and section.layers == "row_invariant":
         raise no_row_invariant(reason)
+    if not reason and section.gradient_checkpointing and hasattr(backbone(model), "row_invariant"):
+        set_modes(model, ["recompute"] * len(backbone(model).layers))
+
+
+def install_checked(model: nn.Module) -> str:
+    """Install row-invariant layers in a model that they cover, and check them on its GPU.
+
+    A model on the meta device is left as it is.
+
+    Returns:
+        Why they were removed again, in words; empty if they were not.
+    """
+    if next(model.parameters()).device.type == "meta":
+        return ""
+    from logitless.models.row_invariant.layers import install_row_invariant
+
+    installation = install_row_invariant(model)
+    if _passes_self_check(model):
+        return ""
+    installation.remove()
+    logger.warning("layers: transformers' own, for %s", SELF_CHECK.given)
+    return SELF_CHECK.given
 
 
 def _passes_self_check(model: nn.Module) -> bool:

@@ -12,6 +12,7 @@ from logitless.models.value_head import ValueHead
 from logitless.objective.algorithm import Algorithm
 from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.learn.policy import AdaptersOff, Policy, Scorer
+from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.teacher import START
 
@@ -41,7 +42,7 @@ def policies_of(
     """
     policy = policy_of(recipe, model, value_head_of(recipe, algorithm, model))
     reference: Scorer | None = None
-    if recipe.kl is not None and recipe.model.lora is not None:
+    if recipe.reads_reference and recipe.model.lora is not None:
         reference = AdaptersOff(policy)
     elif needs_start(recipe):
         reference = policy_of(recipe, frozen_copy(model, dtype=getattr(torch, recipe.model.dtype)))
@@ -56,7 +57,24 @@ def policies_of(
 def needs_start(recipe: Recipe) -> bool:
     """Whether a frozen copy of the policy is kept, as the reference or as a teacher; LoRA's needs no copy."""
     is_teacher = recipe.teacher is not None and recipe.teacher.has(START)
-    return recipe.model.lora is None and (recipe.kl is not None or is_teacher)
+    return recipe.model.lora is None and (recipe.reads_reference or is_teacher)
+
+
+def sampler_weights_of(recipe: Recipe, policy: Policy) -> SamplerWeights | None:
+    """What holds the weights of earlier versions for score centering; None without it."""
+    place = recipe.algorithm.score_centering
+    return None if place is None else SamplerWeights(policy, place=place, most=held_versions(recipe))
+
+
+def held_versions(recipe: Recipe) -> int:
+    """Most versions of the weights that are held for score centering, those of the current block included."""
+    return 0 if recipe.algorithm.score_centering is None else recipe.rollout.staleness + 1
+
+
+def centering_line(recipe: Recipe) -> tuple[str, ...]:
+    """What is held for score centering, in words; nothing without it."""
+    place, number = recipe.algorithm.score_centering, held_versions(recipe)
+    return () if place is None else (f"score centering: the last {number} versions of the weights, on the {place}",)
 
 
 def scores_all_rows(recipe: Recipe, arrangement: Arrangement, weight: torch.Tensor) -> bool:

@@ -31,20 +31,32 @@ def device_of(section: ModelSection) -> torch.device:
     """
     if section.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if re.fullmatch(r"cpu|cuda(:\d+)?", section.device) is None:
+    return named_device(section.device, "model.device", "auto")
+
+
+def named_device(name: str, key: str, default: str) -> torch.device:
+    """The device that a key of a recipe names.
+
+    Args:
+        name: ``cpu``, ``cuda`` or ``cuda:<number>``.
+        key: of the recipe.
+        default: a value of this key that is right everywhere.
+
+    Raises:
+        ConfigurationError: another name, or a GPU that this machine does not have.
+    """
+    if re.fullmatch(r"cpu|cuda(:\d+)?", name) is None:
         raise ConfigurationError(
-            needed="auto, cpu, cuda or cuda:<number> as model.device",
-            given=repr(section.device),
-            remedy="Set model.device: auto.",
+            needed=f"{default}, cpu, cuda or cuda:<number> as {key}", given=repr(name), remedy=f"Set {key}: {default}."
         )
-    device = torch.device(section.device)
+    device = torch.device(name)
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
             raise ConfigurationError(
-                needed="a CUDA device for model.device",
-                given=f"{section.device}, and {count or 'none'} on this machine",
-                remedy="Set model.device: cpu or auto" + (f", or at most cuda:{count - 1}." if count else "."),
+                needed=f"a CUDA device for {key}",
+                given=f"{name}, and {count or 'none'} on this machine",
+                remedy=f"Set {key}: cpu or {default}" + (f", or at most cuda:{count - 1}." if count else "."),
             )
     return device
 

@@ -14,7 +14,13 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import LogitlessError
 from logitless.models.lm_head import backbone
-from logitless.train.assembly.layers import SELF_CHECK, against_row_invariant, in_words, no_row_invariant
+from logitless.train.assembly.layers import (
+    SELF_CHECK,
+    against_row_invariant,
+    in_words,
+    layers_in_words,
+    no_row_invariant,
+)
 from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, gpu
@@ -40,9 +46,7 @@ class Resolved:
     @property
     def layers_line(self) -> str:
         """The model's layers in words, with the reason if ``auto`` chose them."""
-        reason = in_words(self.against.get(LAYERS, ()))
-        chosen = {"row_invariant": "row-invariant: bitwise identical in any batch"}
-        return chosen.get(self.recipe.model.layers, "transformers' own") + (f", for {reason}" if reason else "")
+        return layers_in_words(self.recipe.model.layers, in_words(self.against.get(LAYERS, ())))
 
     @property
     def engine_line(self) -> str:

@@ -11,7 +11,7 @@ recipe names, construct ``Inputs`` or ``Loaded`` yourself and continue from ther
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -34,16 +34,17 @@ from logitless.rollout.environments.tool_environment import tools_of
 from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.costly import costly_choices
-from logitless.train.assembly.data import Data, data_of, order_of, rewards_of
+from logitless.train.assembly.data import Data, check_columns, data_of, order_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import is_cut_from_host, policy_model, tokenizer_of
-from logitless.train.assembly.policies import policies_of, scores_all_rows
+from logitless.train.assembly.policies import centering_line, policies_of, sampler_weights_of, scores_all_rows
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
 from logitless.train.assembly.sampling import with_sampling
 from logitless.train.assembly.teacher import (
     check_teachers,
     digests_of_teachers,
+    layers_lines,
     teacher_line,
     teacher_of,
     teacher_prompts_of,
@@ -175,6 +176,7 @@ def read(
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
     check_teachers(recipe, tokenizer, data.train)
+    check_columns(algorithm.advantage, data.train)
     if ranks.world > 1:
         _check_same_on_all(ranks, recipe, data)
     rewards = rewards_of(recipe, data.judged)
@@ -269,6 +271,7 @@ def learner_of(
     *,
     rewards: Sequence[WeightedReward] = (),
     prompts: TeacherPrompts | None = None,
+    teachers: Mapping[str, nn.Module] = {},
 ) -> tuple[Learner, ActivationPlan | None]:
     """The learner, and the activation plan if the recipe sets a limit. A collective.
 
@@ -277,15 +280,17 @@ def learner_of(
         model: to train.
         rewards: their weights are for advantages that read each reward.
         prompts: of teachers that read others than the policy's.
+        teachers: frozen models by their sources, in place of those that would be loaded.
     """
     policy, reference, activations = policies_of(recipe, algorithm, model)
     start = reference if isinstance(reference, Policy) else None
-    teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts)
+    teacher = teacher_of(recipe, policy, arrangement, start=start, prompts=prompts, models=teachers)
     _distribute(recipe, arrangement, policy, reference, teacher, ranks)
-    if recipe.kl is None:
+    if not recipe.reads_reference:
         reference = None  # a copy for the teacher alone
     weights = {reward.name: reward.weight for reward in rewards}
-    learner = Learner(recipe, algorithm, policy, reference, teacher=teacher, reward_weights=weights, ranks=ranks)
+    more: Any = {"teacher": teacher, "sampler_weights": sampler_weights_of(recipe, policy)}
+    learner = Learner(recipe, algorithm, policy, reference, **more, reward_weights=weights, ranks=ranks)
     return learner, activations
 
 
@@ -328,7 +333,10 @@ def described(parts: Parts, ranks: Ranks) -> Iterator[str]:
     if parts.activations is not None:
         yield f"activations: {parts.activations}"
     if recipe.teacher is not None:
+        assert parts.learner.teacher is not None
         yield teacher_line(recipe.teacher)
+        yield from layers_lines(recipe, parts.learner.teacher.own_models, parts.inputs.arrangement)
+    yield from centering_line(recipe)
     if policy.value_head is not None:
         num_weights = sum(p.numel() for p in policy.value_head.parameters())
         factor = value_head_section(recipe).learning_rate_factor

@@ -39,6 +39,7 @@ from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.routing import RouterLoss, routing_numbers
+from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
@@ -122,6 +123,7 @@ class Learner:
         policy: trained in place.
         reference: the frozen policy; None without a KL.
         teacher: that the policy learns from; None without one.
+        sampler_weights: of earlier versions, for score centering; None without it.
         reward_weights: by name, for advantages that read each reward.
         ranks: that train the policy together.
 
@@ -129,6 +131,7 @@ class Learner:
         tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
         halved: a message if the last step halved its micro-batches because memory was short; else None.
         parity: metrics of the parity gate if the last step computed its ``logp_old``; None if scoring did.
+        advantage_state: of an advantage that reads several blocks, after the last block begun.
     """
 
     def __init__(
@@ -139,6 +142,7 @@ class Learner:
         reference: Scorer | None,
         *,
         teacher: Teacher | None = None,
+        sampler_weights: SamplerWeights | None = None,
         reward_weights: Mapping[str, float],
         ranks: Ranks = Ranks.alone(),
     ) -> None:
@@ -147,7 +151,7 @@ class Learner:
         self.halved: str | None = None
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
-        self.teacher = teacher
+        self.teacher, self.sampler_weights = teacher, sampler_weights
         self.reward_weights = reward_weights
         self.router_coefficient = router_loss_coefficient(policy.model, recipe.model.router.loss)
         self.optimizer = adamw(
@@ -160,6 +164,7 @@ class Learner:
         if recipe.train.cuda_graphs and not recipe.parallel.deterministic:  # the latter keeps each row's gradients
             policy.graph_short_rows()
         self.controllers = Controllers(recipe.kl, algorithm)
+        self.advantage_state: Mapping[str, float] = {}
         self.progress = Progress()
         self._current: _InTraining | None = None
         self._is_first_step = True
@@ -174,7 +179,8 @@ class Learner:
 
     def packed(self, groups: Sequence[Group]) -> PackedBlock:
         """The completions of groups packed, with what their teachers read."""
-        block = pack_groups(groups, version=self.version)
+        observed = self.algorithm.observations is not None
+        block = pack_groups(groups, version=self.version, observed=observed)
         return block if self.teacher is None else self.teacher.attached(block, groups)
 
     def score(
@@ -217,6 +223,7 @@ class Learner:
             kl_beta=self.controllers.beta_in_reward,
             old=old,
             logp_ref=logp_ref,
+            state=self.advantage_state,
         )
         advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
         if distillation is not None and distillation.alone:
@@ -241,6 +248,7 @@ class Learner:
             logp_teacher=logp_teacher,
             advantage=advantage,
             value_target=found.value_target,
+            advantage_state=found.state,
         )
 
     def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
@@ -266,10 +274,12 @@ class Learner:
             return None
         if self.recipe.parallel.deterministic:  # metrics of left-out sequences are summed in an order of the ranks
             return None
-        advantage = advantages(packed, groups, self.algorithm.advantage, weights=self.reward_weights).advantage
+        found = advantages(
+            packed, groups, self.algorithm.advantage, weights=self.reward_weights, state=self.advantage_state
+        )
         sequence = packed.packed.sequence
         signal = torch.zeros(packed.packed.num_sequences, dtype=torch.bool)
-        signal[sequence[advantage != 0]] = True
+        signal[sequence[found.advantage != 0]] = True
         dropped = self._dropped(packed)
         return tuple(has and not left_out for has, left_out in zip(signal.tolist(), dropped, strict=True))
 
@@ -291,6 +301,8 @@ class Learner:
     def begin(self, block: ScoredBlock) -> None:
         """Begin to train on a block: plan its steps, drop completions, and choose tokens once for the whole block."""
         objective = self.algorithm.objective
+        if block.advantage_state is not None:
+            self.advantage_state = block.advantage_state
         dropped = self._dropped(block)
         tokens = block.tokens(trained=~torch.tensor(dropped))
         seed = derived_seed(self.recipe.seed, "selection", self.progress.block)
@@ -329,6 +341,8 @@ class Learner:
                 entropy_gradient=self.algorithm.objective.entropy_bonus is not None,
             )
         progress, self.halved = self.progress, None
+        if self.sampler_weights is not None and progress.epoch == progress.step_in_epoch == 0:
+            self._hold(self.sampler_weights, self._current)
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
         while (record := self._attempt(self._current)) is None:
             self._halve(self._current)
@@ -340,6 +354,14 @@ class Learner:
         if progress.epoch == len(now.plans):
             self.end_block()
         return {"step": progress.step, **place, **record}
+
+    def _hold(self, held: SamplerWeights, now: _InTraining) -> None:
+        """Hold the weights before a block's first step, if they are read again.
+
+        By later steps of this block, or by blocks that they sample ahead.
+        """
+        if self.recipe.rollout.staleness or sum(map(len, now.plans)) > 1:
+            held.hold(self.version)
 
     def _attempt(self, now: _InTraining) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
@@ -512,25 +534,32 @@ class Learner:
         recipe, distillation = self.recipe, self.algorithm.distillation
         teacher = None if distillation is None or not distillation.weight else self.teacher
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
+        how: Any = {"temperature": recipe.rollout.sampling.temperature, "backend": recipe.train.training_backend}
+        centering = None
+        if self.sampler_weights is not None and self._current is not None:
+            since = self.version - self._current.block.version
+            centering = partial(self.sampler_weights.centering, version=self.version, since=since, **how)
         with (
             seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
             nullcontext() if teacher is None else teacher.on_device(),
+            nullcontext() if self.sampler_weights is None else self.sampler_weights.in_use(),
         ):
             return backward(
                 self.policy,
                 self.algorithm.objective,
                 micro_batches,
-                temperature=recipe.rollout.sampling.temperature,
-                backend=recipe.train.training_backend,
+                **how,
                 beta=self.controllers.beta_in_loss,
                 entropy_coefficient=self.controllers.entropy_coefficient,
                 statistics=statistics,
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
+                observations=self.algorithm.observations,
                 gather=gather,
                 router_loss=router_loss,
                 teacher=teacher,
                 distillation=distillation,
+                centering=centering,
             )
 
     def _summed_in_order(
@@ -590,7 +619,7 @@ class Learner:
         return self.policy.weights()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Trained weights, optimizer state and the block in training, by name; not copied.
+        """Trained weights, optimizer state, weights of earlier versions and the block in training, by name; not copied.
 
         Raises:
             TrainingError: an earlier step failed in the middle of its update.
@@ -599,21 +628,31 @@ class Learner:
             self.optimizer.check_whole()
         parameters = self.policy.held()
         tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
+        if self.sampler_weights is not None:
+            tensors |= self.sampler_weights.tensors()
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
 
     def state_dict(self) -> dict[str, Any]:
         """The rest of the state, as JSON."""
         block = None if self._current is None else stored_block(self._current.block)[1]
-        return {"progress": asdict(self.progress), "controllers": self.controllers.state_dict(), "block": block}
+        return {
+            "progress": asdict(self.progress),
+            "controllers": self.controllers.state_dict(),
+            "advantage": dict(self.advantage_state),
+            "block": block,
+        }
 
     def load_state(self, tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
         """Continue from ``tensors`` and ``state_dict``; tensors are read one at a time."""
         self.progress = Progress(**state["progress"])
         self.controllers.load_state_dict(state["controllers"])
+        self.advantage_state = state.get("advantage", {})  # a checkpoint of an earlier version has none
         parameters = self.policy.held()
         restore_parameters(parameters, tensors)
         self.policy.round_master_weights()
         restore_optimizer(parameters, self.optimizer, tensors)
+        if self.sampler_weights is not None:
+            self.sampler_weights.load(tensors)
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 

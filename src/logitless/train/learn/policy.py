@@ -3,7 +3,7 @@
 The reference is another ``Policy`` around a frozen copy, or under LoRA ``AdaptersOff``; both score by the same code.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import replace
@@ -34,7 +34,7 @@ from logitless.models.lm_head import (
     rows_of_rank,
     why_unshared,
 )
-from logitless.models.lora import adapters_off, save_adapters
+from logitless.models.lora import adapters_off, empty_copy, save_adapters
 from logitless.models.modes import evaluating
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.models.router import Routers, RoutingSums, routing_sums, token_copies
@@ -107,6 +107,15 @@ class Policy:
         if train.share_prompts and not self.shares_prompts and self.unshared_because is None:
             other.unshared_because = why_unshared(self.model)
         other.shares_prompts = train.share_prompts and other.unshared_because is None
+        return other
+
+    def reader(self) -> "Policy":
+        """A frozen policy of the same settings, whose model shares what is not trained; its other weights are empty.
+
+        Whoever has weights gives them to its parameters as ``data`` before a pass.
+        """
+        other = copy(self)
+        other.model, other.value_head, other.routers = empty_copy(self.model), None, None
         return other
 
     def share_prompts_unless(self, reason: str | None) -> None:
@@ -195,8 +204,10 @@ class Policy:
         *,
         temperature: float,
         backend: Backend,
-        divergence: Callable[[Tensor, LMHead], Tensor] | None = None,
+        divergence: Callable[[Tensor, LMHead], tuple[Tensor, Tensor | None]] | None = None,
+        centering: Callable[[Tensor, LMHead], tuple[Tensor, Tensor]] | None = None,
         sum_squares: bool = False,
+        observed: bool = False,
     ) -> TokenScores:
         """logp, entropy and, with a value head, value [N] of the batch's targets, from one pass of the backbone.
 
@@ -206,48 +217,67 @@ class Policy:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
             divergence: of the same batch, from ``Teacher.divergences``.
+            centering: of the same batch, from ``SamplerWeights.centering``.
             sum_squares: whether the sum of the squared probabilities is wanted, by a second pass of the head.
+            observed: whether the log-probs of the batch's ``observed`` tokens are wanted, by another pass of the head,
+                so that the others' bits stay the same.
         """
         if not batch.num_tokens:
             if self._is_whole:
-                none = self._no_scores()
-                squares = none.logp if sum_squares else None
-                return replace(none, divergence=None if divergence is None else none.logp, sum_squares=squares)
+                further = {"sum_squares": sum_squares, "divergence": divergence, "observed": observed}
+                return self._no_scores({**further, "centering": centering, "kl_sampler": centering})
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
+            batch = replace(batch, observed=batch)
         inputs = self._read(batch)
-        source, target = inputs.source, batch.target
-        places = None
-        if self.sequence is not None:  # this rank scores the targets that its part of the hidden states predicts
-            own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
-            places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
-            source, target = source[places] - own.start, target[places.to(target.device)]
-        rows, head = self._rows(inputs, source), self.head()
+        hidden = self._hidden(inputs)
+        head = self.head()
+        rows, target, places = self._own(hidden, inputs, batch.target)
         of_head = rows if self.autocast is None else rows.to(self.autocast)
-        of_all = self.all_rows and is_sharded(head.weight)
-        read = partial(
-            token_scores_of_all if of_all else token_scores,
-            of_head,
-            head,
-            sent(target, self.device),
-            backend=backend,
-            memory_budget=self.memory_budget,
-        )
-        scores = read(temperature=temperature)
+        read = partial(self._scored, of_head, head, target, backend)
+        scores = read(temperature)
         if sum_squares:
             # At half the temperature logits are doubled: logp = 2 z - log sum exp 2 z, so the sum is exact without a
             # kernel of its own.
-            squares = (2 * scores.logp - read(temperature=temperature / 2).logp).exp()
+            squares = (2 * scores.logp - read(temperature / 2).logp).exp()
             scores = replace(scores, sum_squares=squares)
         if self.value_head is not None:
             scores = replace(scores, value=self.value_head(rows))
         if divergence is not None:
-            scores = replace(scores, divergence=divergence(of_head, head))
-        if self.sequence is None or places is None:
-            return scores
-        columns = {name: each for name, each in vars(scores).items() if each is not None}
-        stacked = torch.stack(list(columns.values()), 1)
-        found = pieced_together(stacked, places.to(self.device), batch.num_tokens, self.sequence)
-        return TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
+            compared, tails = divergence(of_head, head)
+            scores = replace(scores, divergence=compared, tails=tails)
+        if centering is not None:
+            centred, kl = centering(of_head, head)
+            scores = replace(scores, centering=centred, kl_sampler=kl)
+        if self.sequence is not None and places is not None:
+            columns = {name: each for name, each in vars(scores).items() if each is not None}
+            stacked = torch.stack(list(columns.values()), 1)
+            found = pieced_together(stacked, places.to(self.device), batch.num_tokens, self.sequence)
+            scores = TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
+        if observed and batch.observed is not None:
+            rows, target, places = self._own(hidden, self._read(batch.observed), batch.observed.target)
+            of_head = rows if self.autocast is None else rows.to(self.autocast)
+            logp = self._scored(of_head, head, target, backend, temperature).logp
+            if self.sequence is not None and places is not None:
+                size = batch.observed.num_tokens
+                logp = pieced_together(logp[:, None], places.to(self.device), size, self.sequence).squeeze(1)
+            scores = replace(scores, observed=logp)
+        return scores
+
+    def _own(
+        self, hidden: Tensor, inputs: PackedInputs | SharedInputs, target: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden rows and ids of the targets that this rank scores, and their places; None: all of them."""
+        source, places = inputs.source, None
+        if self.sequence is not None:  # those that its part of the hidden states predicts
+            own = rows_of_rank(len(inputs.input_ids), dist.get_rank(self.sequence), dist.get_world_size(self.sequence))
+            places = ((source >= own.start) & (source < own.stop)).nonzero().squeeze(1)
+            source, target = source[places] - own.start, target[places.to(target.device)]
+        return self._rows(hidden, inputs, source), sent(target, self.device), places
+
+    def _scored(self, rows: Tensor, head: LMHead, target: Tensor, backend: Backend, temperature: float) -> TokenScores:
+        """logp and entropy of targets from their hidden rows."""
+        read = token_scores_of_all if self.all_rows and is_sharded(head.weight) else token_scores
+        return read(rows, head, target, temperature=temperature, backend=backend, memory_budget=self.memory_budget)
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
         """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them.
@@ -255,10 +285,9 @@ class Policy:
         Where weights are sharded, all ranks call it, also one whose batch has no target.
         """
         inputs = self._read(batch if batch.num_tokens else nothing_to_score())
-        return self._rows(inputs, inputs.source), self.head()
+        return self._rows(self._hidden(inputs), inputs, inputs.source), self.head()
 
-    def _rows(self, inputs: PackedInputs | SharedInputs, source: Tensor) -> Tensor:
-        hidden = self._hidden(inputs)
+    def _rows(self, hidden: Tensor, inputs: PackedInputs | SharedInputs, source: Tensor) -> Tensor:
         if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
             return RepeatedRows.of(source).to(self.device).take(hidden)
         return hidden.index_select(0, sent(source, self.device))
@@ -391,11 +420,16 @@ class Policy:
             self.model.save_pretrained(str(folder), state_dict=state)  # type: ignore[operator]
         tokenizer.save_pretrained(str(folder))
 
-    def _no_scores(self) -> TokenScores:
-        """Scores of an empty micro-batch, which a rank gets if others have more rows."""
+    def _no_scores(self, further: Mapping[str, object]) -> TokenScores:
+        """Scores of an empty micro-batch, which a rank gets if others have more rows.
+
+        Args:
+            further: what was asked for, by name of the score; false for what was not.
+        """
         dtype = logits_dtype(self.head().weight.dtype)
         none = torch.zeros(0, dtype=dtype, device=self.device, requires_grad=torch.is_grad_enabled())
-        return TokenScores(none, none, None if self.value_head is None else none)
+        names = [name for name, wanted in {"value": self.value_head, **further}.items() if wanted]
+        return TokenScores(none, none, **dict.fromkeys(names, none))
 
     def _autocast(self) -> AbstractContextManager[object]:
         if self.autocast is None:

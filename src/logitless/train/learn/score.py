@@ -6,6 +6,7 @@ token with another bit ends the run. Advantages, and the returns that values are
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 import torch
@@ -164,6 +165,7 @@ def advantages(
     kl_beta: float = 0.0,
     old: TokenScores | None = None,
     logp_ref: Float[Tensor, "N"] | None = None,
+    state: Mapping[str, float] = MappingProxyType({}),
 ) -> AdvantageOutput:
     """Advantages of all tokens, and value targets, from the groups' rewards.
 
@@ -179,6 +181,7 @@ def advantages(
         kl_beta: coefficient of the KL in the reward; 0 for none.
         old: scores under the policy, for the KL and for estimators that need values; else None.
         logp_ref: [N] for the KL.
+        state: of an estimator that reads several blocks.
 
     Raises:
         ConfigurationError: the environment gives rewards of turns, and the estimator reads reward functions alone.
@@ -215,6 +218,11 @@ def advantages(
         logp_old=None if old is None else old.logp,
         sum_squares=None if old is None else old.sum_squares,
         baseline=torch.tensor([reward_or_nan(g.baseline) for g in groups for _ in g.completions], dtype=rewards.dtype),
+        columns={
+            name: [g.prompt.columns.get(name) for g in groups for _ in g.completions]
+            for name in estimator.reads_columns
+        },
+        state=state,
     )
     return estimator.checked(inputs)
 

@@ -2,7 +2,8 @@
 
     loss = sum over micro-batches of (token_weight * token_loss).sum(), and with a value head
          + coefficient * sum over micro-batches of (value_weight * value_loss).sum(), with a teacher's divergence
-         + weight * sum over micro-batches of (token_weight * divergence).sum()
+         + weight * sum over micro-batches of (token_weight * divergence).sum(), with observations
+         + coefficient * sum over micro-batches of -observed_weight * logp.sum() of what tools and environments said
          and of a mixture the load-balancing loss of the step (routing.py)
 
 Weights are made for the whole step before its first forward pass, so that the cut into micro-batches changes memory and
@@ -27,6 +28,7 @@ from logitless.objective.diagnostics import step_diagnostics
 from logitless.objective.distillation import Distillation, DistillationOutput, distillation_diagnostics
 from logitless.objective.inputs import required
 from logitless.objective.objective import BlockStatistics, Objective, ObjectiveOutput
+from logitless.objective.observations import ObservationOutput, Observations, observation_diagnostics
 from logitless.objective.over_ranks import GatherOverRanks, one_rank
 from logitless.objective.value import ValueLoss, ValueOutput, value_diagnostics, value_weight
 from logitless.objective.weighting import MicroBatchTokenMean, Totals, Weighting
@@ -35,7 +37,7 @@ from logitless.train.learn.routing import RouterLoss
 from logitless.train.learn.teacher import Teacher
 from logitless.train.recipe.training import Backend
 from logitless.train.record.metrics import Numbers
-from logitless.types import PackedBatch, PackedInputs, TokenBatch
+from logitless.types import LMHead, PackedBatch, PackedInputs, TokenBatch
 
 
 @dataclass(frozen=True)
@@ -46,11 +48,13 @@ class MicroBatch:
         packed: what the policy reads.
         tokens: the same tokens as the objective reads them, with their weights.
         scores_itself: whether this pass gives ``logp_old`` and ``entropy_old`` too; they are None in ``tokens`` then.
+        observed_weight: of each token of ``packed.observed``: one over those of the step on all ranks.
     """
 
     packed: PackedBatch
     tokens: TokenBatch
     scores_itself: bool = False
+    observed_weight: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,8 @@ class MicroBatchOutput:
         router: its share of the load-balancing loss, or None without one.
         routing: what its routers said, without gradient; empty for a dense model.
         distillation: a teacher's divergence; None if it is no term of the loss.
+        observations: the likelihood of what tools and environments said; None if it is no term of the loss.
+        kl_sampler: [n] KL(sampler || policy); None without score centering.
     """
 
     policy: ObjectiveOutput
@@ -72,24 +78,24 @@ class MicroBatchOutput:
     router: Float[Tensor, ""] | None = None
     routing: tuple[RoutingSums, ...] = ()
     distillation: DistillationOutput | None = None
+    observations: ObservationOutput | None = None
+    kl_sampler: Float[Tensor, "n"] | None = None
 
     @property
     def loss(self) -> Float[Tensor, ""]:
         """The sum of all, differentiable."""
-        loss = self.policy.loss if self.value is None else self.policy.loss + self.value.loss
-        loss = loss if self.distillation is None else loss + self.distillation.loss
+        loss = self.policy.loss
+        for each in (self.value, self.distillation, self.observations):
+            loss = loss if each is None else loss + each.loss
         return loss if self.router is None else loss + self.router
 
     def detached(self) -> "MicroBatchOutput":
         """The same numbers without the graph that leads to them."""
-        value, distillation, router = self.value, self.distillation, self.router
-        return replace(
-            self,
-            policy=replace(self.policy, loss=self.policy.loss.detach()),
-            value=None if value is None else replace(value, loss=value.loss.detach()),
-            distillation=None if distillation is None else replace(distillation, loss=distillation.loss.detach()),
-            router=None if router is None else router.detach(),
-        )
+        parts = {name: getattr(self, name) for name in ("policy", "value", "distillation", "observations")}
+        freed: dict[str, Any] = {
+            name: replace(each, loss=each.loss.detach()) for name, each in parts.items() if each is not None
+        }
+        return replace(self, **freed, router=None if self.router is None else self.router.detach())
 
 
 def step_batch(
@@ -144,7 +150,12 @@ def step_batch(
         if tokens.value_target is not None:
             further["value_weight"] = split(value_weight(whole))
     weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
-    return [MicroBatch(packed.take(row), part, scores_itself) for row, part in zip(rows, weighted, strict=True)]
+    said = 0 if packed.observed is None else sum(packed.observed.inputs.source_counts[s] for s in plan.sequences)
+    observed_weight = 1 / max(said, 1)
+    return [
+        MicroBatch(packed.take(row), part, scores_itself, observed_weight)
+        for row, part in zip(rows, weighted, strict=True)
+    ]
 
 
 def zero_advantage_output(
@@ -175,8 +186,10 @@ def zero_advantage_output(
     mine = list(ranks.rows_of(plan.dead))
     weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
     part = replace(tokens.take(mine), token_weight=weights(weighting, mine)).to(device)
+    logp = required(part.logp_old, "logp_old")
+    centering = torch.zeros_like(logp) if objective.score_centering else None  # which the advantage of 0 multiplies
     with torch.no_grad():
-        output = objective(required(part.logp_old, "logp_old"), part.entropy_old, part, block=statistics)
+        output = objective(logp, part.entropy_old, part, centering=centering, block=statistics)
     return MicroBatchOutput(replace(output, grad_logp=torch.zeros_like(output.token_loss)))
 
 
@@ -237,10 +250,12 @@ def backward(
     statistics: BlockStatistics | None,
     seed: int,
     value_loss: ValueLoss | None = None,
+    observations: Observations | None = None,
     gather: GatherOverRanks = one_rank,
     router_loss: RouterLoss | None = None,
     teacher: Teacher | None = None,
     distillation: Distillation | None = None,
+    centering: Callable[[PackedBatch], Callable[[Tensor, LMHead], tuple[Tensor, Tensor]]] | None = None,
 ) -> list[MicroBatchOutput]:
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
@@ -252,10 +267,12 @@ def backward(
         entropy_coefficient: of an adaptive entropy bonus.
         seed: for objectives that choose tokens at random in each micro-batch.
         value_loss: of the algorithm, for a policy with a value head.
+        observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.
         router_loss: of the step, which knows of every micro-batch but this call's first.
         teacher: whose divergence is a term of the loss; None for no such term.
         distillation: of the algorithm, with the weight of that term.
+        centering: ``SamplerWeights.centering`` at this step; None without score centering.
 
     Raises:
         InputError: there is no micro-batch, and so no gradient.
@@ -269,14 +286,23 @@ def backward(
     def trained(batch: MicroBatch) -> MicroBatchOutput:
         tokens = batch.tokens.to(policy.device)
         found = None if teacher is None else teacher.divergences(batch.packed, temperature=temperature, backend=backend)
+        centred = None if centering is None else centering(batch.packed)
         with policy.routing() as routing:
-            scores = policy.scores(batch.packed, temperature=temperature, backend=backend, divergence=found)
+            scores = policy.scores(
+                batch.packed,
+                temperature=temperature,
+                backend=backend,
+                divergence=found,
+                centering=centred,
+                observed=observations is not None,
+            )
         if batch.scores_itself:
             tokens = replace(tokens, logp_old=scores.logp.detach(), entropy_old=scores.entropy.detach())
         policy_output = objective(
             scores.logp,
             scores.entropy,
             tokens,
+            centering=scores.centering,
             beta=beta,
             entropy_coefficient=entropy_coefficient,
             block=statistics,
@@ -289,7 +315,13 @@ def backward(
             scores.logp.detach() if batch.scores_itself else None,
             None if router_loss is None else router_loss.share(routing),
             tuple(each.detach() for each in routing),
-            None if scores.divergence is None or distillation is None else distillation.loss(scores.divergence, tokens),
+            None
+            if scores.divergence is None or distillation is None
+            else distillation.loss(scores.divergence, tokens, scores.tails),
+            None
+            if observations is None
+            else observations(required(scores.observed, "observed"), batch.observed_weight),
+            scores.kl_sampler,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()
@@ -312,6 +344,16 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         numbers |= value_diagnostics(values, gather=ranks.gather)
         of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
         numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
+    said = [each.observations for each in outputs if each.observations is not None]
+    if said:
+        numbers |= observation_diagnostics(said, gather=ranks.gather)
+        of_said = torch.stack([each.loss.detach() for each in said]).double().sum()
+        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_said)
+    apart = [(each.kl_sampler, each.policy.trained) for each in outputs if each.kl_sampler is not None]
+    if apart:
+        sums = [torch.stack([torch.where(trained, kl, 0.0).double().sum(), trained.sum()]) for kl, trained in apart]
+        total, count = ranks.sum(torch.stack(sums).sum(0))
+        numbers["kl_sampler/mean"] = total / count.clamp(min=1)
     taught = [each.distillation for each in outputs if each.distillation is not None]
     if taught:
         numbers |= distillation_diagnostics(taught, gather=ranks.gather)

@@ -1,11 +1,14 @@
-"""A teacher on a vLLM server, which gives the log-probs of sampled tokens and nothing else of its distributions."""
+"""A teacher on a vLLM server, which gives log-probs of sampled tokens and of the likeliest ones."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
+from torch import Tensor
 
 from logitless.errors import ConfigurationError, EngineError
 from logitless.http_client import HttpClient, Patience
@@ -17,7 +20,7 @@ T = TypeVar("T")
 
 
 class ServedTeacher:
-    """A model on a server. Its log-probs are exact, at temperature 1; there is no divergence, and no entropy.
+    """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone.
 
     Args:
         server: of one model.
@@ -70,8 +73,33 @@ class ServedTeacher:
             EngineError: the server cannot be reached, or answers something else.
         """
         del temperature, backend
-        inputs, target = batch.inputs.to("cpu"), batch.target.cpu()
         logp = torch.full((batch.num_tokens,), torch.nan)
+        for at, places, found in self._of_each(batch, "log-probs of a prompt", self._server.prompt_logp):
+            logp[at] = torch.from_numpy(found[places])
+        return TokenScores(logp, torch.full_like(logp, torch.nan))
+
+    def top(self, batch: PackedBatch, count: int) -> tuple[Int[Tensor, "N K"], Float[Tensor, "N K"]]:
+        """The likeliest tokens in the place of each of the batch's targets, and their log-probs; on the CPU.
+
+        Args:
+            count: K, at most the server's --max-logprobs.
+
+        Raises:
+            EngineError: as ``scores``.
+        """
+        ids = torch.zeros(batch.num_tokens, count, dtype=torch.long)
+        logp = torch.full((batch.num_tokens, count), torch.nan)
+        ask = partial(self._server.prompt_top, count=count)
+        for at, places, found in self._of_each(batch, "likeliest tokens of a prompt", ask):
+            ids[at], logp[at] = (torch.from_numpy(each[places]) for each in found)
+        return ids, logp
+
+    def _of_each(
+        self, batch: PackedBatch, what: str, ask: Callable[[str, list[int]], T]
+    ) -> Iterator[tuple[slice, np.ndarray, T]]:
+        """For each sequence with a target: its tokens' places in the batch and in the answer, and the answer."""
+        assert self._model is not None, "call check first"
+        model, inputs, target = self._model, batch.inputs.to("cpu"), batch.target.cpu()
         work, read, scored = [], 0, 0
         for length, count in zip(inputs.lengths, inputs.source_counts, strict=True):
             if count:
@@ -80,16 +108,9 @@ class ServedTeacher:
                 work.append((slice(scored, scored + count), ids[: places[-1] + 2], places))
             read, scored = read + length, scored + count
         with ThreadPoolExecutor(self._at_once) as pool:
-            for at, found in pool.map(self._scored, work):
-                logp[at] = torch.from_numpy(found)
-        return TokenScores(logp, torch.full_like(logp, torch.nan))
-
-    def _scored(self, one: tuple[slice, list[int], np.ndarray]) -> tuple[slice, np.ndarray]:
-        at, ids, places = one
-        assert self._model is not None, "call check first"
-        model = self._model
-        found = self._patiently("log-probs of a prompt", lambda: self._server.prompt_logp(model, ids))
-        return at, found[places]
+            answers = pool.map(lambda each: self._patiently(what, lambda: ask(model, each[1])), work)
+            for (at, _, places), answer in zip(work, answers, strict=True):
+                yield at, places, answer
 
     def _patiently(self, what: str, ask: Callable[[], T]) -> T:
         return self._patience.until_done(ask, what=what, where=self._server.url)

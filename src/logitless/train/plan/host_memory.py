@@ -3,7 +3,7 @@
     reading the model   the model in the dtype that it is read in, until it is on the GPU: in each process, or, if it is
                         sharded from there, in the first one alone, with its master weights and its reference
     training            page-locked memory (master weights and optimizer state, the reference, inputs of layers), a
-                        tensor that is copied for a checkpoint, and a teacher that waits on the host
+                        tensor that is copied for a checkpoint, and a teacher or earlier weights that wait on the host
     writing the model   page-locked memory, and the model as the first process writes it
 
 Master weights and optimizer state are counted in whole pages, other page-locked memory in powers of two, as PyTorch
@@ -23,10 +23,11 @@ from logitless.models.activations import ActivationPlan, Cost, Mode
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import stored_dtype
 from logitless.train.assembly.model import is_cut_from_host
-from logitless.train.assembly.policies import needs_start
+from logitless.train.assembly.policies import held_versions, needs_start
 from logitless.train.optim.locked_memory import locked_bytes
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.training_memory import (
+    SAMPLER_WEIGHTS,
     TrainingMemory,
     layer_bytes,
     num_bytes,
@@ -65,6 +66,8 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     lora = recipe.model.lora is not None
     if recipe.teacher is not None and recipe.teacher.place == "host":
         locked["teacher"] = math.ceil(processes * teacher_bytes(recipe) / arrangement.weights)
+    if recipe.algorithm.score_centering == "host":
+        locked[SAMPLER_WEIGHTS] = processes * held_versions(recipe) * sum(page_locked(p.nbytes) for p in trained)
     written = {"the adapter" if lora else "the model": num_bytes(trained if lora else model.parameters())}
     return TrainingMemory(
         {},

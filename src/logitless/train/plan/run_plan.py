@@ -20,12 +20,20 @@ from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.assembly.checks import check_before_start
 from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.policies import centering_line, held_versions
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.stages import load, read
-from logitless.train.assembly.teacher import teacher_line
+from logitless.train.assembly.teacher import layers_lines, teacher_line, teachers_on_meta
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.host_memory import host_memory
-from logitless.train.plan.training_memory import TrainingMemory, kept_bytes, memory_of_rank, num_bytes, sampling_bytes
+from logitless.train.plan.training_memory import (
+    SAMPLER_WEIGHTS,
+    TrainingMemory,
+    kept_bytes,
+    memory_of_rank,
+    num_bytes,
+    sampling_bytes,
+)
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import dtype_line
 from logitless.train.record.memory import free_host_memory, size_text
@@ -104,6 +112,8 @@ def plan_of(recipe: Recipe) -> Plan:
             f"engine {chosen.engine_line}",
             *((f"parallel.sampling {inputs.sampling_line}",) if inputs.sampling_line else ()),
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
+            *layers_lines(recipe, teachers_on_meta(recipe), inputs.arrangement),
+            *centering_line(recipe),
         ),
         warnings=tuple(costly_choices(chosen, inputs.arrangement, device_of(recipe.model))),
     )
@@ -118,7 +128,7 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
     alone = memory_of_rank(recipe, model, Arrangement(), value_head)
     end = alone.moments["end"]
     parts = {"trained weights": alone.always["trained weights"], "gradients": end["gradients"], **alone.always}
-    parts |= {name: end[name] for name in ("autocast copies", "teacher") if name in end}
+    parts |= {name: end[name] for name in ("autocast copies", "teacher", SAMPLER_WEIGHTS) if name in end}
     parts["activations or cache (estimate)"] = max(kept_bytes(recipe, model), sampling_bytes(recipe, model))
     parts["head"] = recipe.train.head_memory_budget or default_budget(device_of(recipe.model))
     return parts
@@ -127,8 +137,8 @@ def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None
 def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
     """Bytes of the run folder by part.
 
-    A checkpoint holds trained weights and AdamW's two moments. While one is written, ``checkpoint.keep`` others exist,
-    and under ``checkpoint.keep_best`` the best.
+    A checkpoint holds trained weights, AdamW's two moments and, for score centering, earlier weights. While one is
+    written, ``checkpoint.keep`` others exist, and under ``checkpoint.keep_best`` the best.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if value_head is not None:
@@ -136,7 +146,8 @@ def disk(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) 
     size = num_bytes(map(master_weight, trained))
     rollout = recipe.rollout
     tokens = rollout.prompts_per_block * rollout.completions_per_prompt * rollout.longest_completion
-    parts = {"checkpoints": _most_checkpoints(recipe) * 3 * size, "model": size}
+    held = held_versions(recipe) * num_bytes(p for p in model.parameters() if p.requires_grad)
+    parts = {"checkpoints": _most_checkpoints(recipe) * (3 * size + held), "model": size}
     if recipe.warm_start is not None:
         parts["warm start"] = size
     parts["rollouts (estimate)"] = 4 * tokens * recipe.train.blocks

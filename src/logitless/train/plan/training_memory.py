@@ -25,12 +25,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.layer_shards import CopyBytes
 from logitless.models.four_bit import saved_bytes
-from logitless.models.lm_head import AttentionHeads, causal_lm
+from logitless.models.lm_head import AttentionHeads, causal_lm, lm_head
 from logitless.models.lora_targets import expert_weights
 from logitless.models.units import decoder_layers, units_of
 from logitless.models.value_head import ValueHead
-from logitless.train.assembly.policies import needs_start
-from logitless.train.assembly.teacher import has_teacher_model, teacher_model
+from logitless.train.assembly.policies import held_versions, needs_start
+from logitless.train.assembly.teacher import teachers_on_meta
 from logitless.train.optim.master_weights import master_weight
 from logitless.train.plan.recurrent_memory import DeltaNets
 from logitless.train.recipe.config import Recipe
@@ -190,10 +190,18 @@ def memory_of_rank(
         reference = getattr(torch, section.dtype).itemsize * sum(p.numel() for p in trained)
         always["reference"] = math.ceil(reference / arrangement.weights)
     moments = {name: dict(parts) for name, parts in found.moments.items()}
-    if recipe.teacher is not None and has_teacher_model(recipe):
+    if recipe.teacher is not None and recipe.teacher.models and recipe.teacher.device is None:
         teacher = math.ceil(teacher_bytes(recipe) / arrangement.weights)
         for parts in [always] if recipe.teacher.place == "device" else moments.values():
             parts["teacher"] = teacher
+    elif recipe.teacher is not None and recipe.teacher.divergence is not None:
+        heads = [lm_head(each).weight for each in teachers_on_meta(recipe).values()]
+        if heads:
+            always["heads of teachers on another device"] = num_bytes(heads)
+    if place := recipe.algorithm.score_centering:  # of those on the host one is on the device during a pass
+        number = held_versions(recipe) if place == "device" else 1
+        for parts in [always] if place == "device" else moments.values():
+            parts[SAMPLER_WEIGHTS] = number * num_bytes(trained)
     for parts in moments.values():
         if section.autocast is not None:  # a copy of each trained matrix in its dtype, during a pass
             parts["autocast copies"] = 2 * sum(p.numel() for p in trained if p.ndim >= 2)
@@ -213,6 +221,10 @@ def memory_of_rank(
     return TrainingMemory(always, moments)
 
 
+SAMPLER_WEIGHTS = "weights that sampled"
+"""Of earlier versions, for score centering."""
+
+
 def memory_of_sampler(recipe: Recipe, model: nn.Module) -> dict[str, int]:
     """Bytes of a process that only samples, by part: weights and buffers of layers exactly, the cache by estimate."""
     weights = CopyBytes.of(model, decoder_layers(model), recipe.parallel.shards_of_sampling)
@@ -221,10 +233,7 @@ def memory_of_sampler(recipe: Recipe, model: nn.Module) -> dict[str, int]:
 
 def teacher_bytes(recipe: Recipe) -> int:
     """Bytes of the weights of the teachers that have their own."""
-    assert recipe.teacher is not None
-    meta = torch.device("meta")
-    sources = dict.fromkeys(recipe.teacher.models.values())
-    return sum(num_bytes(teacher_model(recipe, source, meta).parameters()) for source in sources)
+    return sum(num_bytes(model.parameters()) for model in teachers_on_meta(recipe).values())
 
 
 def tokens_of_step(recipe: Recipe, arrangement: Arrangement) -> int:

@@ -11,10 +11,19 @@ from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
 from logitless.objective.objective import EntropyBonus, Ratio
 from logitless.objective.own import OwnAdvantage, OwnSurrogate
+from logitless.objective.presets import PRESETS
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
-from logitless.train.recipe.rule import Composed, Rule, Setting, given, refusal
+from logitless.train.recipe.rule import (
+    Composed,
+    Processes,
+    Rule,
+    Setting,
+    given,
+    needs_whole_weights,
+    refusal,
+)
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -34,6 +43,9 @@ class AlgorithmSection(Section):
         None, description="replaces the preset's"
     )
     correction: SamplerCorrection | None = Field(None, description="sampler correction (importance sampling)")
+    score_centering: Literal["device", "host"] | None = Field(
+        None, description="centre the score (docs/objectives.md); where the sampler's weights wait"
+    )
     entropy_bonus: EntropyBonus | None = Field(None, description="replaces the preset's")
     advantage: Annotated[Advantage | OwnAdvantage, Field(discriminator="name")] | None = Field(
         None, description="replaces the preset's"
@@ -44,6 +56,13 @@ class AlgorithmSection(Section):
     value_loss: ValueLoss | None = Field(
         None, description="replaces the preset's; goes with an advantage that reads values (`gae`), and only with one"
     )
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether a surrogate of the library reads the reference; a misspelled preset is refused later."""
+        if self.surrogate is not None:
+            return not isinstance(self.surrogate, OwnSurrogate) and self.surrogate.reads_reference
+        return self.preset in PRESETS and PRESETS[self.preset]().objective.surrogate.reads_reference
 
 
 class ValueHeadSection(Section):
@@ -92,12 +111,37 @@ def _refused_by_correction(recipe: "Recipe") -> str:
     return refusal(lambda: correction.check_sampling(top_p=top_p, top_k=top_k, min_p=min_p, others=sampling.penalties))
 
 
+centering = given("algorithm.score_centering")
+
 RULES: tuple[Rule["Recipe"], ...] = (
     given("algorithm.correction").needs(
         "sampling from the whole softmax",
         given=_refused_by_correction,
         remedy="Leave that setting out of rollout.sampling, or set filtered_sampling: accept on the correction.",
     ),
+    centering.needs(
+        "sampling from the whole softmax",
+        holds=lambda recipe: not recipe.rollout.sampling.filters_distribution,
+        given=lambda _: "top-p, top-k, min-p or penalties in rollout.sampling",
+        remedy="Leave those settings out.",
+    ),
+    centering.needs(
+        "rollout.engine gpu, transformers or auto, which sample as training computes",
+        holds=lambda recipe: recipe.rollout.engine.samples_policy,
+        given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
+        remedy="Set algorithm.correction in its place.",
+    ),
+    centering.needs(
+        "no rollout.in_flight keep, whose keys and values are of no single model",
+        holds=lambda recipe: recipe.rollout.in_flight != "keep",
+        given=lambda _: "rollout.in_flight: keep",
+        remedy="Set it to recompute.",
+    ),
+    centering.excludes("model.lora.dropout"),
+)
+
+PROCESS_RULES: tuple[Rule[Processes], ...] = (
+    needs_whole_weights(centering, ", which it copies", "Set parallel.replicate."),
 )
 
 COMPOSED_RULES: tuple[Rule[Composed], ...] = (
@@ -112,6 +156,30 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         holds=lambda composed: composed.algorithm.advantage is None or not composed.algorithm.advantage.reads_functions,
         given=lambda composed: composed.algorithm.advantage.name if composed.algorithm.advantage else "none",
         remedy="Choose another algorithm.advantage, or name a reward.",
+    ),
+    Setting[Composed]("algorithm.preset echo", lambda composed: composed.algorithm.observations is not None).needs(
+        "rollout.environment, whose words are learnt",
+        holds=lambda composed: composed.recipe.rollout.environment is not None,
+        given=lambda _: "none",
+        remedy="Set one, or choose the preset grpo.",
+    ),
+    Setting[Composed](
+        "algorithm.advantage of columns",
+        lambda composed: composed.algorithm.advantage is not None and bool(composed.algorithm.advantage.reads_columns),
+    ).needs(
+        "groups whose rewards are equal, which it compares with other prompts or blocks",
+        holds=lambda composed: composed.recipe.rollout.zero_signal == "keep",
+        given=lambda composed: f"rollout.zero_signal={composed.recipe.rollout.zero_signal}",
+        remedy="Set rollout.zero_signal: keep.",
+    ),
+    Setting[Composed](
+        "algorithm.surrogate of the reference",
+        lambda composed: composed.algorithm.objective.surrogate.reads_reference,
+    ).needs(
+        "a reference",
+        holds=lambda composed: composed.recipe.reads_reference,
+        given=lambda _: "no kl",
+        remedy="Set kl: {placement: loss, control: {name: fixed, beta: 0.0}}.",
     ),
     Setting[Composed](
         "algorithm.advantage remax",

@@ -80,6 +80,11 @@ class Recipe(Section):
         return (self.algorithm.preset if surrogate is None else surrogate.name) == "nll"
 
     @property
+    def reads_reference(self) -> bool:
+        """Whether there is a reference: for a KL, or for the loss itself."""
+        return self.kl is not None or self.algorithm.reads_reference
+
+    @property
     def training_sources(self) -> tuple[str, ...]:
         """Names of the training sources; ``train`` where there is one."""
         return tuple(sources_of(self.data.train))
@@ -105,7 +110,7 @@ RULES: tuple[Rule[Recipe], ...] = (
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
     *(*parallel.PROCESS_RULES, *training.PROCESS_RULES, *rollout.PROCESS_RULES),
-    *(*engine.PROCESS_RULES, *model.PROCESS_RULES, *teacher.PROCESS_RULES),
+    *(*engine.PROCESS_RULES, *model.PROCESS_RULES, *teacher.PROCESS_RULES, *algorithm.PROCESS_RULES),
 )
 """Checked when the number of processes is known."""
 

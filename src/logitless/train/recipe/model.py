@@ -75,8 +75,8 @@ class ModelSection(Section):
     )
     layers: Literal["auto", "transformers", "row_invariant"] = Field(
         "auto",
-        description="transformers: the model's own; row_invariant: fused and bitwise identical in any batch, on a GPU "
-        "(docs/bits.md); auto: row_invariant where they serve a model in 16 bits, else transformers",
+        description="row_invariant: fused and bitwise identical in any batch, on a GPU (docs/bits.md); auto: these "
+        "where they serve a model in 16 bits, else transformers' own",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:1, ...")
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward")
@@ -153,7 +153,7 @@ flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("model.dtype", lambda recipe: recipe.model.dtype not in ("auto", "float32")).needs(
         "frozen weights: LoRA's base, or a reference model",
-        holds=lambda recipe: recipe.model.lora is not None or recipe.kl is not None,
+        holds=lambda recipe: recipe.model.lora is not None or recipe.reads_reference,
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",
     ),

@@ -54,7 +54,7 @@ def resolved_dtypes(recipe: Recipe, *, plans_for_gpus: bool = False) -> dict[str
         trained = (automatic if frozen == "bfloat16" else "float32") if trained == "auto" else trained
     else:
         trained = automatic if trained == "auto" else trained
-        with_policy = recipe.kl is not None and automatic != "float32"
+        with_policy = recipe.reads_reference and automatic != "float32"
         frozen = (trained if with_policy else "float32") if frozen == "auto" else frozen
     found = {"trained_dtype": trained, "dtype": frozen}
     return {key: dtype for key, dtype in found.items() if getattr(model, key) == "auto"}

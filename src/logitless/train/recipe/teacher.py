@@ -7,7 +7,15 @@ from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
 from logitless.rollout.environments.options import pays
-from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_sequences, value_at
+from logitless.train.recipe.rule import (
+    Processes,
+    Rule,
+    Setting,
+    given,
+    needs_one_process,
+    needs_whole_sequences,
+    value_at,
+)
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -25,12 +33,11 @@ def is_address(source: str) -> bool:
 
 
 class TeacherSection(Section):
-    """Models that the policy learns from: by a divergence in the loss, by advantages, or by both
-    (docs/distillation.md)."""
+    """Models that the policy learns from (docs/distillation.md)."""
 
     source: str | Annotated[Mapping[str, str], Field(min_length=1)] = Field(
-        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base model; `self`, "
-        "`start`: the policy now, or before its first step; a vLLM server's address; or several, by a value of `column`"
+        description="hub name, folder or GGUF file, with the policy's tokenizer; `base`: LoRA's base; `self`, `start`: "
+        "the policy now, or before its first step; a vLLM server's address; or several, by `column`"
     )
     column: str | None = Field(
         None, description="whose value names a prompt's teacher; None: the name of its source of data"
@@ -39,17 +46,22 @@ class TeacherSection(Section):
         None, description="Jinja: the last message of the teacher's prompt; None: the policy's"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 on a GPU that computes in it, else float32"
+        "auto", description="auto: as `model.trained_dtype: auto`"
     )
-    place: Literal["device", "host"] = Field("device", description="where its weights wait between uses")
+    layers: Literal["auto", "transformers", "row_invariant"] = Field("auto", description="see `model.layers`")
+    place: str = Field(
+        "device",
+        description="`host`: its weights wait there between uses; `cuda:1`: it runs there",
+    )
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
+    top_k: int | None = Field(None, ge=1, description="how many likeliest tokens a server's divergence tells apart")
     beta: float | None = Field(
         None, ge=0, le=1, description="the teacher's share of the mixture under `jensen_shannon`; None: 0.5"
     )
     weight: PositiveFloat = Field(1.0, description="of the divergence")
     advantage: NonNegativeFloat = Field(
         0.0,
-        description="coefficient of `logp_teacher - logp_sampler` in each token's advantage; `true` is 1, 0: none",
+        description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none",
     )
     gamma: NonNegativeFloat = Field(
         0.0, description="how much more the first token's advantage counts than the last one's"
@@ -74,6 +86,11 @@ class TeacherSection(Section):
         """Whether a teacher is on a server."""
         return any(map(is_address, self.sources.values()))
 
+    @property
+    def device(self) -> str | None:
+        """The device of its own, by name; None: the policy's."""
+        return None if self.place in ("device", "host") else self.place
+
     def has(self, source: str) -> bool:
         """Whether it is the source of a teacher."""
         return source in self.sources.values()
@@ -87,6 +104,11 @@ def _teacher(recipe: "Recipe") -> TeacherSection:
     return recipe.teacher
 
 
+def _own(recipe: "Recipe") -> dict[str, str]:
+    """How weights of its own are held."""
+    return {key: str(getattr(_teacher(recipe), key)) for key in ("dtype", "layers", "place")}
+
+
 def _teaches_alone(recipe: "Recipe") -> bool:
     """Whether no reward enters the advantages."""
     without = not recipe.rewards and not pays(recipe.rollout.environment)
@@ -97,7 +119,7 @@ def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
-teacher, divergence = given("teacher"), given("teacher.divergence")
+teacher, divergence, top_k = given("teacher"), given("teacher.divergence"), given("teacher.top_k")
 server = Setting["Recipe"](
     "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
 )
@@ -137,15 +159,31 @@ RULES: tuple[Rule["Recipe"], ...] = (
         "teacher.source base, self, start or a server",
         lambda recipe: recipe.teacher is not None and not recipe.teacher.models,
     ).needs(
-        "neither dtype nor place",
-        holds=lambda recipe: (_teacher(recipe).dtype, _teacher(recipe).place) == ("auto", "device"),
-        given=lambda recipe: f"dtype: {_teacher(recipe).dtype}, place: {_teacher(recipe).place}",
-        remedy="Leave both out; it has the weights of the policy or of the server.",
+        "neither dtype, layers nor place",
+        holds=lambda recipe: _own(recipe) == {"dtype": "auto", "layers": "auto", "place": "device"},
+        given=lambda recipe: ", ".join(f"{key}: {value}" for key, value in _own(recipe).items()),
+        remedy="Leave them out; it has the weights of the policy or of the server.",
     ),
-    server.excludes(
-        "teacher.divergence",
-        ", for a server gives log-probs of sampled tokens alone",
-        remedy="Set teacher.advantage: true instead, or load the teacher in this process.",
+    Setting["Recipe"](
+        "teacher.divergence from a server",
+        lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+    ).requires(
+        "teacher.top_k",
+        "; all other tokens count as one",
+        remedy="Set teacher.top_k: 20, the most that vLLM gives without --max-logprobs; or set teacher.advantage: true "
+        "instead, or load the teacher in this process.",
+    ),
+    top_k.needs(
+        "a divergence from a server",
+        holds=lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+        given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
+        remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
+    ),
+    top_k.needs(
+        "no fused training_backend, which has no kernel for it",
+        holds=lambda recipe: recipe.train.training_backend != "fused",
+        given=lambda recipe: f"train.training_backend: {recipe.train.training_backend}",
+        remedy="Leave train.training_backend at auto.",
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",
@@ -166,5 +204,12 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         divergence,
         ", for the teacher's hidden states are not cut",
         "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
+    ),
+    needs_one_process(
+        Setting["Recipe"](
+            "teacher.place of a device", lambda recipe: recipe.teacher is not None and bool(recipe.teacher.device)
+        ),
+        ", for other processes train on the other devices",
+        "Set teacher.place: device or host.",
     ),
 )

@@ -100,6 +100,8 @@ value/explained_variance | 1 | last | block | 1 - Var(return - value) / Var(retu
 value/clipped_fraction | 1 | mean | token | tokens with a return whose value gradient the clip removes
 # A teacher
 teacher/divergence | nat | mean | token | the teacher's divergence in the loss, before its weight
+teacher/tail, teacher/tail_of_policy | 1 | mean | token | the teacher's, and the policy's, probability of all tokens
+    outside teacher.top_k
 teacher/log_ratio | nat | mean | block | logp_teacher - logp_sampler, before its coefficient
 teacher/graded_fraction | 1 | mean | token | tokens that a teacher grades, under teacher.template
 # Age and lengths of completions
@@ -134,6 +136,7 @@ kl_ref/beta | 1 | last | run | coefficient of the KL term in this step
 kl_ref/controlled | nat | mean | token | the KL that the controller compares with its target
 kl_ref/guarded | 1 | sum | run | times the guardrail acted: KL above twice the target
 kl_ref/bounded | 1 | sum | run | times beta was held at its bounds
+kl_sampler/mean | nat | mean | token | exact KL(sampler || policy), under algorithm.score_centering
 # Policy
 entropy/mean | nat | mean | token | entropy of the policy's next-token distribution
 entropy/bonus_mean | nat | mean | token | the mean that the entropy bonus pays for
@@ -165,6 +168,7 @@ sampler/correction_effective_fraction | 1 | last | step | (sum c)^2 / (n sum c^2
 head/nonzero_gradient_fraction | 1 | mean | token | tokens with a gradient other than 0
 # Optimization
 loss/total | 1 | sum | step | what is differentiated
+loss/observations | nat | mean | token | negative log-likelihood of what tools and environments said (ECHO)
 loss/router | 1 | last | step | the load-balancing loss, before its coefficient
 loss/value | 1 | mean | token | the value loss of tokens with a return, before its coefficient
 optimizer/grad_norm | 1 | last | step | global norm of the model's gradient before clipping, a value head's left out
@@ -176,14 +180,13 @@ optimizer/read_tokens | token | sum | step | tokens that forward and backward re
 optimizer/micro_batches | 1 | sum | step | forward and backward passes
 optimizer/tokens_per_micro_batch | token | last | step | most tokens read at once: the recipe's, halved where memory was
     short
-optimizer/halvings | 1 | sum | run | times that memory was short and that number was halved
+optimizer/halvings | 1 | sum | run | times that number was halved
 # Routers of a mixture of experts, over the tokens that the step read
 router/entropy | nat | mean | step | of the softmax of a router's logits
 router/load_max, router/load_min | 1 | last | step | tokens of the busiest and idlest expert of a layer, over its mean
 router/dropped_fraction | 1 | mean | step | tokens that a chosen expert did not take: none
 # What a step did not have to compute
-saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward: they can
-    change no gradient
+saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward
 saving/zero_advantage_tokens | token | sum | step | tokens that were not read for that, prompts included
 saving/shared_tokens | token | sum | step | tokens that were not read again for sequences that begin alike
 saving/work_fraction | 1 | last | step | share of forward and backward that both took off
