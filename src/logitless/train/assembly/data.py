@@ -97,12 +97,21 @@ def data_of(
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
-            given=f"{len(train)} ({ ({name: counts[name] for name in recipe.training_sources}) })",
+            given=f"{len(train)}; " + "; ".join(_counted(name, counts[name]) for name in recipe.training_sources),
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
     warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
     return Data(train, held_out, warm, counts, sets)
+
+
+def _counted(name: str, count: Mapping[str, int]) -> str:
+    dropped = ", ".join(f"{count[key]} {what}" for key, what in _DROPPED.items() if count[key])
+    return f"{name} has {count['rows']} rows" + (f", of which were dropped: {dropped}" if dropped else "")
+
+
+_DROPPED = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+"""Counts of dropped prompts, in words."""
 
 
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:

@@ -81,7 +81,7 @@ def plan_of(recipe: Recipe) -> Plan:
     check_writers(recipe.writers)
     loaded = load(inputs, device=torch.device("meta"))
     model, chosen = loaded.model, loaded.chosen
-    check_before_start(recipe, inputs.data, model)
+    check_before_start(recipe, inputs.data, model, inputs.tokenizer)
     value_head = value_head_of(recipe, inputs.algorithm, model)
     open_engines(chosen.recipe, model, inputs.tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
