@@ -165,6 +165,29 @@ def test_a_prompt_with_too_few_recorded_completions_is_found(tmp_path):
         dry_run(tiny_recipe(tmp_path, **_recorded(tmp_path), rollout__completions_per_prompt=5))
 
 
+@pytest.mark.parametrize(
+    ("template", "error", "said"),
+    [
+        ("{{ hintt }}{{ prompt }}", DataError, "given hintt"),
+        ("{{ answer }", ConfigurationError, "a Jinja template"),
+    ],
+)
+def test_a_template_of_a_teacher_that_cannot_be_rendered_is_found(tmp_path, template, error, said):
+    teacher = {"source": "self", "divergence": "reverse_kl", "template": template}
+    with pytest.raises(error, match=said):
+        dry_run(tiny_recipe(tmp_path, teacher=teacher))
+
+
+def test_a_column_without_texts_to_imitate_is_found(tmp_path):
+    engine = {"name": "recorded", "column": "solution"}
+    with pytest.raises(DataError, match="column 'solution' of every prompt"):
+        dry_run(
+            tiny_recipe(
+                tmp_path, rollout__engine=engine, rollout__completions_per_prompt=1, algorithm={"preset": "nll"}
+            )
+        )
+
+
 def test_the_longest_sequence_may_fill_the_models_positions_exactly(tmp_path):
     # prompts of 2 tokens and 6 new ones, of which the last is drawn and not read
     dry_run(tiny_recipe(tmp_path, model__source__max_position_embeddings=7))
