@@ -113,6 +113,7 @@ def test_the_text_says_what_a_gpu_needs_of_its_host_and_whether_this_one_has_it(
     assert "available here" not in text
     monkeypatch.setattr("logitless.train.plan.run_plan.free_host_memory", lambda: 1000)
     assert "more than is available here: 1.0 KiB" in dry_run(recipe)
+    assert "more than is available here: 1.0 KiB" in dry_run(tiny_recipe(tmp_path))
     assert "host" not in dry_run(tiny_recipe(tmp_path))
     if not torch.cuda.is_available():
         assert "host" not in dry_run(tiny_recipe(tmp_path, model__device="auto"))

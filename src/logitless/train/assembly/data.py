@@ -97,7 +97,7 @@ def data_of(
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
-            given=f"{len(train)}; " + "; ".join(_counted(name, counts[name]) for name in recipe.training_sources),
+            given="; ".join(f"{name}: {in_words(counts[name])}" for name in recipe.training_sources),
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
@@ -105,13 +105,12 @@ def data_of(
     return Data(train, held_out, warm, counts, sets)
 
 
-def _counted(name: str, count: Mapping[str, int]) -> str:
-    dropped = ", ".join(f"{count[key]} {what}" for key, what in _DROPPED.items() if count[key])
-    return f"{name} has {count['rows']} rows" + (f", of which were dropped: {dropped}" if dropped else "")
-
-
-_DROPPED = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
-"""Counts of dropped prompts, in words."""
+def in_words(counts: Mapping[str, int]) -> str:
+    """Numbers of prompts and rows in words, and why rows were left out."""
+    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
+    kept = counts["prompts"] - counts.get("held_out", 0)
+    return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
