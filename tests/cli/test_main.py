@@ -81,6 +81,13 @@ def test_a_command_that_there_is_not_gets_the_nearest_one(capsys):
     assert "there is no command 'trian'; did you mean 'train'?" in capsys.readouterr().err
 
 
+def test_an_unknown_option_gets_the_nearest_one_of_its_command(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "recipe.yaml", "--dryrun"])
+    assert ended.value.code == 2
+    assert "logitless train: error: unknown arguments: --dryrun; did you mean '--dry-run'?" in capsys.readouterr().err
+
+
 def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for named, name in (("somewhere/quickstart.yaml", "quickstart"), ("qwen2.5-0.5b-gsm8k", "qwen2.5-0.5b-gsm8k")):

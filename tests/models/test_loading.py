@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -103,6 +104,30 @@ def test_a_config_that_transformers_does_not_know_is_an_error():
         load_model(LLAMA, random_weights=True)
     with pytest.raises(ConfigurationError, match="a model that transformers knows"):
         load_model({**LLAMA, "model_type": "lama"}, random_weights=True)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"hidden_sise": 16}, "given 'hidden_sise' (nearest: 'hidden_size')"),
+        ({"model_type": "lama"}, "given model_type 'lama' (nearest: 'llama')"),
+    ],
+)
+def test_a_misspelt_name_in_a_config_is_refused_with_the_nearest_one(changed, said):
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        load_model({"model_type": "llama", **changed}, random_weights=True, device="meta")
+
+
+def test_a_name_that_a_config_file_has_beside_those_of_its_type_is_kept():
+    fields = {"model_type": "llama", "rope_theta": 9.0, "torch_dtype": "bfloat16", "architectures": [], "my_note": 1}
+    assert load_model({**fields, "num_hidden_layers": 1}, random_weights=True, device="meta").config.my_note == 1
+
+
+@pytest.mark.parametrize("load", [load_model, load_tokenizer])
+def test_the_folder_of_a_run_is_answered_with_that_of_its_model(tmp_path, load):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(ConfigurationError, match=f"the folder of a run. Take {tmp_path}/model"):
+        load(tmp_path)
 
 
 def test_a_tokenizer_without_eos_is_an_error_and_without_pad_is_not(tmp_path):

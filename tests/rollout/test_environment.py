@@ -163,6 +163,29 @@ def test_an_environment_that_raises_ends_its_episodes_without_a_reward():
     assert "Traceback" in verdict.traceback
 
 
+def test_an_environment_that_cannot_start_an_episode_fails_that_one_alone():
+    class Picky(AskAgain):
+        def start(self, prompt, *, seed):
+            if prompt.id == "a":
+                raise KeyError("secret")
+            return super().start(prompt, seed=seed)
+
+    prompts = [replace(PROMPT, id="a"), replace(PROMPT, id="b")]
+    [[failed], [played_on]] = play(
+        Echo(), prompts, Picky(), num_samples=1, options=SamplingOptions(9), seed=0, limits=Limits(max_turns=2)
+    )
+    assert failed.failure.startswith("KeyError: 'secret'\nTraceback")
+    assert not played_on.failure
+
+
+def test_what_is_no_reply_fails_the_episode_and_says_what_is_needed():
+    class Talks(AskAgain):
+        def reply(self, state, turn):
+            return "no"
+
+    assert "Talks has to return a Reply for each turn, not a str" in played(Talks()).failure
+
+
 # --- an engine of somebody else's that does not answer what it was asked is named at its first call -------------------
 
 

@@ -62,6 +62,14 @@ def test_the_text_of_a_column_is_a_completion_that_eos_ends():
         engine.sample([Prompt("7", "a", (3,), {"answer": "cb"})], 1, SamplingOptions(max_new_tokens=2), seed=0)
 
 
+def test_a_row_that_cannot_be_imitated_is_found_before_its_turn_comes():
+    rows = [Prompt("7", "a", (3,), {"answer": "c"}), Prompt("8", "a", (3,), {"answer": "cbc"})]
+    engine = ColumnEngine("answer", character_tokenizer("abc"))
+    engine.check(rows, 4)
+    with pytest.raises(DataError, match="at most 3 tokens in column 'answer'; given 4 for prompt '8'"):
+        engine.check(rows, 3)
+
+
 def test_rows_of_text_are_told_where_to_name_their_column(tmp_path):
     (tmp_path / "c.jsonl").write_text('{"prompt": "a", "completion": "b"}')
     with pytest.raises(DataError, match="name: recorded, column"):

@@ -79,7 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not given:
         parser.print_help(sys.stderr)
         return 2
-    options = parser.parse_args(given)
+    options, unknown = parser.parse_known_args(given)
+    if unknown:
+        command = commands.choices[options.command]
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], command._option_string_actions, n=1)
+        command.error(f"unknown arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]!r}?" if near else ""))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for noisy in ("httpx", "urllib3", "filelock", "absl"):
         logging.getLogger(noisy).setLevel(logging.WARNING)

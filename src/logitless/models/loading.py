@@ -4,9 +4,11 @@ Weights come from the safetensors of a hub name or local folder (never from a pi
 file, or at random from a config and a seed. On the meta device there are no weights: enough for a dry run.
 """
 
+import difflib
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    CONFIG_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -278,7 +281,16 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
     try:
         if isinstance(source, Mapping):
             fields = dict(source)
-            return AutoConfig.for_model(fields.pop("model_type"), **fields)
+            kind = fields.pop("model_type")
+            if kind not in CONFIG_MAPPING:
+                raise ConfigurationError(
+                    needed="a model that transformers knows",
+                    given=f"model_type {kind!r}" + _nearest(kind, CONFIG_MAPPING),
+                    remedy="Give a known model_type, a local folder or a hub name.",
+                )
+            config = AutoConfig.for_model(kind, **fields)
+            _check_names(type(config), fields)
+            return config
         gguf = gguf_file(source)
         if gguf is not None:
             return gguf_config(gguf)
@@ -301,6 +313,24 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
             remedy="Give a local folder, a reachable hub name, or a config with a known model_type; "
             "set trust_remote_code if the repository ships its own code.",
         ) from error
+
+
+def _check_names(kind: Any, fields: Mapping[str, Any]) -> None:
+    """Refuse a field that resembles a known one: transformers keeps every name, and reads only those that it knows."""
+    known = {*kind().to_dict(), *getattr(kind, "attribute_map", ()), *inspect.signature(kind).parameters}
+    for name in fields:
+        near = "" if name in known or hasattr(kind, name) else _nearest(name, known)
+        if near:
+            raise ConfigurationError(
+                needed=f"names that the config of a {kind.model_type} has",
+                given=repr(name) + near,
+                remedy="Correct the name, or leave it out.",
+            )
+
+
+def _nearest(name: Any, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+    return f" (nearest: {near[0]!r})" if near else ""
 
 
 def _built(config: Any, options: Mapping[str, Any]) -> PreTrainedModel:
@@ -357,6 +387,12 @@ def _check_path(source: str | Path) -> None:
             needed="an existing model folder",
             given=f"{str(source)!r}, which does not exist",
             remedy="Correct the path, or give a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+        )
+    if (path / "config.yaml").exists() and not (path / "config.json").exists():
+        raise ConfigurationError(
+            needed="the folder of a model",
+            given=f"{str(source)!r}, the folder of a run",
+            remedy=f"Take {path / 'model'}, which a finished run has; `logitless export` makes one of a checkpoint.",
         )
 
 

@@ -171,8 +171,14 @@ def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[
         [Reply(reward=0.0, messages=(), token_ids=(), failure='')]
     """
     if isinstance(environment, BatchedEnvironment):
-        return environment.replies(states, turns)
-    return [environment.reply(state, turn) for state, turn in zip(states, turns, strict=True)]
+        replies = environment.replies(states, turns)
+    else:
+        replies = [environment.reply(state, turn) for state, turn in zip(states, turns, strict=True)]
+    wrong = next((reply for reply in replies if not isinstance(reply, Reply)), None)
+    if wrong is not None or len(replies) != len(turns):
+        given = f"{len(replies)} for {len(turns)} turns" if wrong is None else f"a {type(wrong).__name__}"
+        raise TypeError(f"{type(environment).__name__} has to return a Reply for each turn, not {given}")
+    return replies
 
 
 def play(
@@ -220,8 +226,7 @@ def play(
     """
     began = clock()
     groups = [
-        [_Running(p, g, environment.start(p, seed=derived_seed(seed, p.id, g))) for g in range(num_samples)]
-        for p in prompts
+        [_started(environment, p, g, seed=derived_seed(seed, p.id, g)) for g in range(num_samples)] for p in prompts
     ]
     running = [each for group in groups for each in group]
     first = sampled(engine, prompts, num_samples, options, seed=seed)
@@ -239,11 +244,12 @@ def play(
 
 @dataclass
 class _Running:
-    """An episode under way."""
+    """An episode under way; one whose start failed ends with its first turn."""
 
     prompt: Prompt
     sample: int
     state: Any
+    failure: str = ""
     turns: list[tuple[Completion, Reply]] = field(default_factory=list)
 
     @property
@@ -273,15 +279,30 @@ class _Running:
         return Episode(joined(self.turns), tuple(messages), turn_rewards if any(turn_rewards) else (), failure)
 
 
-def _add_turns(environment: Environment, running: Sequence[_Running], turns: Sequence[Completion]) -> None:
-    """Add to each episode its turn and the environment's reply to it."""
+def _started(environment: Environment, prompt: Prompt, sample: int, *, seed: int) -> _Running:
     try:
-        replies = replies_of(environment, [each.state for each in running], turns)
+        return _Running(prompt, sample, environment.start(prompt, seed=seed))
     except LogitlessError:
         raise
     except Exception as error:
-        why = f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
-        replies = [Reply(failure=why)] * len(turns)
+        return _Running(prompt, sample, None, _reason(error))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+
+
+def _add_turns(environment: Environment, running: Sequence[_Running], turns: Sequence[Completion]) -> None:
+    """Add to each episode its turn and the environment's reply to it."""
+    asked = [(each.state, turn) for each, turn in zip(running, turns, strict=True) if not each.failure]
+    try:
+        given = replies_of(environment, [state for state, _ in asked], [turn for _, turn in asked])
+    except LogitlessError:
+        raise
+    except Exception as error:
+        given = [Reply(failure=_reason(error))] * len(asked)
+    left = iter(given)
+    replies = [Reply(failure=each.failure) if each.failure else next(left) for each in running]
     for each, turn, reply in zip(running, turns, replies, strict=True):
         if reply.messages and not len(reply.token_ids):
             raise InputError(

@@ -121,17 +121,28 @@ class ColumnEngine:
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """``num_samples`` times the text of each prompt."""
+        """``num_samples`` times the text of each prompt.
+
+        Raises:
+            DataError: a prompt without a text, or with one of more than ``max_new_tokens`` tokens.
+        """
         del seed
-        found = [text_of_column(prompt, self._column, self._tokenizer) for prompt in prompts]
-        for completion in found:
-            if completion.length > options.max_new_tokens:
-                raise DataError(
-                    needed=f"texts of at most {options.max_new_tokens} tokens in column {self._column!r}",
-                    given=f"{completion.length} for prompt {completion.prompt_id!r}",
-                    remedy="Raise rollout.sampling.max_new_tokens, or leave the row out.",
-                )
-        return [[completion] * num_samples for completion in found]
+        return [[self._text(prompt, options.max_new_tokens)] * num_samples for prompt in prompts]
+
+    def check(self, prompts: Sequence[Prompt], max_new_tokens: int) -> None:
+        """Refuse prompts that ``sample`` would refuse: a row that comes up late must not end a long run."""
+        for prompt in prompts:
+            self._text(prompt, max_new_tokens)
+
+    def _text(self, prompt: Prompt, max_new_tokens: int) -> Completion:
+        completion = text_of_column(prompt, self._column, self._tokenizer)
+        if completion.length > max_new_tokens:
+            raise DataError(
+                needed=f"texts of at most {max_new_tokens} tokens in column {self._column!r}",
+                given=f"{completion.length} for prompt {completion.prompt_id!r}",
+                remedy="Raise rollout.sampling.max_new_tokens, or leave the row out.",
+            )
+        return completion
 
 
 def text_of_column(prompt: Prompt, column: str, tokenizer: PreTrainedTokenizerBase) -> Completion:

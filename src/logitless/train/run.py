@@ -221,7 +221,7 @@ def _on_its_device(section: ModelSection, clock: WallClock) -> Iterator[None]:
 def _check(inputs: Inputs, loaded: Loaded, ranks: Ranks) -> None:
     """Refuse data or a model that do not fit the recipe, and a run that the disk has no room for."""
     recipe, model = inputs.recipe, loaded.model
-    check_before_start(recipe, inputs.data, model)
+    check_before_start(recipe, inputs.data, model, inputs.tokenizer)
     with failing_together(ranks, "room on the disk"):
         if ranks.is_first:
             parts = disk(recipe, model, value_head_of(recipe, inputs.algorithm, model))

@@ -62,7 +62,7 @@ class _Hums:
 
 def test_fewer_prompts_than_a_block_needs_is_an_error_with_the_account(tmp_path):
     recipe = tiny_recipe(tmp_path, rollout__prompts_per_block=9)
-    with pytest.raises(DataError, match=r"prompts_per_block = 9.*given 8.*'rows': 8"):
+    with pytest.raises(DataError, match=r"prompts_per_block = 9.*given train: 8 prompts of 8 rows\."):
         data_of(recipe, tokenizer_of(recipe.model))
 
 

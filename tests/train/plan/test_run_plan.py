@@ -113,6 +113,7 @@ def test_the_text_says_what_a_gpu_needs_of_its_host_and_whether_this_one_has_it(
     assert "available here" not in text
     monkeypatch.setattr("logitless.train.plan.run_plan.free_host_memory", lambda: 1000)
     assert "more than is available here: 1.0 KiB" in dry_run(recipe)
+    assert "more than is available here: 1.0 KiB" in dry_run(tiny_recipe(tmp_path))
     assert "host" not in dry_run(tiny_recipe(tmp_path))
     if not torch.cuda.is_available():
         assert "host" not in dry_run(tiny_recipe(tmp_path, model__device="auto"))
@@ -163,6 +164,29 @@ def test_a_recorded_token_that_the_model_does_not_have_is_found(tmp_path, token)
 def test_a_prompt_with_too_few_recorded_completions_is_found(tmp_path):
     with pytest.raises(DataError, match="given 4 of prompt '0'"):
         dry_run(tiny_recipe(tmp_path, **_recorded(tmp_path), rollout__completions_per_prompt=5))
+
+
+@pytest.mark.parametrize(
+    ("template", "error", "said"),
+    [
+        ("{{ hintt }}{{ prompt }}", DataError, "given hintt"),
+        ("{{ answer }", ConfigurationError, "a Jinja template"),
+    ],
+)
+def test_a_template_of_a_teacher_that_cannot_be_rendered_is_found(tmp_path, template, error, said):
+    teacher = {"source": "self", "divergence": "reverse_kl", "template": template}
+    with pytest.raises(error, match=said):
+        dry_run(tiny_recipe(tmp_path, teacher=teacher))
+
+
+def test_a_column_without_texts_to_imitate_is_found(tmp_path):
+    engine = {"name": "recorded", "column": "solution"}
+    with pytest.raises(DataError, match="column 'solution' of every prompt"):
+        dry_run(
+            tiny_recipe(
+                tmp_path, rollout__engine=engine, rollout__completions_per_prompt=1, algorithm={"preset": "nll"}
+            )
+        )
 
 
 def test_the_longest_sequence_may_fill_the_models_positions_exactly(tmp_path):

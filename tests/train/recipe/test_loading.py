@@ -13,7 +13,7 @@ from logitless.errors import ConfigurationError
 from logitless.objective.presets import PRESETS
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import PATHS, dump_recipe, load_recipe, parse_recipe
-from logitless.train.recipe.problems import OF_TRL, _alternatives, _fields
+from logitless.train.recipe.problems import ELSEWHERE, _alternatives, _fields
 from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[3]
@@ -95,12 +95,12 @@ def test_a_renamed_key_is_refused_with_its_name_of_today(tmp_path, override, old
 @pytest.mark.parametrize(
     ("override", "gone"),
     [
-        ("rollout.engine={name: vllm, sleep: true}", "rollout.engine: vllm is gone, .*take {name: vllm_server}"),
+        ("rollout.engine={name: vllm, sleep: true}", "rollout.engine: not 'vllm': .*take {name: vllm_server}"),
         (
             "rollout.engine={name: vllm_server, urls: [http://a], weights: {name: nccl, port: 1}}",
-            "rollout.engine.weights: nccl is gone, .*take {name: folder}",
+            "rollout.engine.weights: not 'nccl': .*take {name: folder}",
         ),
-        ("model.layers=liger", "model.layers: liger is gone, .*take auto"),
+        ("model.layers=liger", "model.layers: not 'liger': .*take auto"),
     ],
 )
 def test_a_removed_choice_is_refused_with_what_to_take_instead(tmp_path, override, gone):
@@ -143,6 +143,10 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, n
             "'rewards.0.options' (a function has no options; a class does, see the end of docs/own_reward.md)",
         ),
         ("rollout.engine={name: gpuu}", "rollout.engine: needs 'name' to be one of auto, transformers, recorded, gpu"),
+        (
+            "rollout.environment={name: tools, tools: [{name: calculater}]}",
+            "rollout.environment.tools.0: needs 'name' to be one of calculator, python, not 'calculater'",
+        ),
         ("rewards=[{name: lenght}]", "not 'lenght' (nearest: 'length')"),
         ("rollout.engine=gpu", "needs to be a section with a name, as {name: gpu} (auto, "),
         ("rollout.engine={memory: 3}", "rollout.engine: needs 'name', one of auto, transformers"),
@@ -156,10 +160,12 @@ def test_a_value_that_cannot_be_is_refused_in_words_of_the_recipe(tmp_path, over
     assert not re.search(r"Input|dictionary|valid |tag |discriminator|\.\.", message.removeprefix("needed a valid"))
 
 
-@pytest.mark.parametrize("key", OF_TRL)
-def test_a_key_of_trl_is_answered_with_the_one_that_does_what_it_does(tmp_path, key):
-    assert f"'train.{key}' (what TRL calls {key} is '{OF_TRL[key]}' here)" in refused(tmp_path, "", f"train.{key}=1")
-    *section, name = OF_TRL[key].split(".")
+@pytest.mark.parametrize("key", ELSEWHERE)
+def test_a_name_of_other_libraries_is_answered_with_the_key_that_does_what_it_does(tmp_path, key):
+    assert f"'train.{key}' (what others call {key} is '{ELSEWHERE[key]}' here)" in refused(
+        tmp_path, "", f"train.{key}=1"
+    )
+    *section, name = ELSEWHERE[key].split(".")
     if section == ["algorithm", "parameters"]:
         assert any(name in inspect.signature(preset).parameters for preset in PRESETS.values())
     else:
@@ -338,6 +344,13 @@ def test_paths_of_named_sources_and_sets_start_where_others_do(tmp_path, monkeyp
     moved = loaded(tmp_path, text, "evaluation.sets.hard.data.path=other.jsonl")
     assert moved.evaluation.sets["hard"].data.path == tmp_path / "elsewhere" / "other.jsonl"
     assert parse_recipe(yaml.safe_load(dump_recipe(recipe))) == recipe
+
+
+def test_each_of_several_teachers_starts_at_the_recipes_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    text = "teacher: {source: {math: ./math, chat: start}, divergence: reverse_kl}\n"
+    assert loaded(tmp_path, text).teacher.sources == {"math": str(tmp_path / "math"), "chat": "start"}
 
 
 @pytest.mark.parametrize(

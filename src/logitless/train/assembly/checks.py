@@ -2,20 +2,22 @@
 
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import DataError
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import positions
-from logitless.rollout.recorded import read_completions
+from logitless.rollout.recorded import ColumnEngine, read_completions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.data import Data
+from logitless.train.learn.teacher_prompts import TeacherPrompts
 from logitless.train.recipe.config import PROCESS_RULES, Recipe
 from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, check
 from logitless.train.recipe.training import MOMENT_RULES
@@ -114,8 +116,9 @@ BUILT_RULES: tuple[Rule[Built], ...] = (
 )
 
 
-def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
-    """Refuse a recipe that breaks one of the rules above, or a rule about ``train.optimizer.moments``.
+def check_before_start(recipe: Recipe, data: Data, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a recipe that breaks one of the rules above, or a rule about ``train.optimizer.moments``, or whose data
+    lack a text to imitate or what ``teacher.template`` reads.
 
     A model on the meta device is checked for the recipe's device, which need not be on this machine.
 
@@ -126,10 +129,30 @@ def check_before_start(recipe: Recipe, data: Data, model: nn.Module) -> None:
         ConfigurationError, DataError, UnavailableError: what the rule says.
     """
     check(BUILT_RULES, Built(recipe, data, model))
+    column = recipe.rollout.engine.recorded_column
+    if column is not None:
+        ColumnEngine(column, tokenizer).check(data.train, recipe.rollout.sampling.max_new_tokens)
+    if recipe.teacher is not None and recipe.teacher.template is not None:
+        _check_template(recipe.teacher.template, data.train, tokenizer)
     device = next(model.parameters()).device.type
     if device == "meta":
         device = "cuda" if recipe.model.device == "auto" else recipe.model.device.split(":")[0]
     check(MOMENT_RULES, Machine(recipe, device))
+
+
+def _check_template(template: str, prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse what is no template, and a name that no row has; a row that alone lacks one may be tested for it."""
+    from jinja2 import Environment, meta
+
+    TeacherPrompts(template, tokenizer, {})
+    known = {"prompt", "others", "reward", "verdicts"}.union(*(prompt.columns for prompt in prompts))
+    unknown = meta.find_undeclared_variables(Environment().parse(template)) - known  # parsed, never rendered
+    if unknown:
+        raise DataError(
+            needed=f"teacher.template to read of {', '.join(sorted(known))}",
+            given=", ".join(sorted(unknown)),
+            remedy="Correct the name, or give the rows such a column.",
+        )
 
 
 def arrangement_of(recipe: Recipe, world: int) -> Arrangement:

@@ -98,12 +98,20 @@ def data_of(
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
-            given=f"{len(train)} ({ ({name: counts[name] for name in recipe.training_sources}) })",
+            given="; ".join(f"{name}: {in_words(counts[name])}" for name in recipe.training_sources),
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
     warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
     return Data(train, held_out, warm, counts, sets)
+
+
+def in_words(counts: Mapping[str, int]) -> str:
+    """Numbers of prompts and rows in words, and why rows were left out."""
+    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
+    kept = counts["prompts"] - counts.get("held_out", 0)
+    return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:

@@ -48,7 +48,7 @@ class UnscoredLimit:
             needed=f"at most {self.max_fraction:.0%} of completions unscored (train.max_unscored_fraction)",
             given=f"{share:.0%} by {name}, and as bad for {self.in_a_row} blocks in a row. The first: "
             f"{_first_failure(groups, name)}",
-            remedy="Repair the reward; verdict/... in metrics.jsonl says since when. Where it may fail as often, raise "
+            remedy="Repair it; verdict/... in metrics.jsonl says since when. Where it may fail as often, raise "
             "train.max_unscored_fraction.",
         )
 

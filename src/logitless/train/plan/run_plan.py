@@ -19,6 +19,7 @@ from logitless.models.value_head import ValueHead
 from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.assembly.checks import check_before_start
 from logitless.train.assembly.costly import costly_choices
+from logitless.train.assembly.data import in_words
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.policies import centering_line, held_versions
 from logitless.train.assembly.process import device_of
@@ -89,7 +90,7 @@ def plan_of(recipe: Recipe) -> Plan:
     check_writers(recipe.writers)
     loaded = load(inputs, device=torch.device("meta"))
     model, chosen = loaded.model, loaded.chosen
-    check_before_start(recipe, inputs.data, model)
+    check_before_start(recipe, inputs.data, model, inputs.tokenizer)
     value_head = value_head_of(recipe, inputs.algorithm, model)
     open_engines(chosen.recipe, model, inputs.tokenizer).close()
     rollout, train = recipe.rollout, recipe.train
@@ -187,14 +188,6 @@ def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | 
     return (needed, free) if needed > free else None
 
 
-def _account(counts: Mapping[str, int]) -> str:
-    """Numbers of prompts and rows in words, and why rows were left out."""
-    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
-    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
-    kept = counts["prompts"] - counts.get("held_out", 0)
-    return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
-
-
 def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
     """The parts of the preset that the recipe replaces, each with its name, or its path if it is the user's own."""
     for name in ("ratio", "surrogate", "correction", "advantage", "weighting"):
@@ -219,9 +212,12 @@ def _host_lines(host: TrainingMemory) -> list[str]:
     """Lines about host memory at its peak, and whether this machine has as much."""
     parts = {**host.at_peak, "total": host.peak_bytes}
     lines = [f"  memory of the host beside a GPU, most while {host.fullest}", *_sizes(parts, max(map(len, parts)))]
-    if host.peak_bytes > (free := free_host_memory()):
-        lines.append(f"    more than is available here: {size_text(free)}")
-    return lines
+    return [*lines, *_short_of_memory(host.peak_bytes)]
+
+
+def _short_of_memory(needed: int) -> list[str]:
+    free = free_host_memory()
+    return [f"    more than is available here: {size_text(free)}"] if needed > free else []
 
 
 def dry_run(recipe: Recipe) -> str:
@@ -234,7 +230,7 @@ def dry_run(recipe: Recipe) -> str:
         *(f"  {line}" for line in (*plan.chosen, *plan.warnings)),
         f"  preset             {recipe.algorithm.preset}",
         *(f"  {name:18s} {words}" for name, words in (*_replaced(recipe), *_environment(recipe))),
-        *(f"  {name:18s} {_account(counts)}" for name, counts in plan.counts.items()),
+        *(f"  {name:18s} {in_words(counts)}" for name, counts in plan.counts.items()),
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
         f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
@@ -244,6 +240,8 @@ def dry_run(recipe: Recipe) -> str:
         "  memory",
         *_sizes({**plan.memory_bytes, "total": plan.total_bytes}, width),
     ]
+    if device_of(recipe.model).type == "cpu":
+        lines += _short_of_memory(plan.total_bytes)
     is_for_gpu = device_of(recipe.model).type == "cuda" or recipe.train.optimizer.moments == "host"
     if plan.host.peak_bytes and is_for_gpu:
         lines += _host_lines(plan.host)

@@ -127,8 +127,9 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
             if section in ("*", name) and isinstance(inner, dict | list)
         ]
     for path, at in found:
-        if isinstance(at, dict) and last in at:
-            yield f"{path}{last}", at, last
+        if isinstance(at, dict):
+            for name in [*at] if last == "*" else {last} & at.keys():
+                yield f"{path}{name}", at, name
 
 
 def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:

@@ -23,14 +23,15 @@ RENAMED = {
 """Renamed keys, old to new."""
 
 REMOVED = {
-    ("rollout.engine", "vllm"): "vLLM in the trainer's process; take {name: vllm_server}, or auto",
-    ("rollout.engine.weights", "nccl"): "transfer over NCCL; take {name: folder}",
-    ("model.layers", "liger"): "Liger's layers; take auto",
+    ("rollout.engine", "vllm"): "vLLM no longer runs in the trainer's process; take {name: vllm_server}, or auto",
+    ("rollout.engine.weights", "nccl"): "weights no longer go over NCCL; take {name: folder}",
+    ("model.layers", "liger"): "Liger's layers are no longer used; take auto",
 }
-"""Removed values of keys: what each was, and what to take instead."""
+"""Removed values of keys: what is no longer so, and what to take instead."""
 
-OF_TRL = {
+ELSEWHERE = {
     "adam_epsilon": "train.optimizer.eps",
+    "batch_size": "train.tokens_per_step",
     "beta": "kl.control.beta",
     "bf16": "model.trained_dtype",
     "dataset_name": "data.train.dataset",
@@ -42,6 +43,7 @@ OF_TRL = {
     "importance_sampling_level": "algorithm.ratio",
     "learning_rate": "train.optimizer.learning_rate",
     "load_in_4bit": "model.quantize",
+    "lr": "train.optimizer.learning_rate",
     "lora_alpha": "model.lora.alpha",
     "lora_r": "model.lora.rank",
     "lora_target_modules": "model.lora.targets",
@@ -57,6 +59,7 @@ OF_TRL = {
     "num_train_epochs": "train.blocks",
     "output_dir": "output",
     "per_device_train_batch_size": "train.tokens_per_micro_batch",
+    "r": "model.lora.rank",
     "report_to": "writers",
     "reward_funcs": "rewards",
     "run_name": "name",
@@ -64,10 +67,11 @@ OF_TRL = {
     "save_total_limit": "checkpoint.keep",
     "scale_rewards": "algorithm.advantage",
     "steps_per_generation": "train.tokens_per_step",
+    "temp": "rollout.sampling.temperature",
     "use_vllm": "rollout.engine",
     "warmup_ratio": "train.optimizer.warmup_steps",
 }
-"""Keys of TRL's GRPOConfig, each with the key that does the same here."""
+"""Names of TRL, PEFT and PyTorch, each with the key that does the same here."""
 
 _LIKE = 0.6
 """Similarity (difflib) from which a known name is suggested."""
@@ -111,7 +115,7 @@ def _problem(details: ErrorDetails) -> str:
     if kind == "union_tag_invalid":
         given = details["ctx"]["tag"]
     if (gone := REMOVED.get((where, str(given)))) is not None:
-        return f"{where}: {given} is gone, {gone}"
+        return f"{where}: not {given!r}: {gone}"
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(path, {name for each in beside for name in _fields(each)}, of_function=Function in beside)
     if kind == "missing":
@@ -149,8 +153,8 @@ def _unknown(path: Sequence[str], known: set[str], *, of_function: bool) -> str:
     where, name = ".".join(path), path[-1]
     if (now := RENAMED.get(name)) in known:
         return f"{where!r} is called {'.'.join([*path[:-1], now])!r} now"
-    if name in OF_TRL:
-        return f"unknown key {where!r} (what TRL calls {name} is {OF_TRL[name]!r} here)"
+    if name in ELSEWHERE:
+        return f"unknown key {where!r} (what others call {name} is {ELSEWHERE[name]!r} here)"
     if of_function and not difflib.get_close_matches(name, known, n=1, cutoff=_LIKE):
         return f"unknown key {where!r} (a function has no options; a class does, see the end of docs/own_reward.md)"
     near = _nearest(path, known)
@@ -202,7 +206,8 @@ def _followed(details: ErrorDetails) -> tuple[list[str], Sequence[Any], Sequence
         items = [a for k in kinds if get_origin(k) in (tuple, list) for a in get_args(k) if a is not Ellipsis]
         named = [get_args(k)[1] for k in kinds if get_origin(k) in (dict, Mapping) and len(get_args(k)) == 2]
         tagged = [k for k in kinds if part == getattr(k, "__name__", "") or part in _tags(k)]
-        if not entered and not (items and part.isdigit()) and tagged:
+        one_of = sum(bool(_fields(k)) for k in kinds) > 1  # then its tag comes first, as of {name: tools, tools: [...]}
+        if tagged and (one_of or not entered) and not (items and part.isdigit()):
             kinds = tagged
             continue
         path.append(part)
