@@ -10,6 +10,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
+from difflib import SequenceMatcher
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -316,16 +317,33 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
 
 
 def _check_names(kind: Any, fields: Mapping[str, Any]) -> None:
-    """Refuse a field that resembles a known one: transformers keeps every name, and reads only those that it knows."""
+    """Refuse a field that is a known one but for one misspelt word.
+
+    transformers keeps every name, and some models read names that their configs do not list.
+    """
     known = {*kind().to_dict(), *getattr(kind, "attribute_map", ()), *inspect.signature(kind).parameters}
     for name in fields:
-        near = "" if name in known or hasattr(kind, name) else _nearest(name, known)
+        near = [] if name in known or hasattr(kind, name) else [each for each in known if _is_misspelt(name, each)]
         if near:
             raise ConfigurationError(
                 needed=f"names that the config of a {kind.model_type} has",
-                given=repr(name) + near,
+                given=f"{name!r} (nearest: {min(near)!r})",
                 remedy="Correct the name, or leave it out.",
             )
+
+
+def _is_misspelt(name: str, known: str) -> bool:
+    """Whether the names differ in one word, by a letter or two.
+
+    Example:
+        >>> _is_misspelt("hidden_sise", "hidden_size"), _is_misspelt("n_shared_experts", "n_routed_experts")
+        (True, False)
+    """
+    one, other = name.split("_"), known.split("_")
+    different = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
+    return len(one) == len(other) and len(different) == 1 and SequenceMatcher(None, *different[0]).ratio() > 0.7
+
+
 
 
 def _nearest(name: Any, known: Iterable[str]) -> str:
