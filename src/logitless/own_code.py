@@ -7,10 +7,11 @@ its folder by name. Worker processes of rewards import this module: standard lib
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
@@ -118,6 +119,34 @@ def made(factory: str, options: Mapping[str, Any], *, what: str, key: str) -> An
             needed=f"{what} from {factory!r} with options {dict(options)}",
             given=described(error),
             remedy="Correct that line." if _line_of(error) else f"Correct what {key} names, or {section}.options.",
+        ) from error
+
+
+def check_takes(call: str, function: Callable[..., Any], /, *positional: Any, **named: Any) -> None:
+    """Refuse a function that cannot be called with these arguments; it is not called.
+
+    Args:
+        call: what it must take, for the error.
+        function: one whose arguments Python cannot name is not checked.
+
+    Raises:
+        ConfigurationError: it lacks an argument, or needs another one.
+
+    Example:
+        >>> check_takes("start(prompt, *, seed)", lambda prompt, sede: None, None, seed=0)
+        Traceback (most recent call last):
+        logitless.errors.ConfigurationError: needed start(prompt, *, seed); given <lambda>(prompt, sede), missing ...
+    """
+    try:
+        taken = inspect.signature(function)
+    except ValueError:  # of a builtin
+        return
+    try:
+        taken.bind(*positional, **named)
+    except TypeError as error:
+        name = getattr(function, "__qualname__", type(function).__name__)
+        raise ConfigurationError(
+            needed=call, given=f"{name}{taken}, {error}", remedy="Correct its arguments."
         ) from error
 
 

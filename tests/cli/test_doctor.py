@@ -83,6 +83,14 @@ def test_a_recipe_that_cannot_run_exits_with_1_and_the_nearest_settings(tmp_path
     assert main(["doctor", path, "--set", "model.device=auto", "--no-measure"]) == 0
 
 
+def test_where_no_setting_fits_it_is_said_and_the_plan_for_more_gpus_named(tmp_path, capsys, monkeypatch):
+    path = recipe_file(tmp_path)
+    monkeypatch.setattr("logitless.doctor.nearest.fit_of", lambda *given: fit_of(*given, memory=1))
+    assert main(["doctor", path, "--no-measure"]) == 1
+    out = capsys.readouterr().out
+    assert f"would run with\n  none of the settings that were tried; `logitless plan {path} --gpus N` says" in out
+
+
 def test_an_invalid_recipe_exits_with_2(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path, trian={})]) == 2
     assert "unknown key 'trian'" in capsys.readouterr().err

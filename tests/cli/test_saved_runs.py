@@ -437,6 +437,14 @@ def shown(path, capsys, prompt, completion, verdict, **more):
     return capsys.readouterr().out
 
 
+def test_show_says_how_a_completion_ended_however_narrow_the_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    printed = shown(
+        tmp_path, capsys, Prompt("7", "2+2=", (4,)), Completion("7", (4,), "4", "length"), Verdict.graded(1.0)
+    )
+    assert "\n1 of 1, reward 1, advantage none, 1 tokens, ended by the length limit\n" in printed
+
+
 def test_show_without_numbers_prints_the_first_group_of_the_last_block(run, capsys):
     assert main(["show", str(run.path)]) == 0
     assert "block 2, group 1 of 4" in capsys.readouterr().out

@@ -276,6 +276,11 @@ def test_an_unknown_backend_is_an_error_before_the_first_step(llama_path, tmp_pa
         trainer_of(GRPOTrainer, llama_path, tmp_path, config=GRPOConfig, head_backend="triton")
 
 
+def test_trl_refuses_lora_on_the_lm_head_when_the_trainer_is_made(llama_path, tmp_path):
+    with pytest.raises(ValueError, match="Remove `'lm_head'` from your `target_modules`"):
+        trainer_of(GRPOTrainer, llama_path, tmp_path, lora=LoraConfig(r=2, target_modules=["lm_head"]))
+
+
 METRIC_CASES = {
     "token ratio": {"loss_type": "dapo", "beta": 0.1},
     "sequence ratio": {"loss_type": "grpo", "importance_sampling_level": "sequence"},

@@ -113,6 +113,7 @@ def test_the_correction_needs_both_switches_and_knows_the_old_name_of_its_bound(
         ({"vllm_importance_sampling_mode": "token"}, "vllm_importance_sampling_mode"),
         ({"delta": 0.5}, "a delta above 0.8"),
         ({"epsilon": 0.5, "delta": 0.5}, "a delta above 0.5"),
+        ({"top_entropy_quantile": 1.5}, "at most 1, as top_entropy_quantile; given 1.5"),
         ({"router_aux_loss_coef": 0.001}, "router"),
         ({"sync_ref_model": True}, "frozen reference"),
         ({"loss_type": "vespo", "use_vllm": True}, "'token_truncate' or 'token_mask'"),

@@ -90,6 +90,11 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         found["cannot run here"] = list(fit.problems)
         if fit.changes:
             found["would run with"] = [f"--set '{change}'" for change in fit.changes]
+        elif fit.changes is None and fit.plan is not None:
+            plan = f"`logitless plan {path} --gpus N`"
+            found["would run with"] = (
+                f"none of the settings that were tried; {plan} says what each of N GPUs would hold"
+            )
     try:
         data = read(fit.recipe).data
     except LogitlessError:

@@ -20,7 +20,7 @@ from logitless.errors import LogitlessError
 COMMANDS = {
     "recipes": "list, print and copy the recipes that come with logitless",
     "train": "run a recipe",
-    "plan": "forecast memory, messages and time of a recipe on several GPUs",
+    "plan": "forecast memory and messages of a recipe on several GPUs, of this machine or others",
     "report": "write report.html for a run folder",
     "show": "print a sampled group of a run with its verdicts",
     "sample": "complete prompts with a checkpoint of a run",

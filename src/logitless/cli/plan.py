@@ -1,4 +1,4 @@
-"""``logitless plan RECIPE --gpus N``: memory of each process and messages of a step on N GPUs."""
+"""``logitless plan RECIPE --gpus N``: memory of each process and messages of a step on N GPUs, here or elsewhere."""
 
 import argparse
 from pathlib import Path
@@ -19,7 +19,9 @@ from logitless.train.recipe.loading import load_recipe
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The recipe and the number of GPUs."""
     parser.add_argument("recipe", type=Path, help="YAML file; its `parallel` says how the processes are arranged")
-    parser.add_argument("--gpus", type=int, required=True, metavar="N", help="processes, one a GPU")
+    parser.add_argument(
+        "--gpus", type=int, required=True, metavar="N", help="processes, one a GPU; they need not be here"
+    )
     parser.add_argument(
         "--gpus-per-machine", type=int, default=8, metavar="N", help="processes that share a host's memory (default 8)"
     )

@@ -22,7 +22,9 @@ from logitless.train.saved_policy import load_policy
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to serve, and where."""
-    parser.add_argument("source", type=Path, help="a recipe's YAML file, or a run folder")
+    parser.add_argument(
+        "source", type=Path, help="a recipe's YAML file, or a run folder; its max_new_tokens limits max_tokens"
+    )
     add_checkpoint(parser, "of a run (default: latest)")
     add_overrides(parser, "of a recipe")
     add_port(parser, 8000)

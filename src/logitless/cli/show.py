@@ -52,7 +52,8 @@ def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
     for number, row in enumerate(rows, start=1):
         said = [f"{number} of {len(rows)}", f"reward {_number(row['reward'])}"]
         said += [f"advantage {_number(row['advantage'])}", f"{row['num_tokens']} tokens", f"ended by {_end(row)}"]
-        page += [Rule(", ".join(said), align="left"), *_said(row)]
+        # below the rule: as its title it would be cut at the terminal's width
+        page += [Rule(), Text(", ".join(said), style="bold"), *_said(row)]
         for name, verdict in json.loads(row["verdicts"]).items():
             page.append(Text(f"  {visible(name)}: {_verdict(verdict)}", style="dim"))
     return page

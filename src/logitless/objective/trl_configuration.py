@@ -106,7 +106,7 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
 
     Raises:
         ConfigurationError: an unknown field or value; a router loss; a moving reference; VESPO with a correction that
-            is not per token; a delta of at most ``1 - epsilon``.
+            is not per token; a delta of at most ``1 - epsilon``; a fraction above 1.
 
     Warns:
         UserWarning: ``cispo`` with an ``epsilon_high`` below 1 (TRL's default is 0.2), which in TRL is the ceiling.
@@ -173,6 +173,12 @@ def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
             needed=f"a delta above {1 - values['epsilon']}, the lower bound of the ratio",
             given=f"delta={delta}",
             remedy="Set delta above 1 + epsilon_high, or leave it out.",
+        )
+    if values["top_entropy_quantile"] > 1:  # which TRL takes for 1
+        raise ConfigurationError(
+            needed="a fraction of tokens to keep, at most 1, as top_entropy_quantile",
+            given=str(values["top_entropy_quantile"]),
+            remedy="Use 1 to keep all tokens, or 0.2 for the fifth with the highest entropy.",
         )
 
 

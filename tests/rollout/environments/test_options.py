@@ -56,6 +56,23 @@ def test_what_has_not_both_methods_is_no_environment():
         OwnEnvironment(factory="builtins:dict").made()
 
 
+@pytest.mark.parametrize(
+    ("start", "reply", "said"),
+    [
+        ("self, prompt", "self, state, turn", r"start\(prompt, \*, seed\); given Own\.start\(prompt\), .*'seed'"),
+        ("self, prompt, *, sede", "self, state, turn", r"start\(prompt, \*, seed\); given .*'sede'"),
+        ("self, prompt, *, seed", "self, turn", r"reply\(state, turn\); given Own\.reply\(turn\), too many"),
+    ],
+)
+def test_an_environment_with_other_arguments_is_refused_before_the_first_rollout(start, reply, said, tmp_path):
+    methods = f"    def start({start}):\n        pass\n\n    def reply({reply}):\n        pass\n"
+    (tmp_path / "own.py").write_text(f"class Own:\n{methods}\n\ndef drive(base_url, row):\n    pass\n")
+    with pytest.raises(ConfigurationError, match=said):
+        environment_of(OwnEnvironment(factory=f"{tmp_path}/own.py:Own"), chat_tokenizer("qwen"))
+    with pytest.raises(ConfigurationError, match=r"function\(base_url, row, seed, \*\*options\); given drive\("):
+        environment_of(Harness(function=f"{tmp_path}/own.py:drive"), chat_tokenizer("qwen"))
+
+
 def test_an_environment_and_a_harness_may_stand_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from logitless import Reply\n\n\nclass Mute:\n    def __init__(self, pays=0.0):\n        self.pays = pays\n\n"

@@ -1,6 +1,7 @@
 """Held-out numbers by hand; pass@k is the mean over all choices of k of n samples, and intervals hold."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 
 import pytest
@@ -12,9 +13,11 @@ from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.collect.evaluate import Evaluation, HeldOut, pass_at_k, success_metrics
+from logitless.train.collect.evaluate import Evaluation, HeldOut, evaluation_of, pass_at_k, success_metrics
+from logitless.train.recipe.evaluation import held_out_metrics
 from logitless.types import Completion, Prompt, Verdict
 from tests.train.engines import FakeEngine
+from tests.train.tiny import held_out_set, tiny_recipe
 
 PROMPTS = [Prompt("a", "?", (1,), {"answer": "yes"}), Prompt("b", "?", (1,), {"answer": "no"})]
 ANSWERS = {"a": ["yes", "no"], "b": ["yes", "maybe"]}
@@ -52,6 +55,17 @@ def test_accuracy_counts_completions_that_reach_the_threshold():
         "evaluation/prompts": 2,
         "evaluation/exact/mean": 0.25,
     }
+
+
+@pytest.mark.parametrize("scores", [True, False], ids=["rewards", "environment"])
+def test_a_recipe_knows_the_name_of_every_metric_of_its_evaluations(tmp_path, scores):
+    rewards = [{"name": "length"}, {"name": "exact", "sources": ["train", "held_out"]}] if scores else []
+    sets, teacher = held_out_set(tmp_path, samples_per_prompt=2), None if scores else {"source": "x/y", "advantage": 1}
+    changes = {"evaluation__samples_per_prompt": 2, "evaluation__sets": sets, "teacher": teacher}
+    recipe = tiny_recipe(tmp_path, rewards=rewards, **changes)
+    prompts = {name: [replace(p, source=name) for p in PROMPTS] for name in ("held_out", "more")}
+    evaluation = evaluation_of(recipe, _Engine(), SingleTurn(), prompts, weighted(recipe.rewards))
+    assert sorted(evaluation(evaluation.sets)) == sorted(held_out_metrics(recipe))
 
 
 def test_the_threshold_is_of_the_weighted_sum():

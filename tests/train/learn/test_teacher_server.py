@@ -15,7 +15,9 @@ from logitless.train.learn.policy import Policy
 from logitless.train.learn.step import on_host, step_numbers
 from logitless.train.learn.teacher import Teacher
 from logitless.train.learn.teacher_server import ServedTeacher
+from logitless.train.plan.run_plan import dry_run
 from logitless.train.recipe.teacher import TeacherSection
+from logitless.train.run import run_recipe
 from logitless.types import Completion, Prompt
 from tests.head.two_streams import defined
 from tests.rollout.fake_vllm import Served, serving
@@ -23,7 +25,7 @@ from tests.rounding import of_roundings
 from tests.train.learn.test_step import CUTS, GPT2, TEMPERATURE, WHOLE, _assert_same, _block, _each, _policy
 from tests.train.learn.test_teacher import WEIGHT, _gradient
 from tests.train.test_distillation import ALONE, LONGER
-from tests.train.tiny import ALPHABET, TINY_LLAMA, finished_run, steps_of
+from tests.train.tiny import ALPHABET, TINY_LLAMA, finished_run, steps_of, tiny_recipe
 
 PROMPT = Prompt("1", "ab", (3, 4))
 PAIRS = [
@@ -149,6 +151,23 @@ def test_an_answer_without_the_log_probs_is_an_error_after_some_attempts(content
         teacher.check(PROMPT)
         with pytest.raises(EngineError, match="no log-probs of 5 tokens"):
             teacher.scores(pack(PAIRS[:1]), temperature=1.0, backend="auto")
+
+
+def test_a_server_that_is_down_ends_a_run_and_a_dry_run_at_once_with_its_address(tmp_path):
+    with serving(_served()) as url:
+        pass
+    recipe = tiny_recipe(tmp_path, **ALONE, teacher={"source": url, "advantage": 1})
+    for start in (run_recipe, dry_run):
+        with pytest.raises(EngineError, match=rf"server at {url} .*Refused.*1 attempts in 0 s.* begin once it answers"):
+            start(recipe)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_refuses_a_server_with_another_tokenizer(tmp_path):
+    with serving(_served(alphabet="bacdefgh")) as url:
+        recipe = tiny_recipe(tmp_path, **ALONE, teacher={"source": url, "advantage": 1})
+        with pytest.raises(ConfigurationError, match=f"policy's tokenizer.*another one at {url}"):
+            dry_run(recipe)
 
 
 def test_a_run_learns_from_a_server_as_from_the_same_model_in_this_process(tmp_path):

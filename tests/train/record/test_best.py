@@ -187,10 +187,17 @@ def test_what_was_seen_of_another_metric_counts_for_nothing():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"checkpoint__keep_best": {"metric": "reward/mean"}},
+        {"checkpoint__keep_best": {"metric": "length/mean"}},
         {"evaluation__stop": {"metric": "evaluation/accuracy"}},
     ],
 )
 def test_a_metric_of_training_and_a_stop_without_patience_are_refused(tmp_path, changes):
-    with pytest.raises(ConfigurationError, match=r"evaluation\.stop\.patience|pattern"):
+    with pytest.raises(ConfigurationError, match=r"evaluation\.stop\.patience|evaluation/length/mean is nearest"):
         tiny_recipe(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("metric", ["evaluation/acuracy", "accuracy"])
+def test_a_misspelt_metric_is_refused_before_the_start_with_the_nearest_name(tmp_path, metric):
+    for key, section in (("evaluation__stop", {"patience": 1}), ("checkpoint__keep_best", {})):
+        with pytest.raises(ConfigurationError, match=f"given {metric}, where evaluation/accuracy is nearest"):
+            tiny_recipe(tmp_path, **{key: {**section, "metric": metric}})

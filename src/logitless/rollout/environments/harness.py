@@ -18,7 +18,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, EngineError, InputError
-from logitless.own_code import named
+from logitless.own_code import check_takes, named
 from logitless.rollout.engine import Engine, Weights
 from logitless.rollout.environment import Limits, end_to_end, given
 from logitless.rollout.sampling import SamplingOptions
@@ -84,11 +84,12 @@ class Harness:
         """The function that runs an episode.
 
         Raises:
-            ConfigurationError: it cannot be imported.
+            ConfigurationError: it cannot be imported, or takes other arguments.
         """
         if self.function is None:
             return self._run_command
         found: Drive = named(self.function, what="of a function", key="rollout.environment.function")
+        check_takes("function(base_url, row, seed, **options)", found, "", {}, 0, **self.options)
         return partial(found, **self.options) if self.options else found
 
     def _run_command(self, base_url: str, row: Mapping[str, Any], seed: int) -> float | None:

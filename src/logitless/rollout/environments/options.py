@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal, TypeAlias
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError
-from logitless.own_code import made
+from logitless.own_code import check_takes, made
 from logitless.rollout.chat import ChatEnvironment, ChatTurns
-from logitless.rollout.environment import Driver, Environment, SingleTurn
+from logitless.rollout.environment import BatchedEnvironment, Driver, Environment, SingleTurn
 from logitless.rollout.environments.harness import Harness, HarnessEpisodes
 from logitless.rollout.environments.text_game import GuessingGame
 from logitless.rollout.environments.tool_environment import ToolEnvironment
@@ -43,7 +43,8 @@ class OwnEnvironment:
         """The environment.
 
         Raises:
-            ConfigurationError: the path cannot be imported, or returns something else.
+            ConfigurationError: the path cannot be imported, or returns something else, or its methods take other
+                arguments.
         """
         environment = made(self.factory, self.options, what="an environment", key="rollout.environment.factory")
         if not isinstance(environment, Environment):
@@ -52,6 +53,10 @@ class OwnEnvironment:
                 given=f"{type(environment).__name__} of {self.factory}",
                 remedy="See logitless.rollout.environment.Environment.",
             )
+        check_takes("start(prompt, *, seed)", environment.start, None, seed=0)
+        check_takes("reply(state, turn)", environment.reply, None, None)
+        if isinstance(environment, BatchedEnvironment):
+            check_takes("replies(states, turns)", environment.replies, [], [])
         return environment
 
 

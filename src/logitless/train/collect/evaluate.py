@@ -14,7 +14,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.train.collect.collector import sampled_and_judged
 from logitless.train.recipe.config import Recipe
-from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection
+from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection, pass_at_ks
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, Prompt
 
@@ -188,9 +188,8 @@ def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str
         >>> found["accuracy"], found["pass_at/2"]
         (0.25, 0.5)
     """
-    ks = sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
     found: dict[str, float] = {}
-    for k in ks:
+    for k in pass_at_ks(num_samples):
         name = "accuracy" if k == 1 else f"pass_at/{k}"
         mean = math.fsum(pass_at_k(num_samples, c, k) for c in num_correct) / len(num_correct)
         low, high = wilson_interval(mean, len(num_correct))

@@ -1,12 +1,13 @@
 """The sections ``evaluation`` and ``checkpoint``, and the held-out metrics that decide on stopping and keeping."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveInt
 
-from logitless.data.sources import DataOptions, SourceName
+from logitless.data.sources import DataOptions, SourceName, nearest
+from logitless.rewards.reward import ENVIRONMENT
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.rule import Rule, Setting
 from logitless.train.recipe.section import Section
@@ -33,7 +34,6 @@ class WatchSection(Section):
 
     metric: str = Field(
         "evaluation/accuracy",
-        pattern=r"^(evaluation|held_out/[^/]+)/.+$",
         description="of `data.held_out` (`evaluation/...`) or of a set (`held_out/<set>/...`), see docs/metrics.md",
     )
     mode: Literal["max", "min"] = Field("max", description="max: a larger value is better; min: a smaller one")
@@ -94,24 +94,44 @@ class CheckpointSection(Section):
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _prefixes(recipe: "Recipe") -> list[str]:
-    """Prefixes of the metrics of all held-out sets."""
-    return ["evaluation/"] * (recipe.data.held_out is not None) + [f"held_out/{n}/" for n in recipe.evaluation.sets]
+def pass_at_ks(num_samples: int) -> list[int]:
+    """The k of pass@k that are measured with so many samples a prompt: 1 (accuracy), 2, 4, ... and all.
+
+    Example:
+        >>> pass_at_ks(6)
+        [1, 2, 4, 6]
+    """
+    return sorted({2**power for power in range(num_samples.bit_length())} | {num_samples})
+
+
+def held_out_metrics(recipe: "Recipe") -> Iterator[str]:
+    """The names of all metrics that the recipe's evaluations may have."""
+    sets: dict[str, EvaluationSection | HeldOutSection] = {**recipe.evaluation.sets}
+    if recipe.data.held_out is not None:
+        sets["held_out"] = recipe.evaluation
+    for source, section in sets.items():
+        start = "evaluation" if source == "held_out" else f"held_out/{source}"
+        ks = pass_at_ks(section.samples_per_prompt)
+        for name in ("accuracy" if k == 1 else f"pass_at/{k}" for k in ks):
+            yield from (f"{start}/{name}", f"{start}/{name}/low", f"{start}/{name}/high")
+        yield from (f"{start}/{name}" for name in ("reward_mean", "length_mean", "truncated_fraction", "prompts"))
+        scored = [each.metric_name for each in recipe.rewards if each.sources is None or source in each.sources]
+        yield from (f"{start}/{name}/mean" for name in (scored if recipe.rewards else [ENVIRONMENT]))
 
 
 def _watched(key: str, section: Callable[["Recipe"], WatchSection | None]) -> Rule["Recipe"]:
-    """The rule that a watched metric belongs to a held-out set of the recipe."""
+    """The rule that a watched metric is one of the recipe's evaluations."""
 
     def given(recipe: "Recipe") -> str:
-        watch, prefixes = section(recipe), _prefixes(recipe)
-        if watch is None or watch.prefix in prefixes:
+        watch, known = section(recipe), [*held_out_metrics(recipe)]
+        if watch is None or watch.metric in known:
             return ""
-        return f"{watch.metric}, and there are {' and '.join(prefixes) or 'none'}"
+        return f"{watch.metric}, where " + (f"{nearest(watch.metric, known)} is nearest" if known else "none are there")
 
     return Setting["Recipe"](f"{key}.metric", lambda recipe: section(recipe) is not None).needs(
-        "the held-out prompts that the metric is measured on",
+        "a metric of the recipe's held-out prompts",
         given=given,
-        remedy="Give data.held_out, or name a metric of a set of evaluation.sets.",
+        remedy="Name one, or give the prompts that it is measured on (data.held_out, evaluation.sets).",
     )
 
 
