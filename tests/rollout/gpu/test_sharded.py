@@ -1,6 +1,7 @@
 """A model whose layers are sharded over the ranks that sample with it: the bits of the whole model on one rank."""
 
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from unittest import mock
 
 import pytest
 import torch
@@ -44,16 +45,29 @@ def _model(name, device="cpu", *, empty=False, seed=1):
 def _engine(name, device):
     from logitless.rollout.gpu.sharded import ShardedGpuEngine
 
-    if device == "cpu":
-        complete_interpreter()
-        fused.why_not, steps.STEPS = fused._unsupported, 1
     copy, tokenizer = _model(name, empty=True), character_tokenizer("abcdefgh")
     engine = ShardedGpuEngine(copy, tokenizer, device=torch.device(device, *([dist.get_rank()] * (device == "cuda"))))
     engine.share(Ranks(data=dist.group.WORLD))
     return engine
 
 
+@contextmanager
+def _kernels(device):
+    """Inside, a CPU runs them in the interpreter; ranks serve other tests afterwards."""
+    if device == "cpu":
+        complete_interpreter()
+        with mock.patch.object(fused, "why_not", fused._unsupported), mock.patch.object(steps, "STEPS", 1):
+            yield
+    else:
+        yield
+
+
 def _sampled(rank, name, device, calls):
+    with _kernels(device):
+        return _sampled_by_both(rank, name, device, calls)
+
+
+def _sampled_by_both(rank, name, device, calls):
     """What rank r samples in its ``calls[r]``, with two versions of the weights; and alone with all weights.
 
     In the first call the second layer is short of memory once, in the middle of a pass; in the last it is not finite.
