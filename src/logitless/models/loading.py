@@ -344,8 +344,6 @@ def _is_misspelt(name: str, known: str) -> bool:
     return len(one) == len(other) and len(different) == 1 and SequenceMatcher(None, *different[0]).ratio() > 0.7
 
 
-
-
 def _nearest(name: Any, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
     return f" (nearest: {near[0]!r})" if near else ""
