@@ -11,7 +11,6 @@ depend on time. ``mixed_fraction`` is the share of completions that weights of s
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +23,6 @@ import torch
 import rollout_contenders as contenders
 from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
-from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.train.assembly.engines import Engines, engines_on
 from logitless.train.assembly.process import set_process
@@ -37,7 +35,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import WallClock
 from logitless.train.run import parted, sample_only
 from rollout_workloads import Workload
-from script import RESULTS, Rows, main, short_name
+from script import RESULTS, Rows, main, rows_of_processes, short_name
 from shapes import SHAPES, TINY
 
 LETTERS = "abcdefgh"
@@ -83,15 +81,8 @@ def run(args: argparse.Namespace) -> int:
     here = environment(args.device, ("triton", "transformers"))
     path = args.output / f"apart-{short_name(args.device)}.json"
     rows = Rows(path, here, ("model", "arrangement", "staleness", "in_flight", "workload", "steps"))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(max(map(sum, plans))), __file__, "--order", json.dumps(order)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("{"):
-                rows.add(_compared(json.loads(line), rows.rows))
-        if running.wait():
-            raise UnavailableError(needed="processes that sample and train", given="an error", remedy="Read it above.")
+    for row in rows_of_processes(__file__, max(map(sum, plans)), order):
+        rows.add(_compared(row, rows.rows))
     return 0
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -233,6 +233,23 @@ def reward_curve(label: str, rewards: Sequence[float]) -> Any:
 
 
 # --- rows
+
+
+def rows_of_processes(file: str, count: int, order: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What a script prints as JSON, a row a line, run as ``file --order ORDER`` by so many processes under torchrun.
+
+    Raises:
+        UnavailableError: a process failed.
+    """
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
+    command += ["--nproc-per-node", str(count), file, "--order", json.dumps(order)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+        if running.wait():
+            raise UnavailableError(needed=f"{count} processes of {file}", given="an error", remedy="Read it above.")
 
 
 class Rows:

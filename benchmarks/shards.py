@@ -14,7 +14,6 @@ little. ``completions`` is a digest of all tokens and log-probs: rows of one mod
 import argparse
 import hashlib
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,15 +25,15 @@ from torch import Tensor, nn
 
 from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
-from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu.sharded import ShardedGpuEngine
 from logitless.rollout.sampling import SamplingOptions
+from logitless.train.assembly.engines import sharing
 from logitless.types import Prompt
 from rollout_workloads import Workload
-from script import RESULTS, Rows, main, short_name
+from script import RESULTS, Rows, main, rows_of_processes, short_name
 from shapes import SHAPES, TINY
 
 QWEN3_32B = {
@@ -84,15 +83,8 @@ def run(args: argparse.Namespace) -> int:
     identity = ("model", "processes", "shards", "limit_gib", "workload")
     here = environment(args.device, ("triton", "transformers"))
     rows = Rows(args.output / f"shards-{short_name(args.device)}.json", here, identity)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-    command += ["--nproc-per-node", str(args.processes), __file__, "--order", json.dumps(order)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
-        assert running.stdout is not None
-        for line in running.stdout:
-            if line.startswith("{"):
-                rows.add(json.loads(line))
-        if running.wait():
-            raise UnavailableError(needed="processes that sample", given="an error", remedy="Read it above.")
+    for row in rows_of_processes(__file__, args.processes, order):
+        rows.add(row)
     return 0
 
 
@@ -121,14 +113,14 @@ def rows_of(
         for shards, limit in plans:
             row = {"model": name, "processes": ranks.world, "shards": shards, "limit_gib": limit}
             row |= {"workload": workload, "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu"}
-            groups = [ranks.subset(range(first, first + shards)) for first in range(0, ranks.world, shards)]
-            sharing = next(group for group in groups if group is not None)
+            together = sharing(ranks, range(ranks.world), shards)
+            assert together is not None, "all sample"
             _limit_memory(place, limit)
             found: dict[str, Any] | None = None
             try:
-                found = _measured(CONFIGS[name], sharing, ranks, Workload.parse(workload), place)
+                found = _measured(CONFIGS[name], together, ranks, Workload.parse(workload), place)
             except torch.OutOfMemoryError:
-                if sharing.world > 1:  # the others are in a collective
+                if together.world > 1:  # the others are in a collective
                     raise
             parts = ranks.all_gather_object(found)
             release(device)
@@ -159,14 +151,14 @@ _LARGEST = ("seconds", "gather_seconds", "load_seconds", "peak_gib", "weights_gi
 
 
 def _measured(
-    config: Mapping[str, Any], sharing: Ranks, everyone: Ranks, work: Workload, device: torch.device
+    config: Mapping[str, Any], together: Ranks, everyone: Ranks, work: Workload, device: torch.device
 ) -> dict[str, Any]:
     """What this process measures of its part of the prompts."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     copy = load_model(config, dtype=dtype, random_weights=True, empty=True).eval()
     before, start = _allocated(device), time.perf_counter()
     engine = ShardedGpuEngine(copy, character_tokenizer("abcdefgh"), device=device, max_rows=2048)
-    engine.share(sharing)
+    engine.share(together)
     engine.inner._limit = lambda prompt, sample, options: min(  # type: ignore[method-assign]
         work.lengths[int(prompt.id)][sample], options.max_new_tokens
     )

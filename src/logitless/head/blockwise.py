@@ -282,6 +282,13 @@ def gradients(
     return of_hidden, of_weight, sums.of_bias, of_lora_a, sums.of_lora_b
 
 
+def in_all_rows(found: Tensor | None, rows: Tensor, hidden: Tensor) -> Tensor | None:
+    """A gradient by these rows of the hidden states as that by all of them, in their dtype; 0 in the others."""
+    if found is None or len(rows) == len(hidden):
+        return None if found is None else found.to(hidden.dtype)
+    return torch.zeros_like(hidden).index_copy_(0, rows, found.to(hidden.dtype))
+
+
 class _Sums:
     """Sums of gradients over tiles, in the logits' dtype; None where not needed.
 

@@ -26,6 +26,7 @@ from logitless.head.blockwise import (
     block_of,
     call_of,
     gradients,
+    in_all_rows,
     logits_of,
     product,
     rows_of,
@@ -179,17 +180,14 @@ class _TokenScores(torch.autograd.Function):
         arriving = [gradient for gradient in (grad_logp, grad_entropy) if gradient is not None]
         nonzero = torch.stack([gradient != 0 for gradient in arriving]).any(0).nonzero().squeeze(1)
         with without_autocast(hidden.device):
-            all_nonzero = len(nonzero) == len(hidden)
             target, outside = at(nonzero, target, outside)
-            rows = rows_of(hidden if all_nonzero else hidden[nonzero], head, target, outside, ctx.call)
+            rows = rows_of(hidden if len(nonzero) == len(hidden) else hidden[nonzero], head, target, outside, ctx.call)
             grad_logp, grad_entropy = at(nonzero, grad_logp, grad_entropy)
             slopes = _slopes(Scored(*at(nonzero, *result)), outside, grad_logp, grad_entropy, ctx.call)
             size = tile(len(rows.target), len(weight), ctx.call.wide, ctx.call.memory_budget)
             gradient = _Gradient(rows, slopes, ctx.call)
             of_rows, *of_head = gradients(head, rows, gradient, ctx.needs_input_grad[:5], ctx.call, size)
-            of_hidden = None if of_rows is None else of_rows.to(hidden.dtype)
-            if of_hidden is not None and not all_nonzero:
-                of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_hidden)
+            of_hidden = in_all_rows(of_rows, nonzero, hidden)
         of_weight, *small = of_head
         summed = [sharded.summed_like(g, x) for g, x in zip(small, (bias, lora_a, lora_b), strict=True)]
         return (of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *summed, None, None, None)

@@ -31,6 +31,7 @@ from logitless.head.blockwise import (
     call_of,
     even,
     gradients,
+    in_all_rows,
     logits_of,
     product,
     rows_of,
@@ -255,9 +256,7 @@ class _Measured(torch.autograd.Function):
             of_live, *of_head = gradients(
                 student.head, student.rows, gradient, ctx.needs_input_grad[:5], plan.call, size
             )
-            of_hidden = None if of_live is None else of_live.to(hidden.dtype)
-            if of_hidden is not None and len(nonzero) != len(hidden):
-                of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_hidden)
+            of_hidden = in_all_rows(of_live, nonzero, hidden)
         return (of_hidden, *(_like(found, leaf) for found, leaf in zip(of_head, own, strict=True)), *(None,) * 9)
 
 

@@ -21,6 +21,7 @@ from logitless.head.blockwise import (
     block_of,
     call_of,
     gradients,
+    in_all_rows,
     logits_of,
     product,
     rows_of,
@@ -228,9 +229,7 @@ class _Entries(torch.autograd.Function):
             slopes = _Gradient(rows, gradient / divisor[:, None], tail, factor, call)
             of_tiles = tile(len(ids), len(weight), call.wide, call.memory_budget)
             of_rows, *of_head = gradients(head, rows, slopes, ctx.needs_input_grad[:5], call, of_tiles)
-            of_hidden = None
-            if of_rows is not None:
-                of_hidden = torch.zeros_like(hidden).index_copy_(0, nonzero, of_rows.to(hidden.dtype))
+            of_hidden = in_all_rows(of_rows, nonzero, hidden)
         of_weight, *small = of_head
         summed = [sharded.summed_like(g, x) for g, x in zip(small, (bias, lora_a, lora_b), strict=True)]
         return (of_hidden, None if of_weight is None else of_weight.to(weight.dtype), *summed, None, None, None)

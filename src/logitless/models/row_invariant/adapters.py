@@ -115,7 +115,7 @@ class AdapterStack:
 
     @torch.no_grad()
     def keeps_bits(self) -> bool:
-        """Whether rows of several adapters have the bits of ``project`` with each alone; the stack is empty before."""
+        """Whether a batch of several adapters is bitwise ``project`` with each alone; called while none is stacked."""
         generator = torch.Generator(self.maps[self.head].a.device).manual_seed(0)
         for maps in {tuple(m.weight.shape for m in maps.modules): maps for maps in self.maps.values()}.values():
             if maps.modules == (self.head,):  # the head's log-probs are not from here

@@ -34,7 +34,8 @@ class ShardedGpuEngine:
         copy: the policy's architecture, on ``meta``; becomes the model that samples.
         tokenizer, options: of ``GpuEngine``.
         device: that samples.
-        exact: whether training has the bits of these layers and of a whole LM head. It has not where FSDP2 shards both.
+        exact: whether training's log-probs are bitwise those of sampling; they are not under FSDP2, which shards
+            layers and head.
 
     Raises:
         UnavailableError: row-invariant layers do not cover the model.

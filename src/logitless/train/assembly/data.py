@@ -98,7 +98,7 @@ def data_of(
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
-            given="; ".join(f"{name}: {in_words(counts[name])}" for name in recipe.training_sources),
+            given="; ".join(f"{name}: {prompts_in_words(counts[name])}" for name in recipe.training_sources),
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
@@ -106,7 +106,7 @@ def data_of(
     return Data(train, held_out, warm, counts, sets)
 
 
-def in_words(counts: Mapping[str, int]) -> str:
+def prompts_in_words(counts: Mapping[str, int]) -> str:
     """Numbers of prompts and rows in words, and why rows were left out."""
     words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
     left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]

@@ -112,7 +112,7 @@ class Policy:
     def reader(self) -> "Policy":
         """A frozen policy of the same settings, whose model shares what is not trained; its other weights are empty.
 
-        Whoever has weights gives them to its parameters as ``data`` before a pass.
+        Its empty parameters are given their ``data`` by the caller before a forward pass.
         """
         other = copy(self)
         other.model, other.value_head, other.routers = empty_copy(self.model), None, None

@@ -19,7 +19,7 @@ from logitless.models.value_head import ValueHead
 from logitless.train.assembly.algorithm import value_head_of
 from logitless.train.assembly.checks import check_before_start
 from logitless.train.assembly.costly import costly_choices
-from logitless.train.assembly.data import in_words
+from logitless.train.assembly.data import prompts_in_words
 from logitless.train.assembly.engines import open_engines
 from logitless.train.assembly.policies import centering_line, held_versions
 from logitless.train.assembly.process import device_of
@@ -230,7 +230,7 @@ def dry_run(recipe: Recipe) -> str:
         *(f"  {line}" for line in (*plan.chosen, *plan.warnings)),
         f"  preset             {recipe.algorithm.preset}",
         *(f"  {name:18s} {words}" for name, words in (*_replaced(recipe), *_environment(recipe))),
-        *(f"  {name:18s} {in_words(counts)}" for name, counts in plan.counts.items()),
+        *(f"  {name:18s} {prompts_in_words(counts)}" for name, counts in plan.counts.items()),
         f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
         f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
