@@ -103,14 +103,14 @@ def listening(port: int) -> socket.socket:
         port: 0 takes a free one.
 
     Raises:
-        ConfigurationError: the port is taken.
+        ConfigurationError: the port is taken, or there is none of this number.
     """
     found = socket.socket()
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(("127.0.0.1", port))
         found.listen()
-    except OSError as error:
+    except (OSError, OverflowError) as error:
         found.close()
         raise ConfigurationError(
             needed=f"port {port} on 127.0.0.1", given=str(error), remedy="Name another --port; 0 takes a free one."

@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from logitless.cli.main import main
+from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.tinker.service import Service
@@ -159,6 +161,29 @@ def test_a_client_that_waits_is_told_when_the_service_ends_and_one_that_leaves_a
         waiting = thread.submit(client.answer, missing)
         client.service.close()
         assert waiting.result() == {"error": "the service has ended", "category": "server"}
+
+
+def test_who_waits_for_an_answer_of_a_session_that_is_gone_is_told_in_words(client):
+    """Of a 410 the SDK would say only that a promise is broken."""
+    session = client.session()
+    promise, _ = client.model(session)
+    client.post(f"sessions/{session}/finish")
+    for request in (promise["request_id"], "s-1:train:0:1"):
+        said = client.post("retrieve_future", request_id=request)
+        assert said["category"] == "server"
+        assert "gone: it was finished, silent, or of a service that was restarted" in said["error"]
+
+
+@pytest.mark.parametrize("port", [-1, 65536])
+def test_a_port_that_does_not_exist_is_refused(port):
+    with pytest.raises(ConfigurationError, match="Name another --port"):
+        listening(port)
+
+
+@pytest.mark.parametrize("wrong", [("--memory", "0"), ("--name", ""), ("--tokens-per-row", "0")])
+def test_an_option_that_nothing_could_be_served_with_is_refused_before_the_model_is_loaded(wrong, capsys):
+    assert main(["serve-tinker", "no-such-model", *wrong]) == 2
+    assert f"{wrong[0]} of at least 1" in capsys.readouterr().err
 
 
 def test_a_request_that_is_out_of_memory_fails_alone_and_says_what_to_do(client, monkeypatch):

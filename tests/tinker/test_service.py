@@ -109,6 +109,13 @@ def test_a_failure_is_its_requests_own(service):
     with pytest.raises(FailedError, match="plain name"):
         result(service, save(service, model, 3, path="../a"))
     result(service, step(service, model, 4))
+    for seq_id in (5, 6):  # the SDK overwrites no checkpoint of a sampler
+        asked = wire.SaveWeights(model_id=model, seq_id=seq_id, path="a")
+        saved = service.save("sampler_weights", asked, KEY, b"")
+        if seq_id == 5:
+            result(service, saved)
+    with pytest.raises(FailedError, match="Choose another"):
+        result(service, saved)
     result(service, step(service, model_of(service, session, 1), 1))
 
 

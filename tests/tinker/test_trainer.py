@@ -11,6 +11,7 @@ from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.tinker import trainer as module
+from logitless.tinker.losses import checked_config
 from logitless.tinker.trainer import Request, Shape, Trainer
 from logitless.tinker.wire import AdamParams, Datum, ForwardBackward
 from tests.models.mixtures import MIXTURES
@@ -49,7 +50,7 @@ def batch(sequences, loss="cross_entropy", forward_only=False, config=None, **in
     for ids in sequences:
         given = {name: np.full((len(ids) - 1, 1), value, np.float32) for name, value in inputs.items()}
         data.append(Datum(np.array(ids[:-1]), np.array(ids[1:])[:, None], given or {"weights": ones(ids)}, True))
-    return ForwardBackward(loss, config or {}, forward_only, tuple(data))
+    return ForwardBackward(loss, checked_config(loss, config or {}), forward_only, tuple(data))
 
 
 def ones(ids):

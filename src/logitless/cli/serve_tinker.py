@@ -37,8 +37,10 @@ def run(options: argparse.Namespace) -> int:
     from logitless.tinker.trainer import open_trainer
     from logitless.tinker.wire import messages
 
-    messages()
     check_at_least("--tokens-per-row", options.tokens_per_row, 1)
+    check_at_least("--memory", 1 if options.memory is None else options.memory, 1)
+    check_at_least("letters of --name", min(map(len, options.name), default=1), 1)
+    messages()
     with listening(options.port) as connection:
         section = ModelSection(source=options.model, device=options.device)
         device = device_of(section)

@@ -188,7 +188,12 @@ async def asample(call: Call) -> Any:
 async def retrieve_future(call: Call) -> Any:
     """The result of a request; ``try_again`` if it has none yet."""
     request_id = wire.parsed(wire.RetrieveFuture, call.body).request_id
-    future = call.service.future(request_id, call.key)
+    try:
+        future = call.service.future(request_id, call.key)
+    except RefusedError as refused:
+        if refused.status != 410:
+            raise
+        return {"error": str(refused), "category": "server"}  # of a 410 the SDK would drop the words
     await _done(future, POLL_SECONDS)
     if not future.done():
         return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
@@ -340,7 +345,7 @@ def _not_served(why: str) -> Handler:
     return refuse
 
 
-_ALONE = "one machine without accounts: there is no billing, no audit log, no project and no console"
+_ALONE = "one machine without accounts, projects, billing or a console: a checkpoint is a folder below --folder"
 
 ROUTES: dict[str, Handler] = {
     "GET /healthz": healthz,

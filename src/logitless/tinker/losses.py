@@ -13,6 +13,7 @@ Source: tinker-docs.thinkingmachines.ai/tinker/losses. Defaults are in ``DEFAULT
 """
 
 from collections.abc import Mapping, Sequence
+from math import inf, isnan
 
 import torch
 from jaxtyping import Float
@@ -47,22 +48,25 @@ def checked_config(name: str, config: Mapping[str, float | str]) -> dict[str, fl
     """``loss_fn_config`` with defaults.
 
     Raises:
-        InputError: an unknown loss, an unknown key or a value that is not a number.
+        InputError: an unknown loss, an unknown key, a value that is no number, or clipping from high to low.
     """
     if name not in INPUTS:
         raise InputError(
-            needed=f"a loss from {', '.join(INPUTS)}",
+            needed=f"a loss_fn from {', '.join(INPUTS)}",
             given=repr(name),
-            remedy="Compute another one with forward_backward_custom.",
+            remedy="Compute another one, whose formula is known, with forward_backward_custom.",
         )
-    wrong = [key for key, value in config.items() if key not in DEFAULTS[name] or isinstance(value, str)]
+    wrong = [k for k, v in config.items() if k not in DEFAULTS[name] or isinstance(v, str) or isnan(v)]
+    found = DEFAULTS[name] | {key: float(value) for key, value in config.items() if key not in wrong}
+    if not wrong and found.get("clip_low_threshold", 0.0) > found.get("clip_high_threshold", inf):
+        wrong = list(config)
     if wrong:
         raise InputError(
-            needed=f"numbers for {', '.join(DEFAULTS[name]) or 'nothing'} in loss_fn_config of {name}",
+            needed=f"numbers for {', '.join(DEFAULTS[name]) or 'nothing'} in loss_fn_config of {name}, low <= high",
             given=", ".join(f"{key}: {config[key]!r}" for key in wrong),
             remedy="Leave the others out.",
         )
-    return {**DEFAULTS[name], **{key: float(value) for key, value in config.items()}}
+    return found
 
 
 def token_losses(

@@ -92,7 +92,7 @@ class Store:
         if kind not in KINDS or not _RUN.fullmatch(run) or not _NAME.fullmatch(name):
             raise InputError(
                 needed="a checkpoint as tinker://RUN/weights/NAME, NAME of letters, digits, dot, dash and underscore",
-                given=f"tinker://{run}/{kind}/{name}"[:200],
+                given=(f"tinker://{run}/{kind}/{name}" if run else name)[:200],
                 remedy="Choose a plain name of at most 128 characters.",
             )
         return self.folder / run / kind / name
@@ -123,9 +123,8 @@ class Store:
         """
         place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
         if not overwrite and self._read(place) is not None:
-            raise InputError(
-                needed="a name that is free", given=checkpoint.path, remedy="Pass overwrite=True, or choose another."
-            )
+            remedy = "Pass overwrite=True, or choose another." if checkpoint.kind == "weights" else "Choose another."
+            raise InputError(needed="a name that is free", given=checkpoint.path, remedy=remedy)
         part = place.with_name(f".{place.name}.part")
         try:
             shutil.rmtree(part, ignore_errors=True)

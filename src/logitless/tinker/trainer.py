@@ -39,7 +39,7 @@ from logitless.models.repeated_rows import RepeatedRows
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
-from logitless.tinker.losses import checked_config, token_losses
+from logitless.tinker.losses import token_losses
 from logitless.tinker.wire import AdamParams, ForwardBackward, LoraConfig, Sampled
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.optim.optimizer import automatic_implementation, take_step
@@ -460,9 +460,6 @@ class Trainer:
         Returns:
             ``logprobs`` of each datum (and ``elementwise_loss`` of cross_entropy) in the shape of its targets, and
             metrics.
-
-        Raises:
-            InputError: of ``checked_config``.
         """
         work = _Work(adapter, request)
         for row in self._rows(work.batch):
@@ -655,15 +652,10 @@ def _version(weights: Weights) -> int:
 
 
 class _Work:
-    """A request of ``forward_backward`` and what is known of its results.
-
-    Raises:
-        InputError: of ``checked_config``.
-    """
+    """A request of ``forward_backward`` and what is known of its results."""
 
     def __init__(self, adapter: Adapter, request: ForwardBackward) -> None:
         self.adapter, self.request = adapter, request
-        self.config = checked_config(request.loss, request.config)
         self.columns = [(d, k) for d, datum in enumerate(request.data) for k in range(datum.targets.shape[1])]
         self.batch = _packed([(request.data[d].tokens, request.data[d].targets[:, k]) for d, k in self.columns])
         self.logp = [np.zeros(datum.targets.shape, np.float32) for datum in request.data]
@@ -679,7 +671,7 @@ class _Work:
             for name in request.data[0].inputs
         }
         lengths = [len(request.data[d].tokens) for d, _ in parts]
-        loss = token_losses(request.loss, self.config, logp, inputs, lengths)
+        loss = token_losses(request.loss, request.config, logp, inputs, lengths)
         for values, into in ((logp, self.logp), (loss, self.losses)):
             pieces = torch.split(values.detach().float().cpu(), lengths)
             for (d, k), piece in zip(parts, pieces, strict=True):

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from logitless.errors import RefusedError, UnavailableError
-from logitless.tinker.losses import INPUTS
+from logitless.tinker.losses import INPUTS, checked_config
 
 MAX_BODY_BYTES = 64 << 20
 """Of a request, compressed or not."""
@@ -331,10 +331,10 @@ class Datum:
 
 @dataclass(frozen=True)
 class ForwardBackward:
-    """The data of ``forward_backward``."""
+    """The data of ``forward_backward``; ``config`` is of ``checked_config``."""
 
     loss: str
-    config: dict[str, float | str]
+    config: dict[str, float]
     forward_only: bool
     data: tuple[Datum, ...]
 
@@ -431,16 +431,14 @@ def forward_backward(message: Any, *, vocabulary: int, limit: int | None) -> For
 
     Raises:
         RefusedError: data that do not fit together; names the datum.
+        InputError: of ``checked_config``.
     """
     if not message.data:
         raise RefusedError(400, "a request without data")
-    if message.loss_fn not in INPUTS:
-        raise RefusedError(
-            400, f"loss_fn {message.loss_fn!r} is not served: {', '.join(INPUTS)}, or forward_backward_custom"
-        )
-    config: dict[str, float | str] = dict(message.loss_fn_config)
+    given: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
-        config[key] = value.text if value.WhichOneof("value") == "text" else value.number
+        given[key] = value.text if value.WhichOneof("value") == "text" else value.number
+    config = checked_config(message.loss_fn, given)
     wanted = INPUTS[message.loss_fn]
     data, cells = list[Datum](), 0
     for index, each in enumerate(message.data):
