@@ -79,5 +79,5 @@ def test_what_a_loss_does_not_have_is_refused():
     with pytest.raises(InputError, match="beta: 'large'"):
         checked_config("dro", {"beta": "large"})
     for wrong in ({"clip_low_threshold": np.nan}, {"clip_high_threshold": 0.7}, {"clip_low_threshold": 1.3}):
-        with pytest.raises(InputError, match="numbers .* low <= high"):
+        with pytest.raises(InputError, match=r"numbers .* low <= high"):
             checked_config("ppo", wrong)

@@ -9,8 +9,8 @@ import pytest
 from logitless.errors import RefusedError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
+from logitless.tinker import schedule, wire
 from logitless.tinker import service as module
-from logitless.tinker import wire
 from logitless.tinker.service import FailedError, Service
 from logitless.tinker.store import Store
 from logitless.tinker.trainer import Shape, Trainer
@@ -181,9 +181,9 @@ def test_a_finished_session_keeps_its_checkpoints(service):
 
 def test_sessions_take_turns(service, monkeypatch):
     first, second = (model_of(service, session_of(service)) for _ in range(2))
-    order, run = [], service._run
+    order, run = [], service._together
     go = threading.Event()
-    monkeypatch.setattr(service, "_run", lambda job: (go.wait(60), order.append(job.id), run(job)))
+    monkeypatch.setattr(service, "_together", lambda jobs: (go.wait(60), order.append(jobs[0].id), run(jobs)))
     promises = [step(service, first, n) for n in (1, 2, 3)] + [step(service, second, n) for n in (1, 2, 3)]
     go.set()
     for promise in promises:
@@ -231,7 +231,7 @@ def test_bytes_that_wait_or_were_not_retrieved_are_limited(service, monkeypatch)
 
 
 def test_cancelled_requests_are_forgotten_like_retrieved_ones(service, monkeypatch):
-    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    monkeypatch.setattr(schedule, "GATHER_SECONDS", 60.0)
     monkeypatch.setattr(module, "RETRIEVED", 1)
     session = session_of(service)
     sampler = sampler_of(service, session)
@@ -254,7 +254,7 @@ def test_a_key_has_so_many_sessions_and_models(service, monkeypatch):
 
 def test_what_waits_for_a_request_that_never_came_fails_and_the_model_goes_on(service, monkeypatch):
     model = model_of(service, session_of(service))
-    monkeypatch.setattr(module, "MISSING_SECONDS", 0.0)
+    monkeypatch.setattr(schedule, "MISSING_SECONDS", 0.0)
     with pytest.raises(FailedError, match=r"seq_id 1 of .* never came"):
         result(service, step(service, model, 2))
     with pytest.raises(FailedError, match="the whole gradient"):
@@ -263,15 +263,15 @@ def test_what_waits_for_a_request_that_never_came_fails_and_the_model_goes_on(se
 
 
 def test_a_steady_stream_of_samples_does_not_delay_the_first_for_ever(service, monkeypatch):
-    monkeypatch.setattr(module, "GATHER_SECONDS", 60.0)
+    monkeypatch.setattr(schedule, "GATHER_SECONDS", 60.0)
     session = session_of(service)
     sampler = sampler_of(service, session)
     with service._state:
         promises = [sample(service, sampler, seq_id) for seq_id in range(2)]
         jobs = service.session(session, KEY).samples
-        assert service._next() == []
+        assert service._schedule.next() == []
         jobs[0].arrived -= 301
-        found = service._next()
+        found = service._schedule.next()
     assert [job.id for job in found] == [promise["request_id"] for promise in promises]
 
 
@@ -282,7 +282,7 @@ def test_a_failure_that_nobody_expected_does_not_end_the_service(service, monkey
     with pytest.raises(FailedError, match="ZeroDivisionError"):
         result(service, sample(service, sampler))
     with monkeypatch.context() as patch:
-        patch.setattr(service, "_run", lambda _: 1 / 0)
+        patch.setattr(service, "_together", lambda _: 1 / 0)
         with pytest.raises(FailedError, match="ZeroDivisionError"):
             result(service, step(service, model, 1))
     result(service, step(service, model, 2))
@@ -328,7 +328,10 @@ def test_sessions_sample_differently_and_a_repeated_run_alike(service):
     def name(session):
         sampler = service.sampler(sampler_of(service, session), KEY)
         asked = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 2}}
-        return service._request(wire.Sample(sampling_session_id=sampler.id, seq_id=0, **asked), sampler).id
+        with held_up(service):
+            service.sample(wire.Sample(sampling_session_id=sampler.id, seq_id=0, **asked), KEY, b"")
+            [job] = service.session(session, KEY).samples
+            return job.request.id
 
     assert [name(session_of(service)) for _ in range(2)] == ["0:sample:0:0", "1:sample:0:0"]
 
@@ -382,11 +385,11 @@ def test_a_sample_that_cannot_be_had_is_refused_in_words(service, changed, said)
 
 
 def test_a_json_body_is_refused_field_by_field():
-    with pytest.raises(RefusedError, match="topk_prompt_logprobs: not served with 5") as refused:
+    with pytest.raises(RefusedError, match="prompt_alt_tokens_k: not served with 5") as refused:
         wire.parsed(
             wire.Sample,
             b'{"prompt": {"chunks": []}, "sampling_params": {}, "sampling_session_id": "", "seq_id": 0,'
-            b' "topk_prompt_logprobs": 5, "new_field": 1}',
+            b' "prompt_alt_tokens_k": 5, "new_field": 1}',
         )
     assert "new_field: not served" in str(refused.value)
     with pytest.raises(RefusedError, match="body"):
@@ -502,7 +505,7 @@ def test_a_pass_that_fails_among_others_runs_alone_and_breaks_its_own_gradient(s
 
 
 def test_samples_of_several_sessions_share_a_call_in_turn_up_to_its_completions(service, mixing, monkeypatch):
-    monkeypatch.setattr(module, "COMPLETIONS", 4)
+    monkeypatch.setattr(schedule, "COMPLETIONS", 4)
     monkeypatch.setattr(service, "_weights", lambda _: None)
     sessions = [session_of(service) for _ in range(3)]
     samplers = [sampler_of(service, each) for each in sessions]

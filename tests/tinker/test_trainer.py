@@ -12,8 +12,9 @@ from logitless.rollout.gpu import steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.tinker import trainer as module
 from logitless.tinker.losses import checked_config
-from logitless.tinker.trainer import Request, Shape, Trainer
-from logitless.tinker.wire import AdamParams, Datum, ForwardBackward
+from logitless.tinker.samples import Request
+from logitless.tinker.trainer import Shape, Trainer
+from logitless.tinker.wire import NO_TOKEN, AdamParams, Datum, ForwardBackward, Targets, Top
 from tests.models.mixtures import MIXTURES
 from tests.tinker import tiny
 
@@ -92,9 +93,37 @@ def test_log_probs_of_samples_are_those_of_forward_in_every_bit(row_invariant):
     assert scored == [logprobs for _, logprobs in tokens_and_logprobs(found)]
     asked = Request("p", tuple(whole[0]), 1, SamplingOptions(max_new_tokens=1), 0, True)
     prompts = trainer.sample([(adapter, asked)])
-    assert prompts[0][1][1:].tolist() == outputs[0]["logprobs"].tolist()
-    assert np.isnan(prompts[0][1][0])
+    assert prompts[0][1].logprobs[1:].tolist() == outputs[0]["logprobs"].tolist()
+    assert np.isnan(prompts[0][1].logprobs[0])
     assert sum(map(len, scored)) > 8
+
+
+@with_both_layers(pytest.mark.slow)
+def test_likeliest_tokens_and_named_ones_have_the_log_probs_of_forward(row_invariant):
+    trainer = trainer_of(row_invariant)
+    adapter = trained(trainer, trainer.create(SHAPES[0], seed=0), 5, num_steps=1)
+    ids, options, k = (3, 4, 5, 9, 6), SamplingOptions(max_new_tokens=4), CONFIG["vocab_size"]
+    cells = np.array([7, -1, 8, -1, -1, -1, 3, 3])  # two of each of four positions
+    targets = Targets(cells, np.repeat(np.arange(4), 2), (4, 2), None)
+    request = Request("a", ids, 1, options, 7, True, 2, top_prompt=k, top_sampled=k, targets=targets)
+    [([sample], prompt)] = trainer.sample([(adapter, request)])
+    assert prompt.top.ids[:3].tolist() == [[NO_TOKEN[0]] * k] * 3  # scored are the last two
+    # sums of at most 24 products, of log-probs below 20, in another order
+    room, whole = 24 * 20 * 2**-23, [*ids, *sample.tokens.tolist()]
+    for top, first in ((Top(prompt.top.ids[3:], prompt.top.logprobs[3:]), 2), (sample.top, len(ids) - 1)):
+        for row, (tokens, logprobs) in enumerate(zip(top.ids.tolist(), top.logprobs, strict=True)):
+            assert sorted(tokens) == list(range(k))
+            assert (np.diff(logprobs) <= 0).all()
+            assert np.abs(logprobs - forward_of(trainer, adapter, whole[: first + row + 1], tokens)).max() < room
+    for value, token, row in zip(prompt.targets[1], cells, targets.rows, strict=True):
+        expected = forward_of(trainer, adapter, ids[: row + 1], [token])[0] if token >= 0 else 0
+        assert abs(value - expected) < (room if token >= 0 else 1e-30)
+
+
+def forward_of(trainer, adapter, ids, tokens):
+    """Log-probs of ``forward`` of each token behind these."""
+    outputs, _ = trainer.forward_backward(adapter, batch([[*ids, token] for token in tokens], forward_only=True))
+    return np.array([each["logprobs"][-1] for each in outputs])
 
 
 def sampled(trainer, weights, name="a"):

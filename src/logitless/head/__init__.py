@@ -2,6 +2,7 @@
 
 from logitless.head.api import token_scores
 from logitless.head.divergence import score_centering, token_divergence
+from logitless.head.likeliest import likeliest_tokens
 from logitless.head.truncated import truncated_divergence
 
-__all__ = ["score_centering", "token_divergence", "token_scores", "truncated_divergence"]
+__all__ = ["likeliest_tokens", "score_centering", "token_divergence", "token_scores", "truncated_divergence"]

@@ -1,12 +1,10 @@
-"""Sessions, models, samplers and futures, and the order in which one thread serves them.
+"""Sessions, models, samplers and futures, and the thread that serves them.
 
-    request -> future, at once              training requests of a model run in the order of ``seq_id``, whenever they
-    retrieve_future -> result or try_again  arrive; samples run as they arrive, together where they have one call of the
-                                            engine in common
+    request -> future, at once;   retrieve_future -> result or try_again
 
-Keys take turns, and the sessions of a key, so that a busy one delays another by one call. What waits at once shares a
-call where that leaves everybody's bits: samples of several adapters, and passes that fit into one. A request fails
-alone: its future says why.
+Keys take turns, and the sessions of a key, so that a busy one delays another by one call (``schedule.py``). What waits
+at once shares a call where that leaves everybody's bits: samples of several adapters, and passes that fit into one. A
+request fails alone: its future says why.
 
 Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
 lock; the thread that serves holds it only between calls.
@@ -27,12 +25,13 @@ from typing import Any
 import torch
 
 from logitless.errors import InputError, LogitlessError, RefusedError
-from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
+from logitless.tinker.samples import request_of
+from logitless.tinker.schedule import Schedule
 from logitless.tinker.sessions import Answer, FailedError, Job, Model, PassJob, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
-from logitless.tinker.trainer import Adapter, Request, Shape, Snapshot, Trainer
+from logitless.tinker.trainer import Adapter, Shape, Snapshot, Trainer
 
 logger = logging.getLogger("logitless")
 
@@ -44,9 +43,6 @@ HELD_BYTES = 1 << 30
 
 ALL_HELD_BYTES = 4 << 30
 """The same of all keys together."""
-
-COMPLETIONS = 2048
-"""A call of the engine takes no further request once it has so many completions: others wait for its end."""
 
 TOKEN_BYTES = 40
 """Host memory of a token of a prompt that waits."""
@@ -65,12 +61,6 @@ SNAPSHOTS = 16
 
 KEPT_CHECKPOINTS = 4
 """Checkpoints whose weights stay in memory after they were sampled from."""
-
-GATHER_SECONDS = 0.02
-"""A sample waits so long for others of the same batch, which come one by one; five times as long if they go on."""
-
-MISSING_SECONDS = 120.0
-"""Requests of a model wait so long for one before them that was refused or lost on its way."""
 
 
 class Service:
@@ -100,8 +90,8 @@ class Service:
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._state = threading.Condition()
-        self._numbers, self._session_numbers, self._turns = itertools.count(), itertools.count(), itertools.count()
-        self._served: dict[str, int] = {}  # by owner
+        self._schedule = Schedule(self._sessions, trainer)
+        self._numbers, self._session_numbers = itertools.count(), itertools.count()
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
         self._most = {"pass": 0, "sample": 0}
         self._closed = False
@@ -308,7 +298,7 @@ class Service:
         message = wire.forward_backward_request(body)
         with self._state:
             model = self._model(message.model_id, key)
-            kind = partial(PassJob, message=message, model=model, num_tokens=wire.num_tokens(message))
+            kind = partial(PassJob, message=message, num_tokens=wire.num_tokens(message))
             return self._arrived(model, message.seq_id, digest, None, len(body), kind=kind)
 
     def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
@@ -477,7 +467,7 @@ class Service:
         if seq_id > model.next_seq + PENDING:
             raise RefusedError(400, f"seq_id {seq_id} of {model.id} is out of order: {model.next_seq} is next")
         self._check_room(model.session, num_bytes)
-        job = kind(request_id, digest, next(self._numbers), run, num_bytes)
+        job = kind(request_id, digest, next(self._numbers), run, num_bytes, model=model)
         model.session.jobs[request_id] = model.waiting[seq_id] = job
         model.last_request = time.time()
         self._state.notify_all()
@@ -560,7 +550,14 @@ class Service:
         sampler = self.sampler(request.sampling_session_id, key)
         if sampler.is_dropped:
             raise _dropped(sampler)
-        wanted = self._request(request, sampler)
+        wanted = request_of(
+            request,
+            # Without a seed, sessions sample differently; their ids would not be the same when a run is repeated.
+            place=f"{sampler.session.number}:{sampler.id.partition(':')[2]}:{request.seq_id}",
+            seed=self.seed,
+            vocabulary=self.trainer.vocabulary,
+            limit=self.trainer.limit,
+        )
         request_id = f"{sampler.id}:{request.seq_id}"
         promise = {
             "request_id": request_id,
@@ -580,52 +577,6 @@ class Service:
                 session.samples.append(job)
                 self._state.notify_all()
         return promise
-
-    def _request(self, request: wire.Sample, sampler: Sampler) -> Request:
-        params, tokens = request.sampling_params, tuple(request.prompt.tokens)
-        try:
-            wire.check_tokens(torch.tensor(tokens).numpy(), self.trainer.vocabulary)
-        except ValueError as error:
-            raise RefusedError(400, f"prompt: {error}") from error
-        limit = self.trainer.limit
-        room = params.max_tokens if limit is None else limit - len(tokens)
-        if not tokens:
-            raise RefusedError(400, "0 prompt tokens: at least one is needed")
-        if room is None:
-            raise RefusedError(400, "max_tokens is needed: the model has no limit of positions")
-        if room < (params.max_tokens or 1):
-            raise RefusedError(
-                400,
-                f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions; "
-                "shorten the prompt, or lower max_tokens",
-            )
-        last = request.prompt_logprobs_last_n
-        if last is not None and not (request.prompt_logprobs and last < len(tokens)):
-            raise RefusedError(
-                400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens are needed"
-            )
-        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-        if params.stop is not None and not stops:
-            raise RefusedError(400, "stop: []: an EOS token always ends a sequence; leave stop out")
-        greedy = params.temperature == 0
-        options = SamplingOptions(
-            max_new_tokens=params.max_tokens or room,
-            temperature=params.temperature,
-            top_p=1.0 if greedy else params.top_p,
-            top_k=None if greedy or params.top_k in (-1, 0) else params.top_k,
-            stop=tuple(each for each in stops if isinstance(each, str)),
-            stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
-        )
-        try:
-            wire.check_tokens(torch.tensor(options.stop_token_ids).numpy(), self.trainer.vocabulary)
-        except ValueError as error:
-            raise RefusedError(400, f"stop: {error}") from error
-        # A request with a seed gives the same samples in every session.
-        # Without one, sessions sample differently; the session's id would not be the same when a run is repeated.
-        place = f"{sampler.session.number}:{sampler.id.partition(':')[2]}:{request.seq_id}"
-        name = place if params.seed is None else repr(tokens)
-        seed = self.seed if params.seed is None else params.seed
-        return Request(name, tokens, request.num_samples, options, seed, bool(request.prompt_logprobs), last)
 
     # --- futures
 
@@ -660,199 +611,64 @@ class Service:
     def _serve(self) -> None:
         while True:
             with self._state:
-                while not self._closed and not (jobs := self._next()):
-                    self._state.wait(timeout=self._patience())
+                while not self._closed and not (jobs := self._schedule.next()):
+                    self._state.wait(timeout=self._schedule.patience)
                     self._drop_silent(time.time())
                 if self._closed:
                     return
             try:
-                if isinstance(jobs[0], SampleJob):
-                    self._sample(jobs)  # type: ignore[arg-type]
-                elif isinstance(jobs[0], PassJob):
-                    self._pass(jobs)  # type: ignore[arg-type]
-                else:
-                    self._run(jobs[0])
+                self._together(jobs)
             except Exception as error:  # without this thread all clients would wait for ever
                 for job in jobs:
                     job.finish(_failure(error))
 
-    def _patience(self) -> float:
-        """Seconds to wait for work: short if samples wait for others."""
-        return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
-
-    def _next(self) -> Sequence[Job]:
-        """The next request of the session whose turn it is, with those that share its call; or none."""
-        now = time.monotonic()
-        for session in self._in_turn():
-            for model in session.models.values():
-                self._fail_stalled(model, now)
-            due: list[Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
-            due += session.samples[:1]
-            if not due:
-                continue
-            first = min(due, key=lambda job: job.number)
-            if isinstance(first, SampleJob):
-                last = session.samples[-1]
-                if now - last.arrived < GATHER_SECONDS and now - first.arrived < 5 * GATHER_SECONDS:  # more may come
-                    continue
-                return self._sampled_together(first)
-            found = self._passes_together(first) if isinstance(first, PassJob) else [first]
-            chosen = {id(job) for job in found}
-            for each in list(self._sessions.values()):
-                for model in each.models.values():
-                    if id(model.waiting.get(model.next_seq)) in chosen:
-                        del model.waiting[model.next_seq]
-                        model.next_seq += 1
-                        self._note_served(each)
-            return found
-        return []
-
-    def _in_turn(self) -> list[Session]:
-        """Sessions, those of the key that was served longest ago first, and of a key the session so."""
-        return sorted(self._sessions.values(), key=lambda session: self._served.get(session.owner, -1))
-
-    def _note_served(self, session: Session) -> None:
-        self._sessions.move_to_end(session.id)
-        self._served[session.owner] = next(self._turns)
-        if len(self._served) > 2 * len(self._sessions) + SESSIONS:  # of keys that left
-            owners = {each.owner for each in self._sessions.values()}
-            self._served = {owner: turn for owner, turn in self._served.items() if owner in owners}
-
-    def _passes_together(self, first: PassJob) -> list[Job]:
-        """The next passes of models, of sessions in turn, which fit into one with the first.
-
-        As many of them as may share a pass; only ones that either all add to gradients or do not.
-        """
-        found, most = [first], self.trainer.tokens_per_row
-        for session in self._in_turn():
-            for model in session.models.values():
-                job = model.waiting.get(model.next_seq)
-                alike = isinstance(job, PassJob) and job.message.forward_only == first.message.forward_only
-                if not isinstance(job, PassJob) or not alike or job is first:
-                    continue
-                fits = sum(each.num_tokens for each in found) + job.num_tokens <= most
-                if fits and len(found) < self.trainer.passes_together:
-                    found.append(job)
-        return list[Job](found)
-
-    def _fail_stalled(self, model: Model, now: float) -> None:
-        """Fail what waits for a request that never came."""
-        since = min((job.arrived for job in model.waiting.values()), default=now)
-        if model.next_seq in model.waiting or now - since <= MISSING_SECONDS:
-            return
-        why = f"seq_id {model.next_seq} of {model.id} never came: send it and those behind it again, with new numbers"
-        if model.adapter is not None:
-            model.adapter.broken = why  # it may have been a part of the gradient
-        model.next_seq = max(model.waiting) + 1
-        for job in model.waiting.values():
-            job.finish(FailedError(why, "user"))
-        model.waiting.clear()
-
-    def _sampled_together(self, first: SampleJob) -> list[Job]:
-        """Requests of all sessions that one call of the engine serves, taken in turn; removed from the queues.
-
-        Turns end when the call has enough completions, and those of the first one's session begin.
-        """
-        found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
-        own = next(session for session in self._sessions.values() if first in session.samples)
-        queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
-        num_completions, served = 0, dict[str, None]()
-        while num_completions < COMPLETIONS and any(queues.values()):
-            for name, queue in queues.items():
-                while queue:
-                    job = queue.pop(0)
-                    if job.batch != first.batch or job.name in names:
-                        continue  # equal names wait for another call
-                    if job.version not in versions and len(versions) >= self.trainer.together:
-                        continue
-                    assert job.request is not None
-                    found.append(job)
-                    names.add(job.name)
-                    versions.add(job.version)
-                    num_completions += job.request.num_samples
-                    self._sessions[name].samples.remove(job)
-                    served[name] = None
-                    break
-        for name in served:
-            self._note_served(self._sessions[name])
-        return found
-
-    def _run(self, job: Job) -> None:
-        assert job.run is not None
-        outcome: Answer | FailedError
-        try:
-            outcome = job.run()
-        except Exception as error:
-            outcome = _failure(error)
-        _finish(job, outcome)
-
-    def _pass(self, jobs: Sequence[PassJob]) -> None:
-        """Answer requests of ``forward_backward``; what one cannot be read for is its own failure."""
-        trainer, read = self.trainer, list[tuple[PassJob, Adapter, wire.ForwardBackward]]()
+    def _together(self, jobs: Sequence[Job]) -> None:
+        """Answer requests that share a call; what cannot be read or fails alone, is its request's own failure."""
+        read, outcomes = list[tuple[Job, Any]](), list[tuple[Job, Answer | FailedError]]()
         for job in jobs:
             try:
-                if job.model is None or job.model.adapter is None:
-                    raise FailedError("the model could not be made", "user")
-                request = wire.forward_backward(job.message, vocabulary=trainer.vocabulary, limit=trainer.limit)
-                read.append((job, job.model.adapter, request))
+                read.append((job, self._read_of(job)))
             except Exception as error:
-                _finish_pass(job, _failure(error))
-        if not read:
-            return
-        self._most["pass"] = max(self._most["pass"], len(read))
-        outcomes: Sequence[Answer | FailedError]
+                outcomes.append((job, _failure(error)))
         try:
-            results = trainer.forward_backward_together([(adapter, request) for _, adapter, request in read])
-            outcomes = [wire.forward_backward_output(*result) for result in results]
+            answers = self._answers(type(jobs[0]), [each for _, each in read]) if read else []
+            outcomes += zip([job for job, _ in read], answers, strict=True)
         except Exception as error:
-            outcomes = [_failure(error)]
-        if len(outcomes) < len(read):  # find out whose fault it is
-            for job, *_ in read:
-                self._pass([job])
-            return
-        for (job, *_), outcome in zip(read, outcomes, strict=True):
-            _finish_pass(job, outcome)
-
-    def _sample(self, jobs: Sequence[SampleJob]) -> None:
-        wanted, own, lost = [], list[SampleJob](), list[tuple[SampleJob, FailedError]]()
-        for job in jobs:
-            assert job.request is not None
-            assert job.sampler is not None
-            try:
-                wanted.append((self._weights(job.sampler), job.request))
-                own.append(job)
-            except Exception as error:
-                lost.append((job, _failure(error)))
-        for job, failure in lost:
-            _finish(job, failure)
-        if not own:
-            return
-        self._most["sample"] = max(self._most["sample"], len({job.version for job in own}))
-        outcomes: Sequence[Answer | FailedError]
-        try:
-            outcomes = [wire.sample_output(*result) for result in self.trainer.sample(wanted)]
-        except Exception as error:
-            outcomes = [_failure(error)]
-        if len(outcomes) < len(own):  # find out whose fault it is
-            for job in own:
-                self._sample([job])
-            return
-        for job, outcome in zip(own, outcomes, strict=True):
+            outcomes += [(job, _failure(error)) for job, _ in read[:1] if len(read) == 1]
+        for job, outcome in outcomes:
             _finish(job, outcome)
+        if len(outcomes) < len(jobs):  # find out whose fault it is
+            for job, _ in read:
+                self._together([job])
+
+    def _read_of(self, job: Job) -> Any:
+        """What the trainer is called with."""
+        if isinstance(job, SampleJob):
+            assert job.sampler is not None
+            return self._weights(job.sampler), job.request
+        if isinstance(job, PassJob):
+            if job.model is None or job.model.adapter is None:
+                raise FailedError("the model could not be made", "user")
+            trainer = self.trainer
+            request = wire.forward_backward(job.message, vocabulary=trainer.vocabulary, limit=trainer.limit)
+            return job.model.adapter, request
+        return job.run
+
+    def _answers(self, kind: type[Job], read: Sequence[Any]) -> Sequence[Answer]:
+        if kind is SampleJob:
+            num_adapters = len({0 if weights is None else weights.version for weights, _ in read})
+            self._most["sample"] = max(self._most["sample"], num_adapters)
+            return [wire.sample_output(*result) for result in self.trainer.sample(read)]
+        if kind is PassJob:
+            self._most["pass"] = max(self._most["pass"], len(read))
+            return [wire.forward_backward_output(*result) for result in self.trainer.forward_backward_together(read)]
+        return [run() for run in read]
 
 
 def _snapshot_bytes(model: Model) -> int:
     """Host memory of a model's unnamed samplers."""
     samplers = [model.session.samplers[name] for name in model.snapshots]
     return sum(w.numel() * w.itemsize for each in samplers if each.weights is not None for w in each.weights.weights)
-
-
-def _finish_pass(job: PassJob, outcome: Answer | FailedError) -> None:
-    """Answer; a failure breaks the gradient that the request would have added to."""
-    adapter = None if job.model is None else job.model.adapter
-    if isinstance(outcome, FailedError) and adapter is not None and not job.message.forward_only:
-        adapter.broken = f"request {job.message.seq_id}: {outcome}"
-    _finish(job, outcome)
 
 
 def owner_of(key: str) -> str:
@@ -869,7 +685,13 @@ def _dropped(sampler: Sampler) -> RefusedError:
 
 
 def _finish(job: Job, outcome: Answer | FailedError) -> None:
-    """Answer. Not called within ``except``: the error refers to its frames, which keep the memory of a pass alive."""
+    """Answer; a failure breaks the gradient that the request would have added to.
+
+    Not called within ``except``: the error refers to its frames, which keep the memory of a pass alive.
+    """
+    adapter = None if job.model is None else job.model.adapter
+    if isinstance(outcome, FailedError) and isinstance(job, PassJob) and job.adds and adapter is not None:
+        adapter.broken = f"request {job.message.seq_id}: {outcome}"
     job.finish(outcome)
     if isinstance(outcome, FailedError) and outcome.category == "server":
         torch.cuda.empty_cache()  # it may have been out of memory

@@ -7,8 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from logitless.tinker.samples import Request
 from logitless.tinker.store import Checkpoint
-from logitless.tinker.trainer import Adapter, Request, Snapshot
+from logitless.tinker.trainer import Adapter, Snapshot
 
 Answer: TypeAlias = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""
@@ -35,6 +36,7 @@ class Job:
         number: of its arrival.
         run: makes the answer; None once there is one, for it holds the request.
         num_bytes: of the request, then of the answer.
+        model: that it is of, until there is an answer; None for samples.
     """
 
     id: str
@@ -42,12 +44,13 @@ class Job:
     number: int
     run: Callable[[], Answer] | None = None
     num_bytes: int = 0
+    model: "Model | None" = None
     arrived: float = field(default_factory=time.monotonic)
     answer: "Future[Answer]" = field(default_factory=Future)
 
     def finish(self, outcome: Answer | FailedError) -> None:
         """Answer, unless that was done, and drop the request."""
-        self.run = None
+        self.run = self.model = None
         self.num_bytes = len(outcome) if isinstance(outcome, bytes) else 0
         if self.answer.done():
             return
@@ -94,17 +97,20 @@ class PassJob(Job):
 
     Args:
         message: of the SDK.
-        model: that it is of.
         num_tokens: to be read, all targets of a position counted.
     """
 
     message: Any = None
-    model: "Model | None" = None
     num_tokens: int = 0
+
+    @property
+    def adds(self) -> bool:
+        """Whether it adds to the gradient."""
+        return not self.message.forward_only
 
     def finish(self, outcome: Answer | FailedError) -> None:
         """As of every job."""
-        self.message = self.model = None
+        self.message = None
         super().finish(outcome)
 
 

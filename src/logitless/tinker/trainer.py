@@ -31,21 +31,21 @@ from transformers import PreTrainedTokenizerBase
 
 from logitless.data.packing import Packing, pack, share_prompts
 from logitless.errors import InputError, TrainingError, UnavailableError
-from logitless.head import token_scores
+from logitless.head import likeliest_tokens, token_scores
 from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model
 from logitless.models.lora_targets import expert_weights
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.rollout.engine import Engine, ExactEngine
-from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.tinker.losses import token_losses
-from logitless.tinker.wire import AdamParams, ForwardBackward, LoraConfig, Sampled
+from logitless.tinker.samples import Request
+from logitless.tinker.wire import NO_TOKEN, AdamParams, ForwardBackward, LoraConfig, PromptScores, Sampled, Top
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.optim.optimizer import automatic_implementation, take_step
 from logitless.train.recipe.model import LoraSection, ModelSection
 from logitless.transfer import sent
-from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
+from logitless.types import Completion, LMHead, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
 
 logger = logging.getLogger("logitless")
 
@@ -113,32 +113,6 @@ class Snapshot:
     shape: Shape
     weights: list[Tensor]
     version: int
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt to complete.
-
-    Args:
-        id: names its random numbers together with ``seed``.
-        tokens: of the prompt.
-        num_samples, options, seed: of sampling.
-        scores_prompt: whether the prompt's log-probs are wanted.
-        scores_last: of its last tokens alone; None for all.
-    """
-
-    id: str
-    tokens: tuple[int, ...]
-    num_samples: int
-    options: SamplingOptions
-    seed: int
-    scores_prompt: bool = False
-    scores_last: int | None = None
-
-    @property
-    def shared(self) -> tuple[Any, ...]:
-        """What requests of one call of the engine have in common."""
-        return self.num_samples, self.options, self.seed
 
 
 Weights = Adapter | Snapshot | None
@@ -389,11 +363,22 @@ class Trainer:
 
     # --- passes
 
-    def _logp(self, parts: Sequence[tuple[Weights, PackedBatch]], temperature: float = 1.0) -> list[Tensor]:
+    def _logp(self, parts: Sequence[tuple[Weights, PackedBatch]]) -> list[Tensor]:
         """Log-probs [N] of each batch's targets under its weights, from one pass.
 
         Gradient: to the factors of adapters.
         """
+        return [
+            self._scores(states, head, batch.target)
+            for (states, head), (_, batch) in zip(self._states(parts), parts, strict=True)
+        ]
+
+    def _scores(self, states: Tensor, head: LMHead, target: Tensor, temperature: float = 1.0) -> Tensor:
+        target = sent(target, self.device)
+        return token_scores(states, head, target, temperature=temperature, backend="auto").logp
+
+    def _states(self, parts: Sequence[tuple[Weights, PackedBatch]]) -> list[tuple[Tensor, LMHead]]:
+        """The hidden states [N, D] that predict each batch's targets, from one pass, and the head with its adapter."""
         read = [share_prompts(batch.inputs) if self.row_invariant else batch.inputs for _, batch in parts]
         factors, sizes = [self._factors(weights) for weights, _ in parts], [len(each.input_ids) for each in read]
         scales = [1.0 if weights is None else ALPHA / weights.shape.rank for weights, _ in parts]
@@ -407,9 +392,9 @@ class Trainer:
             assert len(parts) == 1
             with self._applied(parts[0][0]):
                 hidden = backbone_hidden(self.model, read[0].to(self.device))
-        found, base = [], lm_head(self.model)
+        found, base = list[tuple[Tensor, LMHead]](), lm_head(self.model)
         rows = [hidden] if len(parts) == 1 else torch.split(hidden, sizes)
-        for own, inputs, of_adapter, scale, (_, batch) in zip(rows, read, factors, scales, parts, strict=True):
+        for own, inputs, of_adapter, scale in zip(rows, read, factors, scales, strict=True):
             head = base
             if self._head in of_adapter:
                 lora_a, lora_b = (factor.to(self.device) for factor in of_adapter[self._head])
@@ -418,8 +403,7 @@ class Trainer:
                 own = RepeatedRows.of(inputs.source).to(self.device).take(own)
             else:
                 own = own.index_select(0, sent(inputs.source, self.device))
-            target = sent(batch.target, self.device)
-            found.append(token_scores(own, head, target, temperature=temperature, backend="auto").logp)
+            found.append((own, head))
         return found
 
     def _moved(self, factors: Factors) -> Factors:
@@ -540,8 +524,8 @@ class Trainer:
 
     # --- sampling
 
-    def sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], np.ndarray | None]]:
-        """Samples of each request, and log-probs of its prompt [L] if it wants them, NaN first.
+    def sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], PromptScores]]:
+        """Samples of each request, and what it wants to know of its prompt.
 
         Log-probs are of the softmax at the temperature, before top-k and top-p; at temperature 0 of that at 1.
 
@@ -550,14 +534,14 @@ class Trainer:
         """
         versions = dict.fromkeys(_version(weights) for weights, _ in wanted)
         most = self._stack_for(wanted) if self.row_invariant else 1
-        found: dict[int, tuple[list[Sampled], np.ndarray | None]] = {}
+        found: dict[int, tuple[list[Sampled], PromptScores]] = {}
         chunks = [[*versions][i : i + most] for i in range(0, len(versions), most)]
         for chunk in chunks:
             chosen = [i for i, (w, _) in enumerate(wanted) if _version(w) in chunk]
             found |= zip(chosen, self._sample([wanted[i] for i in chosen]), strict=True)
         return [found[i] for i in range(len(wanted))]
 
-    def _sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], np.ndarray | None]]:
+    def _sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], PromptScores]]:
         num_samples, options, seed = wanted[0][1].shared
         prompts = [Prompt(request.id, "", request.tokens) for _, request in wanted]
         with torch.no_grad():
@@ -568,10 +552,10 @@ class Trainer:
             else:
                 with self._applied(wanted[0][0]):
                     groups = self._engine.sample(prompts, num_samples, options, seed=seed)
-            temperature, scores = options.temperature or 1.0, self._prompt_logprobs(wanted)
+            scores = self._prompt_scores(wanted)
             return [
-                ([self._sampled(weights, prompt, each, temperature) for each in group], scores.get(number))
-                for number, ((weights, _), prompt, group) in enumerate(zip(wanted, prompts, groups, strict=True))
+                ([self._sampled(weights, request, prompt, each) for each in group], scores.get(n, PromptScores()))
+                for n, ((weights, request), prompt, group) in enumerate(zip(wanted, prompts, groups, strict=True))
             ]
 
     def _memory_for_sampling(self) -> int | None:
@@ -618,33 +602,68 @@ class Trainer:
                 self._places[version] = place
         return [0 if weights is None else self._places[weights.version] for weights in wanted]
 
-    def _sampled(self, weights: Weights, prompt: Prompt, completion: Completion, temperature: float) -> Sampled:
+    def _sampled(self, weights: Weights, request: Request, prompt: Prompt, completion: Completion) -> Sampled:
         logp = completion.logp_sampler if completion.logp_policy is None else completion.logp_policy
-        if not self.exact or logp is None or np.isnan(logp).any():
-            logp = self._scored(weights, pack([(prompt, completion)]), temperature)
-        return Sampled(completion.token_ids, logp, completion.finish_reason == "stop")
+        temperature, top = request.options.temperature or 1.0, None
+        if not self.exact or (logp is not None and np.isnan(logp).any()):
+            logp = None
+        if logp is None or request.top_sampled:
+            batch = pack([(prompt, completion)])
+            [(states, head)] = self._states([(weights, batch)])
+            if logp is None:
+                logp = self._scores(states, head, batch.target, temperature).float().cpu().numpy()
+            if request.top_sampled:
+                top = _top(states, head, request.top_sampled, temperature)
+        return Sampled(completion.token_ids, logp, completion.finish_reason == "stop", top)
 
-    def _prompt_logprobs(self, wanted: Sequence[tuple[Weights, Request]]) -> dict[int, np.ndarray]:
-        """Of each prompt whose scores are wanted, by its number."""
-        chosen = [(i, weights, np.array(r.tokens)) for i, (weights, r) in enumerate(wanted) if r.scores_prompt]
-        found = {i: np.full(len(ids), np.nan, np.float32) for i, _, ids in chosen}
+    def _prompt_scores(self, wanted: Sequence[tuple[Weights, Request]]) -> dict[int, PromptScores]:
+        """What is wanted of prompts, by the number of the request."""
+        chosen = [(i, weights, request) for i, (weights, request) in enumerate(wanted) if request.reads_prompt]
+        found = {i: _unscored(request) for i, _, request in chosen}
         for version in dict.fromkeys(_version(weights) for _, weights, _ in chosen):
-            own = [each for each in chosen if _version(each[1]) == version and len(each[2]) > 1]
+            own = [each for each in chosen if _version(each[1]) == version and len(each[2].tokens) > 1]
             if not own:
                 continue
-            batch = _packed([(ids[:-1], ids[1:]) for *_, ids in own])
+            ids = [np.array(request.tokens) for *_, request in own]
+            batch = _packed([(each[:-1], each[1:]) for each in ids])
             for row in self._rows(batch):
-                lengths = [len(own[s][2]) - 1 for s in row]
-                scored = self._scored(own[row[0]][1], batch.take(row), 1.0)
-                for s, logp in zip(row, np.split(scored, np.cumsum(lengths)[:-1]), strict=True):
-                    number, _, ids = own[s]
-                    last = wanted[number][1].scores_last
-                    first = 1 if last is None else len(ids) - last
-                    found[number][first:] = logp[first - 1 :]
+                [(states, head)] = self._states([(own[row[0]][1], batch.take(row))])
+                for s, part in zip(row, torch.split(states, [len(ids[s]) - 1 for s in row]), strict=True):
+                    self._score_prompt(found[own[s][0]], own[s][2], part, head)
         return found
 
-    def _scored(self, weights: Weights, batch: Any, temperature: float) -> np.ndarray:
-        return self._logp([(weights, batch)], temperature)[0].float().cpu().numpy()
+    def _score_prompt(self, found: PromptScores, request: Request, states: Tensor, head: LMHead) -> None:
+        """Write what is wanted of a prompt, whose tokens but the first are predicted by ``states``."""
+        first = 1 if request.scores_last is None else len(request.tokens) - request.scores_last
+        if found.logprobs is not None:
+            logp = self._scores(states, head, torch.tensor(request.tokens[1:]))
+            found.logprobs[first:] = logp[first - 1 :].float().cpu().numpy()
+        if found.top is not None:
+            top = _top(states[first - 1 :], head, request.top_prompt)
+            found.top.ids[first:], found.top.logprobs[first:] = top.ids, top.logprobs
+        if found.targets is not None:
+            asked, values = found.targets
+            cells = np.flatnonzero(asked.ids >= 0)
+            for start in range(0, len(cells), len(states)):  # no more rows at once than a pass has
+                part = cells[start : start + len(states)]
+                own = states.index_select(0, sent(torch.from_numpy(asked.rows[part]), self.device))
+                values[part] = self._scores(own, head, torch.from_numpy(asked.ids[part])).float().cpu().numpy()
+
+
+def _unscored(request: Request) -> PromptScores:
+    """Nothing yet of what is wanted of a prompt."""
+    length, size = len(request.tokens), (len(request.tokens), request.top_prompt)
+    token, logp = NO_TOKEN
+    return PromptScores(
+        np.full(length, np.nan, np.float32) if request.scores_prompt else None,
+        Top(np.full(size, token, np.int32), np.full(size, logp, np.float32)) if request.top_prompt else None,
+        None if request.targets is None else (request.targets, np.zeros(len(request.targets.ids), np.float32)),
+    )
+
+
+def _top(states: Tensor, head: LMHead, k: int, temperature: float = 1.0) -> Top:
+    ids, logp = likeliest_tokens(states, head, k, temperature=temperature)
+    return Top(ids.cpu().numpy(), logp.float().cpu().numpy())
 
 
 def _version(weights: Weights) -> int:

@@ -268,6 +268,19 @@ class SamplingParams(Message):
     top_p: float = Field(1.0, gt=0, le=1)
 
 
+class TokenTensor(Message):
+    """Token ids [rows, K], dense or as sparse CSR."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=2**31)]]
+    dtype: Literal["int64"]
+    shape: list[Count] = Field(min_length=2, max_length=2)
+    sparse_crow_indices: list[Count] | None = None
+    sparse_col_indices: list[Count] | None = None
+
+
+NumTop = Annotated[int, Field(ge=0, le=MAX_TARGETS)]
+
+
 class Sample(Message):
     """``asample``."""
 
@@ -281,9 +294,9 @@ class Sample(Message):
     prompt_logprobs_last_n: int | None = Field(None, ge=1)
     base_model: Off = None
     model_path: Off = None
-    topk_prompt_logprobs: Off = 0
-    topk_sample_logprobs: Off = 0
-    target_prompt_logprobs: Off = None
+    topk_prompt_logprobs: NumTop = 0
+    topk_sample_logprobs: NumTop = 0
+    target_prompt_logprobs: TokenTensor | None = None
     prompt_alt_tokens_k: Off = 0
     record_stability_info: Annotated[
         Any, _only(None, False, why=", for the formula of stable_reinforce is not published: name another loss_fn")
@@ -535,14 +548,19 @@ def _from_csr(csr: Any, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
     rows, columns = (_array(raw, np.dtype(np.int64)) for raw in (csr.crow_indices, csr.col_indices))
     if len(shape) != 2 or min(shape) < 0:
         raise ValueError(f"a sparse tensor of shape {shape}")
-    fits = len(rows) == shape[0] + 1 and len(columns) == len(values) and (np.diff(rows) >= 0).all()
-    if not fits or rows[0] != 0 or rows[-1] != len(values):
-        raise ValueError("a sparse tensor whose indices do not fit together")
-    if len(columns) and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
-        raise ValueError("a sparse tensor with columns out of range")
     dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    dense[_csr_rows(rows, columns, len(values), shape), columns] = values
     return dense
+
+
+def _csr_rows(rows: np.ndarray, columns: np.ndarray, num_values: int, shape: tuple[int, ...]) -> np.ndarray:
+    """The row of each value of a sparse tensor."""
+    fits = len(rows) == shape[0] + 1 and len(columns) == num_values and (np.diff(rows) >= 0).all()
+    if not fits or rows[0] != 0 or rows[-1] != num_values:
+        raise ValueError("a sparse tensor whose indices do not fit together")
+    if num_values and not 0 <= int(columns.min()) <= int(columns.max()) < shape[1]:
+        raise ValueError("a sparse tensor with columns out of range")
+    return np.repeat(np.arange(shape[0]), np.diff(rows))
 
 
 def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics: Mapping[str, float]) -> bytes:
@@ -573,29 +591,115 @@ def forward_backward_output(outputs: Sequence[Mapping[str, np.ndarray]], metrics
 
 
 @dataclass(frozen=True)
+class Targets:
+    """Token ids that a request scores at positions of its prompt.
+
+    Args:
+        ids: [n]; -1: nothing.
+        rows: [n] of each; row i is about the prompt's token i + 1.
+        shape: of the tensor that they are in.
+        csr: row pointers and columns of a sparse one; None: it is dense.
+    """
+
+    ids: np.ndarray
+    rows: np.ndarray
+    shape: tuple[int, int]
+    csr: tuple[np.ndarray, np.ndarray] | None
+
+
+def targets_of(tensor: TokenTensor | None, num_rows: int) -> Targets | None:
+    """``target_prompt_logprobs`` of a prompt of ``num_rows + 1`` tokens.
+
+    Raises:
+        RefusedError: another number of rows, more than ``MAX_TARGETS`` columns, or nothing to score.
+    """
+    if tensor is None:
+        return None
+    ids, (rows, columns) = np.array(tensor.data, np.int64), tensor.shape
+    if rows != num_rows or not 1 <= columns <= MAX_TARGETS or not (ids >= 0).any():
+        raise RefusedError(
+            400,
+            f"target_prompt_logprobs of shape {tensor.shape} with {(ids >= 0).sum()} ids: {num_rows} rows, one a token "
+            f"behind the first, of at most {MAX_TARGETS} columns, and at least one id are needed",
+        )
+    crow, col = tensor.sparse_crow_indices, tensor.sparse_col_indices
+    try:
+        if crow is not None and col is not None:
+            csr = np.array(crow, np.int64), np.array(col, np.int64)
+            return Targets(ids, _csr_rows(*csr, len(ids), (rows, columns)), (rows, columns), csr)
+        if len(ids) != rows * columns or (crow, col) != (None, None):
+            raise ValueError(f"{len(ids)} numbers for shape {tensor.shape}")
+    except ValueError as error:
+        raise RefusedError(400, f"target_prompt_logprobs: {error}") from error
+    return Targets(ids, np.repeat(np.arange(rows), columns), (rows, columns), None)
+
+
+NO_TOKEN = (0, -99999.0)
+"""Id and log-prob by which the SDK knows that a position has no likeliest tokens."""
+
+
+@dataclass(frozen=True)
+class Top:
+    """Likeliest tokens: ids and log-probs [positions, k]."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+
+    def message(self) -> Any:
+        """In protobuf."""
+        length, k = self.ids.shape
+        raw = self.ids.astype(np.int32).tobytes(), self.logprobs.astype(np.float32).tobytes()
+        return messages().TopkLogprobs(token_ids=raw[0], logprobs=raw[1], k=k, length=length)
+
+
+@dataclass(frozen=True)
 class Sampled:
-    """One sampled sequence."""
+    """One sampled sequence, and the likeliest tokens at its positions if they were wanted."""
 
     tokens: np.ndarray
     logprobs: np.ndarray
     stopped: bool
+    top: Top | None = None
 
 
-def sample_output(sequences: Sequence[Sampled], prompt_logprobs: np.ndarray | None) -> bytes:
-    """The result of ``asample`` in protobuf.
+@dataclass(frozen=True)
+class PromptScores:
+    """What was asked about a prompt of L tokens.
 
     Args:
-        sequences: sampled.
-        prompt_logprobs: [L] with NaN where there is none; or None.
+        logprobs: [L], NaN where there is none.
+        top: likeliest tokens.
+        targets: what was asked, and the log-prob of each id, 0 of -1.
     """
+
+    logprobs: np.ndarray | None = None
+    top: Top | None = None
+    targets: tuple[Targets, np.ndarray] | None = None
+
+
+def sample_output(sequences: Sequence[Sampled], prompt: PromptScores) -> bytes:
+    """The result of ``asample`` in protobuf."""
     pb = messages()
     message = pb.SampleResponse()
     for each in sequences:
-        message.sequences.add(
+        sequence = message.sequences.add(
             stop_reason=pb.STOP_REASON_STOP if each.stopped else pb.STOP_REASON_LENGTH,
             tokens=each.tokens.astype(np.int32).tobytes(),
             logprobs=each.logprobs.astype(np.float32).tobytes(),
         )
-    if prompt_logprobs is not None:
-        message.prompt_logprobs = prompt_logprobs.astype(np.float32).tobytes()
+        if each.top is not None:
+            sequence.topk_sampled_logprobs.CopyFrom(each.top.message())
+    if prompt.logprobs is not None:
+        message.prompt_logprobs = prompt.logprobs.astype(np.float32).tobytes()
+    if prompt.top is not None:
+        message.topk_prompt_logprobs.CopyFrom(prompt.top.message())
+    if prompt.targets is not None:
+        (asked, found), tensor = prompt.targets, message.target_prompt_logprobs
+        tensor.dtype, raw = pb.DTYPE_FLOAT32, found.astype(np.float32).tobytes()
+        tensor.shape.extend(asked.shape)
+        if asked.csr is None:
+            tensor.dense = raw
+        else:
+            crow, col = (each.tobytes() for each in asked.csr)
+            tensor.sparse_csr.CopyFrom(pb.SparseCsr(values=raw, crow_indices=crow, col_indices=col))
     return bytes(message.SerializeToString())

@@ -1,0 +1,111 @@
+"""A request for samples, checked against the model."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from logitless.errors import RefusedError
+from logitless.rollout.sampling import SamplingOptions
+from logitless.tinker import wire
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to complete.
+
+    Args:
+        id: names its random numbers together with ``seed``.
+        tokens: of the prompt.
+        num_samples, options, seed: of sampling.
+        scores_prompt: whether the prompt's log-probs are wanted.
+        scores_last: of its last tokens alone; None for all.
+        top_prompt, top_sampled: likeliest tokens wanted at each position of the prompt, and of samples.
+        targets: token ids to score at the prompt's positions.
+    """
+
+    id: str
+    tokens: tuple[int, ...]
+    num_samples: int
+    options: SamplingOptions
+    seed: int
+    scores_prompt: bool = False
+    scores_last: int | None = None
+    top_prompt: int = 0
+    top_sampled: int = 0
+    targets: wire.Targets | None = None
+
+    @property
+    def shared(self) -> tuple[Any, ...]:
+        """What requests of one call of the engine have in common."""
+        return self.num_samples, self.options, self.seed
+
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether anything about the prompt is wanted."""
+        return self.scores_prompt or self.top_prompt > 0 or self.targets is not None
+
+
+def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, limit: int | None) -> Request:
+    """A request for samples.
+
+    Args:
+        request: of the client.
+        place: names the random numbers of a request without a seed; one with a seed has the same samples everywhere.
+        seed: of a request without one.
+        vocabulary: number of tokens of the model.
+        limit: its number of positions, or None.
+
+    Raises:
+        RefusedError: says what the model does not have, or what does not fit together.
+        ConfigurationError: of ``SamplingOptions``.
+    """
+    params, tokens = request.sampling_params, tuple(request.prompt.tokens)
+    room = params.max_tokens if limit is None else limit - len(tokens)
+    if not tokens:
+        raise RefusedError(400, "0 prompt tokens: at least one is needed")
+    if room is None:
+        raise RefusedError(400, "max_tokens is needed: the model has no limit of positions")
+    if room < (params.max_tokens or 1):
+        raise RefusedError(
+            400,
+            f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions; "
+            "shorten the prompt, or lower max_tokens",
+        )
+    last = request.prompt_logprobs_last_n
+    if last is not None and not (request.prompt_logprobs and last < len(tokens)):
+        raise RefusedError(400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens are needed")
+    stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
+    if params.stop is not None and not stops:
+        raise RefusedError(400, "stop: []: an EOS token always ends a sequence; leave stop out")
+    top = max(request.topk_prompt_logprobs, request.topk_sample_logprobs)
+    if top > vocabulary:
+        raise RefusedError(400, f"the {top} likeliest tokens: the model has {vocabulary}")
+    greedy = params.temperature == 0
+    options = SamplingOptions(
+        max_new_tokens=params.max_tokens or room,
+        temperature=params.temperature,
+        top_p=1.0 if greedy else params.top_p,
+        top_k=None if greedy or params.top_k in (-1, 0) else params.top_k,
+        stop=tuple(each for each in stops if isinstance(each, str)),
+        stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
+    )
+    targets = wire.targets_of(request.target_prompt_logprobs, len(tokens) - 1)
+    scored = () if targets is None else targets.ids[targets.ids >= 0]
+    for what, ids in (("prompt", tokens), ("stop", options.stop_token_ids), ("target_prompt_logprobs", scored)):
+        try:
+            wire.check_tokens(np.array(ids, np.int64), vocabulary)
+        except ValueError as error:
+            raise RefusedError(400, f"{what}: {error}") from error
+    return Request(
+        place if params.seed is None else repr(tokens),
+        tokens,
+        request.num_samples,
+        options,
+        seed if params.seed is None else params.seed,
+        bool(request.prompt_logprobs),
+        last,
+        request.topk_prompt_logprobs,
+        request.topk_sample_logprobs,
+        targets,
+    )

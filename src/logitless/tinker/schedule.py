@@ -1,0 +1,134 @@
+"""Which requests run next: keys take turns, and the sessions of a key; what may share a call does.
+
+Training requests of a model run in the order of ``seq_id``, whenever they arrive; samples run as they arrive.
+"""
+
+import itertools
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+from logitless.tinker.sessions import FailedError, Job, Model, PassJob, SampleJob, Session
+from logitless.tinker.trainer import Trainer
+
+COMPLETIONS = 2048
+"""A call of the engine takes no further request once it has so many completions: others wait for its end."""
+
+GATHER_SECONDS = 0.02
+"""A sample waits so long for others of the same batch, which come one by one; five times as long if they go on."""
+
+MISSING_SECONDS = 120.0
+"""Requests of a model wait so long for one before them that was refused or lost on its way."""
+
+
+class Schedule:
+    """The order of requests that wait. Whoever calls it holds the service's lock.
+
+    Args:
+        sessions: of the service, by id; those that were served last are moved to the end.
+        trainer: says what may share a call.
+    """
+
+    def __init__(self, sessions: OrderedDict[str, Session], trainer: Trainer) -> None:
+        self._sessions, self._trainer = sessions, trainer
+        self._turns, self._served = itertools.count(), dict[str, int]()  # by owner
+
+    @property
+    def patience(self) -> float:
+        """Seconds to wait for work: short if samples wait for others."""
+        return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
+
+    def next(self) -> Sequence[Job]:
+        """The next request of the session whose turn it is, with those that share its call; or none.
+
+        They wait no longer.
+        """
+        now = time.monotonic()
+        for session in self._in_turn():
+            for model in session.models.values():
+                _fail_stalled(model, now)
+            due: list[Job] = [job for m in session.models.values() if (job := m.waiting.get(m.next_seq)) is not None]
+            due += session.samples[:1]
+            if not due:
+                continue
+            first = min(due, key=lambda job: job.number)
+            if isinstance(first, SampleJob):
+                last = session.samples[-1]
+                if now - last.arrived < GATHER_SECONDS and now - first.arrived < 5 * GATHER_SECONDS:  # more may come
+                    continue
+                return self._sampled_together(session, first)
+            found = self._passes_together(first) if isinstance(first, PassJob) else [first]
+            for job in found:
+                assert job.model is not None
+                del job.model.waiting[job.model.next_seq]
+                job.model.next_seq += 1
+                self._note_served(job.model.session)
+            return found
+        return []
+
+    def _in_turn(self) -> list[Session]:
+        """Sessions, those of the key that was served longest ago first, and of a key the session so."""
+        return sorted(self._sessions.values(), key=lambda session: self._served.get(session.owner, -1))
+
+    def _note_served(self, session: Session) -> None:
+        self._sessions.move_to_end(session.id)
+        owners = {each.owner for each in self._sessions.values()}
+        self._served = {o: t for o, t in self._served.items() if o in owners} | {session.owner: next(self._turns)}
+
+    def _passes_together(self, first: PassJob) -> list[Job]:
+        """The next passes of models, of sessions in turn, which fit into one with the first.
+
+        As many of them as may share a pass; only ones that either all add to gradients or do not.
+        """
+        found, num_tokens = list[Job]([first]), first.num_tokens
+        for model in [model for session in self._in_turn() for model in session.models.values()]:
+            job = model.waiting.get(model.next_seq)
+            if not isinstance(job, PassJob) or job is first or job.adds != first.adds:
+                continue
+            fits = num_tokens + job.num_tokens <= self._trainer.tokens_per_row
+            if fits and len(found) < self._trainer.passes_together:
+                found.append(job)
+                num_tokens += job.num_tokens
+        return found
+
+    def _sampled_together(self, own: Session, first: SampleJob) -> list[Job]:
+        """Requests of all sessions that one call of the engine serves, taken in turn.
+
+        Turns end when the call has enough completions, and those of the first one's session begin.
+        """
+        found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
+        queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
+        num_completions, served = 0, dict[str, None]()
+        while num_completions < COMPLETIONS and any(queues.values()):
+            for name, queue in queues.items():
+                while queue:
+                    job = queue.pop(0)
+                    if job.batch != first.batch or job.name in names:
+                        continue  # equal names wait for another call
+                    if job.version not in versions and len(versions) >= self._trainer.together:
+                        continue
+                    assert job.request is not None
+                    found.append(job)
+                    names.add(job.name)
+                    versions.add(job.version)
+                    num_completions += job.request.num_samples
+                    self._sessions[name].samples.remove(job)
+                    served[name] = None
+                    break
+        for name in served:
+            self._note_served(self._sessions[name])
+        return found
+
+
+def _fail_stalled(model: Model, now: float) -> None:
+    """Fail what waits for a request that never came."""
+    since = min((job.arrived for job in model.waiting.values()), default=now)
+    if model.next_seq in model.waiting or now - since <= MISSING_SECONDS:
+        return
+    why = f"seq_id {model.next_seq} of {model.id} never came: send it and those behind it again, with new numbers"
+    if model.adapter is not None:
+        model.adapter.broken = why  # it may have been a part of the gradient
+    model.next_seq = max(model.waiting) + 1
+    for job in model.waiting.values():
+        job.finish(FailedError(why, "user"))
+    model.waiting.clear()
