@@ -28,6 +28,20 @@ DATA = {
     ),
     "Salesforce/wikitext": ("wikitext-103-raw-v1", [{"text": "after that time many were over, until then " * 20}] * 60),
     "Anthropic/hh-rlhf": ("default", [{"chosen": text + " yes", "rejected": text + " no"} for text in TEXTS]),
+    "hicai-zju/SciKnowEval": (
+        "default",
+        [
+            {
+                "domain": "Chemistry",
+                "details": {"level": "L3"},
+                "type": "mcq-4-choices",
+                "answerKey": "A",
+                "question": f"What is {i}?",
+                "choices": {"label": ["A", "B"], "text": [str(i), "no"]},
+            }
+            for i in range(8)
+        ],
+    ),
     "zwhe99/DeepMath-103K": ("default", [{"question": f"What is {i} + 1?"} for i in range(8)]),
 }
 
@@ -73,8 +87,14 @@ RECIPES = {
         *(f"teacher_model={MODEL}", "renderer_name=qwen3_disable_thinking", "group_size=2", "groups_per_batch=2"),
         *("max_tokens=8", "lora_rank=4", "max_steps=2"),
     ],
+    "recipes.sdft.train": [
+        *("renderer_name=qwen3_disable_thinking", "groups_per_batch=3", "max_tokens=8", "topk=5", "eval_every=0"),
+        *("lora_rank=4", "max_steps=2", "max_context_length=3000"),
+    ],
 }
 
+
+WITHOUT_KL = ("recipes.sl_loop", "recipes.rl_loop", "recipes.preference.dpo.train", "recipes.sdft.train")
 
 ROUNDED = "recipes.multiplayer_rl.guess_number.train"
 """Here tokens follow a sample in its datum: layers that are not row-invariant then round its log-probs otherwise."""
@@ -98,4 +118,4 @@ def test_a_recipe_runs_to_its_end_and_sampler_and_trainer_agree_in_every_bit(rec
     assert len([row for row in rows if len(row) > 1]) >= 2
     # a few roundings of log-probs below 10
     assert all(abs(value) <= (1e-5 if recipe == ROUNDED else 0.0) for value in kl)
-    assert bool(kl) == (recipe not in ("recipes.sl_loop", "recipes.rl_loop", "recipes.preference.dpo.train"))
+    assert bool(kl) == (recipe not in WITHOUT_KL)

@@ -145,6 +145,46 @@ def test_a_checkpoint_is_downloaded_by_the_cookbook_and_the_sdks_command_and_rea
     assert (read - torch.tensor(scored.loss_fn_outputs[0]["logprobs"].tolist())).abs().max() < 272 * 10 * 2**-24
 
 
+SPARSE = {
+    "data": [5, TEXT[2], TEXT[4]],
+    "dtype": "int64",
+    "shape": [4, 2],
+    "sparse_crow_indices": [0, 0, 2, 2, 3],
+    "sparse_col_indices": [0, 1, 0],
+}
+
+
+def test_likeliest_and_named_tokens_of_prompt_and_sample_come_in_the_sdks_layouts(service):
+    sampler, length, k = made(trained(service).save_weights_and_get_sampling_client()), len(TEXT), 3
+    ids = torch.full((length - 1, 2), -1)
+    ids[1], ids[3, 0] = torch.tensor([5, TEXT[2]]), TEXT[4]  # row i scores the prompt's token i + 1
+    assert types.TensorData(**SPARSE).to_torch(pad_value=-1).equal(ids)
+    found = [
+        sampler.sample(
+            types.ModelInput.from_ints(TEXT), 1, types.SamplingParams(max_tokens=4, temperature=0),
+            include_prompt_logprobs=True, topk_prompt_logprobs=k, topk_sample_logprobs=k,
+            target_prompt_logprobs=target, prompt_logprobs_last_n=last,
+        ).result()
+        for target, last in (
+            (types.TensorData.from_torch(ids), None), (types.TensorData(**SPARSE), 2)
+        )
+    ]  # fmt: skip
+    for response, last in zip(found, (length - 1, 2), strict=True):
+        assert [each is None for each in response.topk_prompt_logprobs] == [True] * (length - last) + [False] * last
+        assert {len(each) for each in response.topk_prompt_logprobs if each is not None} == {k}
+        assert [row[0][0] for row in response.sequences[0].topk_logprobs] == response.sequences[0].tokens
+        named = response.target_prompt_logprobs.to_torch()
+        assert (named != 0).tolist() == (ids != -1).tolist()
+        for value, position in ((named[1, 1], 2), (named[3, 0], 4)):  # sums of at most 272 numbers, in another order
+            assert abs(value.item() - found[0].prompt_logprobs[position]) < 272 * 10 * 2**-24
+    layouts = [each.target_prompt_logprobs.sparse_crow_indices for each in found]
+    assert layouts == [None, SPARSE["sparse_crow_indices"]]
+    for wrong in (ids[:2], torch.full_like(ids, -1), torch.full_like(ids, 999)):
+        asked = {"target_prompt_logprobs": types.TensorData.from_torch(wrong)}
+        with pytest.raises(tinker.BadRequestError, match="target_prompt_logprobs"):
+            sampler.sample(types.ModelInput.from_ints(TEXT), 1, types.SamplingParams(max_tokens=1), **asked).result()
+
+
 def test_an_encrypted_checkpoint_is_refused_where_it_would_have_to_be_read(service):
     pyrage = pytest.importorskip("pyrage")
     trainer, owner = trained(service, num_steps=0), pyrage.x25519.Identity.generate()
