@@ -7,7 +7,6 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -117,30 +116,10 @@ async def telemetry(_: Call) -> Any:
     return {"status": "accepted"}
 
 
-async def create_session(call: Call) -> Any:
-    """See ``Service.create_session``."""
-    return call.service.create_session(wire.parsed(wire.CreateSession, call.body), call.key)
-
-
-async def session_heartbeat(call: Call) -> Any:
-    """See ``Service.heartbeat``."""
-    return call.service.heartbeat(wire.parsed(wire.OfSession, call.body), call.key)
-
-
 async def finish_session(call: Call) -> Any:
     """See ``Service.finish``."""
     wire.parsed(wire.Anything, call.body)
     call.service.finish(call.path("session"), call.key)
-
-
-async def create_model(call: Call) -> Any:
-    """See ``Service.create_model``."""
-    return call.service.create_model(wire.parsed(wire.CreateModel, call.body), call.key, call.digest)
-
-
-async def get_info(call: Call) -> Any:
-    """See ``Service.info``."""
-    return call.service.info(wire.parsed(wire.OfModel, call.body), call.key)
 
 
 async def forward_backward(call: Call) -> Any:
@@ -148,41 +127,41 @@ async def forward_backward(call: Call) -> Any:
     return call.service.forward_backward(call.body, call.key, call.digest)
 
 
-async def optim_step(call: Call) -> Any:
-    """See ``Service.optim_step``."""
-    return _in_turn(call, wire.OptimStep, call.service.optim_step)
+def _asked(kind: type[wire.M], serve: Callable[[Service, wire.M, str], Any]) -> Handler:
+    """A request in JSON."""
+
+    async def ask(call: Call) -> Any:
+        return serve(call.service, wire.parsed(kind, call.body), call.key)
+
+    return ask
 
 
-def _in_turn(call: Call, kind: type[wire.M], serve: Callable[[wire.M, str, bytes], Any]) -> Any:
-    """Serve a request that has a place in a model's order, or refuse it there."""
-    try:
-        return serve(wire.parsed(kind, call.body), call.key, call.digest)
-    except RefusedError as refused:
-        if refused.status not in (400, 404, 422):
-            raise
-        return call.service.refuse_in_turn(refused, call.body, call.key, call.digest)
+def _promised(kind: type[wire.M], serve: Callable[[Service, wire.M, str, bytes], Any]) -> Handler:
+    """A request that is answered by a future; one that is sent again has the same."""
+
+    async def ask(call: Call) -> Any:
+        return serve(call.service, wire.parsed(kind, call.body), call.key, call.digest)
+
+    return ask
+
+
+def _in_turn(kind: type[wire.M], serve: Callable[[Service, wire.M, str, bytes], Any]) -> Handler:
+    """One that has a place in a model's order, and is refused there."""
+    promised = _promised(kind, serve)
+
+    async def ask(call: Call) -> Any:
+        try:
+            return await promised(call)
+        except RefusedError as refused:
+            if refused.status not in (400, 404, 422):
+                raise
+            return call.service.refuse_in_turn(refused, call.body, call.key, call.digest)
+
+    return ask
 
 
 def _save(kind: str) -> Handler:
-    async def save(call: Call) -> Any:
-        return _in_turn(call, wire.SaveWeights, partial(call.service.save, kind))
-
-    return save
-
-
-async def load_weights(call: Call) -> Any:
-    """See ``Service.load``."""
-    return _in_turn(call, wire.LoadWeights, call.service.load)
-
-
-async def create_sampling_session(call: Call) -> Any:
-    """See ``Service.create_sampler``."""
-    return call.service.create_sampler(wire.parsed(wire.CreateSamplingSession, call.body), call.key)
-
-
-async def asample(call: Call) -> Any:
-    """See ``Service.sample``."""
-    return call.service.sample(wire.parsed(wire.Sample, call.body), call.key, call.digest)
+    return _in_turn(wire.SaveWeights, lambda service, *asked: service.save(kind, *asked))
 
 
 async def retrieve_future(call: Call) -> Any:
@@ -353,22 +332,22 @@ ROUTES: dict[str, Handler] = {
     "POST /client/dynamic_config": dynamic_config,
     "GET /get_server_capabilities": capabilities,
     "POST /telemetry": telemetry,
-    "POST /create_session": create_session,
-    "POST /session_heartbeat": session_heartbeat,
+    "POST /create_session": _asked(wire.CreateSession, Service.create_session),
+    "POST /session_heartbeat": _asked(wire.OfSession, Service.heartbeat),
     "POST /sessions/{session}/finish": finish_session,
     "GET /memory": memory,
     "GET /sessions": list_sessions,
     "GET /sessions/{session}": get_session,
-    "POST /create_model": create_model,
-    "POST /get_info": get_info,
+    "POST /create_model": _promised(wire.CreateModel, Service.create_model),
+    "POST /get_info": _asked(wire.OfModel, Service.info),
     "POST /forward_backward": forward_backward,
-    "POST /optim_step": optim_step,
+    "POST /optim_step": _in_turn(wire.OptimStep, Service.optim_step),
     "POST /save_weights": _save("weights"),
     "POST /save_weights_for_sampler": _save("sampler_weights"),
     "POST /save_weights_external": _save("external_weights"),
-    "POST /load_weights": load_weights,
-    "POST /create_sampling_session": create_sampling_session,
-    "POST /asample": asample,
+    "POST /load_weights": _in_turn(wire.LoadWeights, Service.load),
+    "POST /create_sampling_session": _asked(wire.CreateSamplingSession, Service.create_sampler),
+    "POST /asample": _promised(wire.Sample, Service.sample),
     "POST /retrieve_future": retrieve_future,
     "POST /cancel_future": cancel_future,
     "GET /samplers/{sampler}": get_sampler,

@@ -89,7 +89,7 @@ class Service:
         self.names, self.tokenizer_name, self.seed = tuple(names), tokenizer_name, seed
         self.session_seconds = session_seconds
         self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._state = threading.Condition()
+        self._state = threading.Condition()  # of a lock that who holds it may take again
         self._schedule = Schedule(self._sessions, trainer)
         self._numbers, self._session_numbers = itertools.count(), itertools.count()
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
@@ -136,13 +136,13 @@ class Service:
             RefusedError: 410, it is gone, which ends the SDK's heartbeats.
         """
         with self._state:
-            self._session(request.session_id, key).seen = time.time()
+            self.session(request.session_id, key).seen = time.time()
         return {"type": "session_heartbeat"}
 
     def finish(self, session_id: str, key: str) -> None:
         """End a session: what waits fails, models and samplers are freed, checkpoints stay."""
         with self._state:
-            session = self._session(session_id, key)
+            session = self.session(session_id, key)
             del self._sessions[session_id]
             self._fail_all(session, "the session was finished")
 
@@ -155,12 +155,13 @@ class Service:
         return [session for session in self._sessions.values() if session.owner == owner]
 
     def session(self, session_id: str, key: str) -> Session:
-        """A session of a key."""
-        with self._state:
-            return self._session(session_id, key)
+        """A session of a key.
 
-    def _session(self, session_id: str, key: str) -> Session:
-        session = self._sessions.get(session_id)
+        Raises:
+            RefusedError: 410, it is gone; 403, it is of another key.
+        """
+        with self._state:
+            session = self._sessions.get(session_id)
         if session is None:
             raise RefusedError(
                 410, f"session {session_id!r:.80} is gone: it was finished, silent, or of a service that was restarted"
@@ -192,7 +193,7 @@ class Service:
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise RefusedError(400, "lora_config: train_attn, train_mlp or train_unembed is needed")
         with self._state:
-            session, shape = self._session(request.session_id, key), Shape.of(lora)
+            session, shape = self.session(request.session_id, key), Shape.of(lora)
             number, metadata = request.model_seq_id, request.user_metadata
             model = self._new_model(session, number, request.base_model, metadata, shape)
             seed = derived_seed(self.seed, "adapter", request.model_seq_id) if lora.seed is None else lora.seed
@@ -273,13 +274,10 @@ class Service:
             RefusedError: unknown, gone, or of another key.
         """
         with self._state:
-            return self._model(model_id, key)
-
-    def _model(self, model_id: str, key: str) -> Model:
-        session = self._session(model_id.partition(":")[0], key)
-        if model_id not in session.models:
-            raise RefusedError(404, f"there is no model {model_id!r:.120}")
-        return session.models[model_id]
+            session = self.session(model_id.partition(":")[0], key)
+            if model_id not in session.models:
+                raise RefusedError(404, f"there is no model {model_id!r:.120}")
+            return session.models[model_id]
 
     def info(self, request: wire.OfModel, key: str) -> dict[str, Any]:
         """What the SDK knows of a model."""
@@ -297,7 +295,7 @@ class Service:
         """Add to a model's gradient, or only score."""
         message = wire.forward_backward_request(body)
         with self._state:
-            model = self._model(message.model_id, key)
+            model = self.model(message.model_id, key)
             kind = partial(PassJob, message=message, num_tokens=wire.num_tokens(message))
             return self._arrived(model, message.seq_id, digest, None, len(body), kind=kind)
 
@@ -380,9 +378,9 @@ class Service:
         base = request.base_model or ("" if given is None else given.base_model)
         with self._state:
             if request.model_id is not None and request.seq_id is not None and request.session_id is None:
-                model, seq_id = self._model(request.model_id, key), request.seq_id
+                model, seq_id = self.model(request.model_id, key), request.seq_id
             elif request.session_id is not None and request.model_seq_id is not None and request.model_id is None:
-                session = self._session(request.session_id, key)
+                session = self.session(request.session_id, key)
                 assert given is not None
                 model = self._new_model(session, request.model_seq_id, base, request.user_metadata, given.shape)
                 seq_id = 0
@@ -426,24 +424,17 @@ class Service:
         return found
 
     def _train(
-        self,
-        model_id: str,
-        seq_id: int,
-        key: str,
-        digest: bytes,
-        run: Callable[[Adapter], Answer],
-        *,
-        num_bytes: int = 0,
+        self, model_id: str, seq_id: int, key: str, digest: bytes, run: Callable[[Adapter], Answer]
     ) -> dict[str, Any]:
         with self._state:
-            model = self._model(model_id, key)
+            model = self.model(model_id, key)
 
             def with_adapter() -> Answer:
                 if model.adapter is None:
                     raise FailedError("the model could not be made", "user")
                 return run(model.adapter)
 
-            return self._arrived(model, seq_id, digest, with_adapter, num_bytes)
+            return self._arrived(model, seq_id, digest, with_adapter)
 
     def _arrived(
         self,
@@ -497,8 +488,7 @@ class Service:
 
     def create_sampler(self, request: wire.CreateSamplingSession, key: str) -> dict[str, Any]:
         """A sampling session of the base model or of a saved adapter."""
-        with self._state:
-            session = self._session(request.session_id, key)
+        session = self.session(request.session_id, key)
         checkpoint = None if request.model_path is None else self.checkpoint(request.model_path, key)
         if checkpoint is None or request.base_model:
             self._check_name(request.base_model or "")
@@ -540,7 +530,7 @@ class Service:
     def sampler(self, sampler_id: str, key: str) -> Sampler:
         """A sampling session of a key."""
         with self._state:
-            session = self._session(sampler_id.partition(":")[0], key)
+            session = self.session(sampler_id.partition(":")[0], key)
             if sampler_id not in session.samplers:
                 raise RefusedError(404, f"there is no sampling session {sampler_id!r:.120}")
             return session.samplers[sampler_id]
@@ -564,7 +554,7 @@ class Service:
             "sample_sequence_ids": [f"{request_id}:{index}" for index in range(request.num_samples)],
         }
         with self._state:
-            session = self._session(sampler.session.id, key)
+            session = self.session(sampler.session.id, key)
             known = session.jobs.get(request_id)
             if known is not None and known.digest != digest:
                 raise RefusedError(400, f"seq_id {request.seq_id} of {sampler.id} was another request")
@@ -587,7 +577,7 @@ class Service:
             RefusedError: 404, there is none; 410, its answer was retrieved and dropped, or its session is gone.
         """
         with self._state:
-            session = self._session(request_id.partition(":")[0], key)
+            session = self.session(request_id.partition(":")[0], key)
             if request_id not in session.jobs:
                 raise RefusedError(404, f"no request {request_id!r:.120}, or its answer was retrieved long ago")
             return session.jobs[request_id].answer
@@ -595,12 +585,12 @@ class Service:
     def retrieved(self, request_id: str, key: str) -> None:
         """Note that an answer is on its way to the client."""
         with self._state:
-            self._note_retrieved(self._session(request_id.partition(":")[0], key), request_id)
+            self._note_retrieved(self.session(request_id.partition(":")[0], key), request_id)
 
     def cancel(self, request_id: str, key: str) -> None:
         """Drop a request for samples that waits still."""
         with self._state:
-            session = self._session(request_id.partition(":")[0], key)
+            session = self.session(request_id.partition(":")[0], key)
             for job in [each for each in session.samples if each.id == request_id]:
                 session.samples.remove(job)
                 job.finish(FailedError("cancelled by the client", "user"))
