@@ -11,9 +11,10 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.tinker import schedule, wire
 from logitless.tinker import service as module
+from logitless.tinker.adapter import Shape
 from logitless.tinker.service import FailedError, Service
 from logitless.tinker.store import Store
-from logitless.tinker.trainer import Shape, Trainer
+from logitless.tinker.trainer import Trainer
 from tests.tinker.test_trainer import CONFIG
 
 KEY = "tml-a"
@@ -81,7 +82,7 @@ def test_requests_run_in_the_order_of_seq_id_whenever_they_arrive(service):
 def test_a_request_that_is_sent_again_runs_once(service):
     model = model_of(service, session_of(service))
     assert step(service, model, 1) == step(service, model, 1)
-    with pytest.raises(RefusedError, match="was another request"):
+    with pytest.raises(RefusedError, match="was another request's"):
         step(service, model, 1, rate=0.2)
     result(service, step(service, model, 1))
     with pytest.raises(RefusedError, match="out of order: 2 is next"):

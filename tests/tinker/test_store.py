@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from logitless.errors import InputError
+from logitless.tinker.adapter import Shape
 from logitless.tinker.store import Checkpoint, Store
-from logitless.tinker.trainer import Shape
 
 
 class Config:

@@ -6,8 +6,9 @@ import torch
 
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.sampling import SamplingOptions
+from logitless.tinker.adapter import Shape
 from logitless.tinker.samples import Request
-from logitless.tinker.trainer import Shape, Trainer
+from logitless.tinker.trainer import Trainer
 from logitless.tinker.wire import AdamParams
 from tests.rollout.gpu.wide import wide_model
 from tests.tinker.test_trainer import batch, tokens_and_logprobs

@@ -11,9 +11,10 @@ from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
 from logitless.rollout.sampling import SamplingOptions
 from logitless.tinker import trainer as module
+from logitless.tinker.adapter import Shape
 from logitless.tinker.losses import checked_config
 from logitless.tinker.samples import Request
-from logitless.tinker.trainer import Shape, Trainer
+from logitless.tinker.trainer import Trainer
 from logitless.tinker.wire import NO_TOKEN, AdamParams, Datum, ForwardBackward, Targets, Top
 from tests.models.mixtures import MIXTURES
 from tests.tinker import tiny

@@ -27,11 +27,12 @@ import torch
 from logitless.errors import InputError, LogitlessError, RefusedError
 from logitless.seeds import derived_seed
 from logitless.tinker import wire
+from logitless.tinker.adapter import Adapter, Shape, Snapshot
 from logitless.tinker.samples import request_of
 from logitless.tinker.schedule import Schedule
 from logitless.tinker.sessions import Answer, FailedError, Job, Model, PassJob, SampleJob, Sampler, Session
 from logitless.tinker.store import Checkpoint, Store
-from logitless.tinker.trainer import Adapter, Shape, Snapshot, Trainer
+from logitless.tinker.trainer import Trainer
 
 logger = logging.getLogger("logitless")
 
@@ -429,12 +430,7 @@ class Service:
         with self._state:
             model = self.model(model_id, key)
 
-            def with_adapter() -> Answer:
-                if model.adapter is None:
-                    raise FailedError("the model could not be made", "user")
-                return run(model.adapter)
-
-            return self._arrived(model, seq_id, digest, with_adapter)
+            return self._arrived(model, seq_id, digest, lambda: run(_adapter_of(model)))
 
     def _arrived(
         self,
@@ -448,10 +444,7 @@ class Service:
         """Put a request in its place; one that came before gets the same future."""
         request_id = f"{model.id}:{seq_id}"
         promise = {"request_id": request_id, "model_id": model.id}
-        known = model.session.jobs.get(request_id)
-        if known is not None:
-            if known.digest != digest:
-                raise RefusedError(400, f"seq_id {seq_id} of {model.id} was another request")
+        if _is_known(model.session, request_id, digest):
             return promise
         if seq_id < model.next_seq:
             raise RefusedError(400, f"seq_id {seq_id} of {model.id} has run or was given up: {model.next_seq} is next")
@@ -555,10 +548,7 @@ class Service:
         }
         with self._state:
             session = self.session(sampler.session.id, key)
-            known = session.jobs.get(request_id)
-            if known is not None and known.digest != digest:
-                raise RefusedError(400, f"seq_id {request.seq_id} of {sampler.id} was another request")
-            if known is None:
+            if not _is_known(session, request_id, digest):
                 num_bytes = TOKEN_BYTES * len(wanted.tokens)
                 self._check_room(session, num_bytes)
                 number = next(self._numbers)
@@ -637,11 +627,9 @@ class Service:
             assert job.sampler is not None
             return self._weights(job.sampler), job.request
         if isinstance(job, PassJob):
-            if job.model is None or job.model.adapter is None:
-                raise FailedError("the model could not be made", "user")
-            trainer = self.trainer
-            request = wire.forward_backward(job.message, vocabulary=trainer.vocabulary, limit=trainer.limit)
-            return job.model.adapter, request
+            assert job.model is not None
+            trainer, adapter = self.trainer, _adapter_of(job.model)
+            return adapter, wire.forward_backward(job.message, vocabulary=trainer.vocabulary, limit=trainer.limit)
         return job.run
 
     def _answers(self, kind: type[Job], read: Sequence[Any]) -> Sequence[Answer]:
@@ -653,6 +641,20 @@ class Service:
             self._most["pass"] = max(self._most["pass"], len(read))
             return [wire.forward_backward_output(*result) for result in self.trainer.forward_backward_together(read)]
         return [run() for run in read]
+
+
+def _is_known(session: Session, request_id: str, digest: bytes) -> bool:
+    """Whether a request came before."""
+    known = session.jobs.get(request_id)
+    if known is not None and known.digest != digest:
+        raise RefusedError(400, f"the seq_id of {request_id} was another request's")
+    return known is not None
+
+
+def _adapter_of(model: Model) -> Adapter:
+    if model.adapter is None:
+        raise FailedError("the model could not be made", "user")
+    return model.adapter
 
 
 def _snapshot_bytes(model: Model) -> int:

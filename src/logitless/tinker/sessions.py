@@ -7,9 +7,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from logitless.tinker.adapter import Adapter, Snapshot
 from logitless.tinker.samples import Request
 from logitless.tinker.store import Checkpoint
-from logitless.tinker.trainer import Adapter, Snapshot
 
 Answer: TypeAlias = bytes | dict[str, Any]
 """Protobuf, or what becomes JSON."""

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from logitless.errors import CheckpointError, InputError, UnavailableError
-from logitless.tinker.trainer import Shape
+from logitless.tinker.adapter import Shape
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The second part of a path, and what the SDK calls such a checkpoint."""

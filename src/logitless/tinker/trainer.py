@@ -18,9 +18,8 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import count
 from typing import Any
 
 import numpy as np
@@ -38,9 +37,10 @@ from logitless.models.lora_targets import expert_weights
 from logitless.models.repeated_rows import RepeatedRows
 from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.transformers import TransformersEngine
-from logitless.tinker.losses import token_losses
+from logitless.tinker.adapter import ALPHA, Adapter, Shape, Snapshot, Weights, version_of
 from logitless.tinker.samples import Request
-from logitless.tinker.wire import NO_TOKEN, AdamParams, ForwardBackward, LoraConfig, PromptScores, Sampled, Top
+from logitless.tinker.wire import NO_TOKEN, AdamParams, ForwardBackward, PromptScores, Sampled, Top
+from logitless.tinker.work import Trained, Work, packed
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.optim.optimizer import automatic_implementation, take_step
 from logitless.train.recipe.model import LoraSection, ModelSection
@@ -49,80 +49,14 @@ from logitless.types import Completion, LMHead, PackedBatch, PackedInputs, Promp
 
 logger = logging.getLogger("logitless")
 
-ALPHA = 32.0
-"""LoRA's alpha in the service: the product of the factors is multiplied by 32 / rank."""
-
 TOGETHER = 8
 """The most adapters in a batch of sampling; fewer where their factors would take a quarter of the memory."""
 
 HELD_BYTES = 16
 """Of a number of an adapter on the device: itself, its gradient and Adam's moments, float32."""
 
-
-@dataclass(frozen=True)
-class Shape:
-    """The rank of an adapter, and what it adapts."""
-
-    rank: int
-    attention: bool
-    mlp: bool
-    unembed: bool
-
-    @classmethod
-    def of(cls, config: LoraConfig) -> "Shape":
-        """Of a request."""
-        return cls(config.rank, config.train_attn, config.train_mlp, config.train_unembed)
-
-
-_versions = count(1)
-
-
-@dataclass(eq=False)
-class Adapter:
-    """A client's adapter.
-
-    Args:
-        shape: of it.
-        weights: float32 factors, in the order of ``Trainer.names``.
-        version: changes whenever the weights do; no two adapters share one.
-        optimizer: Adam's state; None before the first step.
-        broken: why the gradients so far are incomplete; empty if they are not.
-    """
-
-    shape: Shape
-    weights: list[nn.Parameter]
-    version: int = field(default_factory=lambda: next(_versions))
-    optimizer: torch.optim.AdamW | None = None
-    broken: str = ""
-
-    def snapshot(self) -> "Snapshot":
-        """A copy of the weights in host memory."""
-        return Snapshot(self.shape, [w.detach().to("cpu", copy=True) for w in self.weights], self.version)
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Weights of an adapter as they were.
-
-    Args:
-        shape: of it.
-        weights: float32, in host memory, in the order of ``Trainer.names``.
-        version: of the adapter; negative for one that was read from a file.
-    """
-
-    shape: Shape
-    weights: list[Tensor]
-    version: int
-
-
-Weights = Adapter | Snapshot | None
-"""What to compute with; None for the base model."""
-
 Factors = Mapping[nn.Module, tuple[Tensor, Tensor]]
 """A and B by linear module."""
-
-Trained = tuple[list[dict[str, np.ndarray]], dict[str, float]]
-"""Arrays of each datum, and metrics."""
 
 
 class Trainer:
@@ -445,7 +379,7 @@ class Trainer:
             ``logprobs`` of each datum (and ``elementwise_loss`` of cross_entropy) in the shape of its targets, and
             metrics.
         """
-        work = _Work(adapter, request)
+        work = Work(adapter, request)
         for row in self._rows(work.batch):
             self._pass([(work, row)])
         return work.result()
@@ -461,7 +395,7 @@ class Trainer:
         """
         if len(pairs) == 1:
             return [self.forward_backward(*pairs[0])]
-        works = [_Work(adapter, request) for adapter, request in pairs]
+        works = [Work(adapter, request) for adapter, request in pairs]
         rows = [self._rows(work.batch) for work in works]
         num_tokens = sum(sum(work.batch.inputs.lengths) for work in works)
         before = [[None if w.grad is None else w.grad.clone() for w in adapter.weights] for adapter, _ in pairs]
@@ -478,7 +412,7 @@ class Trainer:
             _restore(pairs, before)
             raise
 
-    def _pass(self, parts: Sequence[tuple["_Work", Sequence[int]]]) -> None:
+    def _pass(self, parts: Sequence[tuple["Work", Sequence[int]]]) -> None:
         """A pass over a row of each."""
         forward_only = parts[0][0].request.forward_only
         with torch.set_grad_enabled(not forward_only):
@@ -495,8 +429,7 @@ class Trainer:
         """
         broken, adapter.broken = adapter.broken, ""
         if broken:
-            for weight in adapter.weights:
-                weight.grad = None
+            adapter.drop_gradients()
             raise TrainingError(
                 needed="the whole gradient of the step",
                 given=f"a part that failed ({broken})",
@@ -505,15 +438,14 @@ class Trainer:
         optimizer = self._optimizer(adapter)
         for group in optimizer.param_groups:
             group |= {"betas": (params.beta1, params.beta2), "eps": params.eps, "weight_decay": params.weight_decay}
-        adapter.version = next(_versions)  # before the step, which may fail midway
+        adapter.renew()  # before the step, which may fail midway
         try:
             for weight in adapter.weights:
                 if weight.grad is None:
                     weight.grad = torch.zeros_like(weight)
             norm, taken = take_step(optimizer, rate=params.learning_rate, max_grad_norm=params.grad_clip_norm or None)
         finally:
-            for weight in adapter.weights:
-                weight.grad = None
+            adapter.drop_gradients()
         if not taken:
             raise TrainingError(
                 needed="a finite gradient",
@@ -532,12 +464,12 @@ class Trainer:
         Args:
             wanted: requests alike in what ``Request.shared`` names, with distinct ids among those of the same weights.
         """
-        versions = dict.fromkeys(_version(weights) for weights, _ in wanted)
+        versions = dict.fromkeys(version_of(weights) for weights, _ in wanted)
         most = self._stack_for(wanted) if self.row_invariant else 1
         found: dict[int, tuple[list[Sampled], PromptScores]] = {}
         chunks = [[*versions][i : i + most] for i in range(0, len(versions), most)]
         for chunk in chunks:
-            chosen = [i for i, (w, _) in enumerate(wanted) if _version(w) in chunk]
+            chosen = [i for i, (w, _) in enumerate(wanted) if version_of(w) in chunk]
             found |= zip(chosen, self._sample([wanted[i] for i in chosen]), strict=True)
         return [found[i] for i in range(len(wanted))]
 
@@ -620,12 +552,12 @@ class Trainer:
         """What is wanted of prompts, by the number of the request."""
         chosen = [(i, weights, request) for i, (weights, request) in enumerate(wanted) if request.reads_prompt]
         found = {i: _unscored(request) for i, _, request in chosen}
-        for version in dict.fromkeys(_version(weights) for _, weights, _ in chosen):
-            own = [each for each in chosen if _version(each[1]) == version and len(each[2].tokens) > 1]
+        for version in dict.fromkeys(version_of(weights) for _, weights, _ in chosen):
+            own = [each for each in chosen if version_of(each[1]) == version and len(each[2].tokens) > 1]
             if not own:
                 continue
             ids = [np.array(request.tokens) for *_, request in own]
-            batch = _packed([(each[:-1], each[1:]) for each in ids])
+            batch = packed([(each[:-1], each[1:]) for each in ids])
             for row in self._rows(batch):
                 [(states, head)] = self._states([(own[row[0]][1], batch.take(row))])
                 for s, part in zip(row, torch.split(states, [len(ids[s]) - 1 for s in row]), strict=True):
@@ -666,55 +598,6 @@ def _top(states: Tensor, head: LMHead, k: int, temperature: float = 1.0) -> Top:
     return Top(ids.cpu().numpy(), logp.float().cpu().numpy())
 
 
-def _version(weights: Weights) -> int:
-    return 0 if weights is None else weights.version
-
-
-class _Work:
-    """A request of ``forward_backward`` and what is known of its results."""
-
-    def __init__(self, adapter: Adapter, request: ForwardBackward) -> None:
-        self.adapter, self.request = adapter, request
-        self.columns = [(d, k) for d, datum in enumerate(request.data) for k in range(datum.targets.shape[1])]
-        self.batch = _packed([(request.data[d].tokens, request.data[d].targets[:, k]) for d, k in self.columns])
-        self.logp = [np.zeros(datum.targets.shape, np.float32) for datum in request.data]
-        self.losses = [np.zeros_like(each) for each in self.logp]
-
-    def loss(self, row: Sequence[int], logp: Tensor) -> Tensor:
-        """The loss of each target of a row; keeps it and the log-probs."""
-        request, parts = self.request, [self.columns[s] for s in row]
-        inputs = {
-            name: torch.from_numpy(np.concatenate([request.data[d].inputs[name][:, k] for d, k in parts])).to(
-                logp.device
-            )
-            for name in request.data[0].inputs
-        }
-        lengths = [len(request.data[d].tokens) for d, _ in parts]
-        loss = token_losses(request.loss, request.config, logp, inputs, lengths)
-        for values, into in ((logp, self.logp), (loss, self.losses)):
-            pieces = torch.split(values.detach().float().cpu(), lengths)
-            for (d, k), piece in zip(parts, pieces, strict=True):
-                into[d][:, k] = piece.numpy()
-        return loss
-
-    @property
-    def is_finite(self) -> bool:
-        """Of losses and gradients."""
-        grads = [weight.grad for weight in self.adapter.weights if weight.grad is not None]
-        sums = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1)
-        return all(np.isfinite(each).all() for each in self.losses) and bool(sums.isfinite().all())
-
-    def result(self) -> Trained:
-        """Of ``Trainer.forward_backward``."""
-        total = float(sum(each.astype(np.float64).sum() for each in self.losses))
-        shaped = [(each, datum) for each, datum in zip(self.logp, self.request.data, strict=True)]
-        outputs = [{"logprobs": each[:, 0] if datum.is_flat else each} for each, datum in shaped]
-        if self.request.loss == "cross_entropy":
-            for output, each, datum in zip(outputs, self.losses, self.request.data, strict=True):
-                output["elementwise_loss"] = each[:, 0] if datum.is_flat else each
-        return outputs, {"loss:sum": total, "num_tokens:sum": float(self.request.num_tokens)}
-
-
 def _restore(pairs: Sequence[tuple[Adapter, Any]], before: Sequence[Sequence[Tensor | None]]) -> None:
     for (adapter, _), grads in zip(pairs, before, strict=True):
         for weight, grad in zip(adapter.weights, grads, strict=True):
@@ -731,12 +614,6 @@ def _end_to_end(parts: Sequence[PackedInputs | SharedInputs]) -> PackedInputs | 
     ]
     ids, positions = torch.cat([part.input_ids for part in parts]), torch.cat([part.position_ids for part in parts])
     return SharedInputs(ids, positions, tuple(group for of in groups for group in of), ids[:0])
-
-
-def _packed(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
-    """Pairs of tokens and targets [L], already shifted, as a batch that scores every position."""
-    read = [(Prompt("", "", tokens[:1]), Completion("", np.append(tokens[1:], 0), "", "length")) for tokens, _ in pairs]
-    return replace(pack(read), target=torch.from_numpy(np.concatenate([targets for _, targets in pairs])))
 
 
 def _parts_of(model: nn.Module) -> list[tuple[str, str, nn.Linear]]:

@@ -207,7 +207,7 @@ class SaveWeights(OfModel):
     overwrite: bool = False
     user_metadata: dict[str, str] | None = None
     sampling_session_seq_id: int | None = None
-    kind: Annotated[Any, _only("snapshot")] = "snapshot"
+    kind: Annotated[Any, _only("snapshot", why=": save a snapshot after each step")] = "snapshot"
     age_encryption_recipients: list[str] | None = Field(None, max_length=10)
 
 
