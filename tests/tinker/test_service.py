@@ -170,6 +170,24 @@ def test_a_silent_session_is_dropped_and_its_requests_fail(service):
         service.heartbeat(wire.OfSession(session_id=session), KEY)
 
 
+def test_a_silent_session_is_dropped_also_while_others_keep_the_service_busy(service, monkeypatch):
+    silent, model = session_of(service), model_of(service, session_of(service))
+    there, run, since = [], service._together, service.session(silent, KEY).seen - 10
+
+    def serve(jobs):
+        there.append(silent in service._sessions)
+        if there[-1]:
+            service.session(silent, KEY).seen = since
+        run(jobs)
+
+    monkeypatch.setattr(service, "_together", serve)
+    with held_up(service):
+        promises = [step(service, model, seq_id) for seq_id in (1, 2)]
+    for promise in promises:
+        result(service, promise)
+    assert there == [True, False]
+
+
 def test_a_finished_session_keeps_its_checkpoints(service):
     session = session_of(service)
     path = result(service, save(service, model_of(service, session), 1, path="a"))["path"]

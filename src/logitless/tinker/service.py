@@ -591,11 +591,12 @@ class Service:
     def _serve(self) -> None:
         while True:
             with self._state:
-                while not self._closed and not (jobs := self._schedule.next()):
-                    self._state.wait(timeout=self._schedule.patience)
-                    self._drop_silent(time.time())
+                self._drop_silent(time.time())
                 if self._closed:
                     return
+                if not (jobs := self._schedule.next()):
+                    self._state.wait(timeout=self._schedule.patience)
+                    continue
             try:
                 self._together(jobs)
             except Exception as error:  # without this thread all clients would wait for ever
