@@ -383,26 +383,6 @@ def test_weights_of_old_unnamed_samplers_are_dropped(service, monkeypatch):
         service._weights(service.sampler(ids[0], KEY))
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({"prompt": {"chunks": []}}, "0 prompt tokens"),
-        ({"prompt": {"chunks": [{"tokens": [99]}]}}, "0 to 10 are needed"),
-        ({"sampling_params": {"max_tokens": 256}}, "256 positions"),
-        ({"sampling_params": {"stop": []}}, "EOS"),
-        ({"sampling_params": {"stop": [99]}}, "0 to 10 are needed"),
-        ({"prompt_logprobs": True, "prompt_logprobs_last_n": 1}, "less than the prompt"),
-    ],
-)
-def test_a_sample_that_cannot_be_had_is_refused_in_words(service, changed, said):
-    session = session_of(service)
-    request = wire.CreateSamplingSession(session_id=session, sampling_session_seq_id=0, base_model="m")
-    sampler = service.create_sampler(request, KEY)["sampling_session_id"]
-    asked = {"prompt": {"chunks": [{"tokens": [3]}]}, "sampling_params": {"max_tokens": 2}, "seq_id": 0}
-    with pytest.raises(RefusedError, match=said):
-        service.sample(wire.Sample(sampling_session_id=sampler, **{**asked, **changed}), KEY, b"")
-
-
 def test_a_json_body_is_refused_field_by_field():
     with pytest.raises(RefusedError, match="prompt_alt_tokens_k: not served with 5") as refused:
         wire.parsed(
