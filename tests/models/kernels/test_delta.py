@@ -35,15 +35,15 @@ HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH = 1, 2, 16, 32
 TILES = DeltaTiles()
 
 
-def draw(tokens, dtype=torch.float32, seed=0):
+def draw(tokens, dtype=torch.float32, seed=0, widths=(KEY_WIDTH, WIDTH)):
     """Queries, keys, values, log-decays (of one head strong) and beta; keys are alike, as after SiLU."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
-    query, key = (F.silu(normal(tokens, HEADS, KEY_WIDTH)).to(dtype) for _ in range(2))
-    value = normal(tokens, VALUE_HEADS, WIDTH).to(dtype)
+    query, key = (F.silu(normal(tokens, HEADS, widths[0])).to(dtype) for _ in range(2))
+    value = normal(tokens, VALUE_HEADS, widths[1]).to(dtype)
     decay = -F.softplus(normal(tokens, VALUE_HEADS) - 2.0) * torch.tensor([1.0, 60.0])
     return query, key, value, decay, normal(tokens, VALUE_HEADS).sigmoid()
 
@@ -63,12 +63,12 @@ def recurrent(inputs, lengths):
         query, key, value, decay, beta = part
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         query, key = (x.repeat_interleave(VALUE_HEADS // HEADS, 1) for x in (query, key))
-        state = torch.zeros(VALUE_HEADS, KEY_WIDTH, WIDTH, dtype=value.dtype)
+        state = torch.zeros(VALUE_HEADS, key.shape[-1], value.shape[-1], dtype=value.dtype)
         for t in range(len(query)):
             state = state * decay[t].exp()[:, None, None]
             new = beta[t, :, None] * (value[t] - (state * key[t, :, :, None]).sum(1))
             state = state + key[t, :, :, None] * new[:, None]
-            outs.append((state * query[t, :, :, None]).sum(1) * KEY_WIDTH**-0.5)
+            outs.append((state * query[t, :, :, None]).sum(1) * key.shape[-1] ** -0.5)
     return torch.stack(outs)
 
 

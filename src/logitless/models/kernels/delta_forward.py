@@ -43,10 +43,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def high_half(state, WIDE: tl.constexpr):
     """A float32 state as an operand: in bfloat16, half away from zero; or itself if WIDE."""
     if WIDE:
-        return state
-    # The sum may turn a NaN into a number; 0x7FFF is a NaN with whatever other half.
-    bits = tl.where(state == state, state.to(tl.int32, bitcast=True) + 0x8000, 0x7FFF0000)
-    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = state
+    else:
+        # The sum may turn a NaN into a number; 0x7FFF is a NaN with whatever other half.
+        bits = tl.where(state == state, state.to(tl.int32, bitcast=True) + 0x8000, 0x7FFF0000)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high
 
 
 @triton.jit
