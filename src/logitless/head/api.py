@@ -1,7 +1,5 @@
 """The head's public function: it checks arguments and picks a backend."""
 
-import functools
-import logging
 from typing import Any, Literal
 
 from jaxtyping import Bool, Float, Int
@@ -9,12 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import InputError, UnavailableError
 from logitless.head import chunked, reference
-from logitless.head.contract import Backend, checked, without_autocast
+from logitless.head.contract import Backend, checked, chosen_backend, without_autocast
 from logitless.types import LMHead, TokenScores
-
-logger = logging.getLogger("logitless")
 
 
 def token_scores(
@@ -65,15 +60,9 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    if backend not in ("auto", "reference", "chunked", "fused"):
-        raise InputError(
-            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
-            given=repr(backend),
-            remedy="Use 'auto' unless you compare backends.",
-        )
     options: dict[str, Any] = {"memory_budget": memory_budget, "anchor": anchor, "nonzero": nonzero, "group": group}
     lm_head, target, temperature = checked(hidden, head, target, temperature=temperature, **options)
-    name = _chosen(hidden, lm_head, group) if backend == "auto" else _named(backend, hidden, lm_head, group)
+    name = chosen_backend(backend, lambda each: why_not(each, hidden, lm_head, group), "head backend")
     if name == "fused":
         from logitless.head import fused
 
@@ -104,28 +93,3 @@ def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: Proc
     except ImportError as error:
         return f"its kernels cannot be imported ({error})"
     return fused.why_not(hidden)
-
-
-def _named(backend: Backend, hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
-    reason = why_not(backend, hidden, head, group)
-    if reason is not None:
-        raise UnavailableError(
-            needed=f"a machine and tensors on which backend={backend!r} can run",
-            given=reason,
-            remedy="Use backend='auto' or backend='chunked'.",
-        )
-    return backend
-
-
-def _chosen(hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
-    reason = why_not("fused", hidden, head, group)
-    if reason is None:
-        _log_once("fused", "it can run here and is the fastest")
-        return "fused"
-    _log_once("chunked", f"fused cannot run: {reason}")
-    return "chunked"
-
-
-@functools.cache
-def _log_once(backend: Backend, reason: str) -> None:
-    logger.info("head backend: %s (%s)", backend, reason)

@@ -107,6 +107,11 @@ class HeadBlock(NamedTuple):
     lora_a: Tensor | None
     lora_b: Tensor | None
 
+    @classmethod
+    def of(cls, head: LMHead) -> "HeadBlock":
+        """The tensors of a head."""
+        return cls(head.weight, head.bias, head.lora_a, head.lora_b)
+
 
 class Rows(NamedTuple):
     """Rows of hidden states, converted for the products.

@@ -90,9 +90,7 @@ def token_scores(
         (tensor([-1.3863]), tensor([1.3863]))
     """
     call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=_has_kernels(hidden.device), group=group)
-    logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, outside, call
-    )
+    logp, entropy = _TokenScores.apply(hidden, *HeadBlock.of(head), target, outside, call)  # type: ignore[no-untyped-call]
     return TokenScores(logp=logp, entropy=entropy)
 
 
@@ -144,16 +142,9 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        target: Tensor,
-        outside: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        target: Tensor, outside: Tensor | None, call: Call,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         head = HeadBlock(weight, *map(sharded.whole, (bias, lora_a, lora_b)))
         with without_autocast(hidden.device):
             if call.group is not None:

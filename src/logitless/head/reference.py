@@ -7,8 +7,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from logitless.errors import UnavailableError
-from logitless.head.contract import logits_dtype
+from logitless.head.contract import logits_dtype, refuse_budget
 from logitless.types import LMHead, TokenScores
 
 
@@ -65,12 +64,7 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    if memory_budget is not None:
-        raise UnavailableError(
-            needed="a backend that can bound its memory",
-            given="backend='reference'",
-            remedy="Use backend='chunked', or leave memory_budget out.",
-        )
+    refuse_budget(memory_budget)
     return scores_of(logits(hidden, head, temperature), target)
 
 
