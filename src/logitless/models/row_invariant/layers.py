@@ -68,7 +68,7 @@ from logitless.models.row_invariant.functions import (
     embedded,
     norm_and_add,
 )
-from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
+from logitless.models.row_invariant.layer_graphs import LayerGraphs, PaddedLayout
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
 
 _NORMS = (
@@ -500,10 +500,7 @@ class Installation:
             return  # padding rows would be counted among those that the routers send to experts
         if any(isinstance(layer.row_invariant_form, DeltaForm) for layer in layers):
             return  # a graph's launches are fixed, and those of gated delta nets depend on the tree of prompts
-        forms = dict.fromkeys(
-            Form(form.heads.query, form.heads.key, form.heads.width, form.window)
-            for form in (layer.row_invariant_form for layer in layers)
-        )
+        forms = dict.fromkeys(layer.row_invariant_form for layer in layers)
 
         def run(hidden: Tensor, layout: PaddedLayout) -> Tensor:
             assert self.tables is not None, "installed"
