@@ -6,8 +6,6 @@ Terms are added from the oldest on in float32 by fused multiply-adds, and the re
 keeps the last ``TAPS - 1`` inputs of each sequence. It is a sum of a row's own terms, hence row-invariant.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -152,16 +150,6 @@ def convolution_backward_kernel(
 _ROWS, _COLUMNS = 16, 128
 
 
-def ages(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """[T] int32: how many rows of its sequence lie before each row.
-
-    Example:
-        >>> ages([2, 3]).tolist()
-        [0, 1, 0, 1, 2]
-    """
-    return torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]).to(device)
-
-
 def convolution(
     x: Float[Tensor, "T D"], weight: Float[Tensor, "D taps"], age: Int[Tensor, "T"]
 ) -> Float[Tensor, "T D"]:
@@ -170,7 +158,7 @@ def convolution(
     Args:
         x: with contiguous rows.
         weight: contiguous, the oldest tap first.
-        age: of ``ages``.
+        age: int32, how many rows of its sequence lie before each.
     """
     (rows, width), taps = x.shape, weight.shape[1]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)
