@@ -177,10 +177,6 @@ def add_rows_own(
         skipped += out.shape[1]
 
 
-_COLUMNS = 128
-"""Of a tile of the second product, as ``whole_tiles`` has it."""
-
-
 TILES = {64: Tile(16, 64, 128, 4, 4), 1 << 30: Tile(64, 64, 128, 4, 3)}
 """Of the first product, by the largest number of rows they are for; below 99 KiB of shared memory."""
 

@@ -186,7 +186,8 @@ def check_shapes(
     new_experts = [problem for problem in experts if problem.name not in known_experts]
     attended = [*(problem.launched for problem in problems.values()), *(each.launched for each in new_experts)]
     others = [] if beside is None else [beside]
-    with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
+    current = torch.cuda.device(device if device.type == "cuda" else -1)
+    with current, _compiled(device, attended, compilations(unknown), others) as compiled:
         attention_compiled, products_compiled, _ = (
             compiled  # attention compiles longest: products are checked meanwhile
         )
@@ -493,11 +494,6 @@ def _run_gated(tile: Tile, shape: Shape) -> None:
     gated_product(weight[:16], weight, tile, gelu=gelu, ahead=_asks(tile, shape))
     both = weight.new_empty(16, shape.columns)
     gated(both[:, : shape.columns // 2], both[:, shape.columns // 2 :], gelu=gelu)
-
-
-def _current(device: torch.device) -> torch.cuda.device:
-    """Make this GPU the current device inside; does nothing for a CPU."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:
