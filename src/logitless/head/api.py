@@ -60,17 +60,18 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    options: dict[str, Any] = {"memory_budget": memory_budget, "anchor": anchor, "nonzero": nonzero, "group": group}
-    lm_head, target, temperature = checked(hidden, head, target, temperature=temperature, **options)
+    hints: dict[str, Any] = {"anchor": anchor, "nonzero": nonzero}
+    options: dict[str, Any] = {"temperature": temperature, "memory_budget": memory_budget}
+    lm_head, target, options["temperature"] = checked(hidden, head, target, **options, **hints, group=group)
     name = chosen_backend(backend, lambda each: why_not(each, hidden, lm_head, group), "head backend")
-    if name == "fused":
+    with without_autocast(hidden.device):
+        if name == "reference":
+            return reference.token_scores(hidden, lm_head, target, **options)
+        if name == "chunked":
+            return chunked.token_scores(hidden, lm_head, target, **options, group=group)
         from logitless.head import fused
 
-        scores = fused.token_scores
-    else:
-        scores = reference.token_scores if name == "reference" else chunked.token_scores
-    with without_autocast(hidden.device):
-        return scores(hidden, lm_head, target, temperature=temperature, **options)
+        return fused.token_scores(hidden, lm_head, target, **options, **hints, group=group)
 
 
 def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:

@@ -32,7 +32,9 @@ from logitless.head.blockwise import (
     even,
     gradients,
     in_all_rows,
+    logits_and_tanh,
     logits_of,
+    of_product,
     product,
     rows_of,
     scales,
@@ -589,12 +591,7 @@ class _Gradient:
         if self._student.call.one_pass:
             return self._of_tile_in_one_pass(rows, first_column, block, wide=wide)
         call, some = self._student.call, self._student.rows.cut(rows, first_column)
-        z, tanh = product(some, block, call), None
-        if call.inside is not None:
-            tanh = z.mul_(call.inside).tanh_()
-            z = tanh.clone()
-        if some.outside is not None:
-            z *= some.outside[:, None]
+        z, tanh = logits_and_tanh(product(some, block, call), some, call)
         top, normaliser, entropy = (x[rows] for x in (self._p.top, self._p.normaliser, self._p.entropy))
         _relative(z, top, masked=block.bias is not None)
         p = z.exp().div_(normaliser[:, None])
@@ -617,9 +614,7 @@ class _Gradient:
             u = of_measure if u is None else u.add_(of_measure)
         assert u is not None
         write_target(u, some.target, self._target[rows])
-        if tanh is not None:
-            u.mul_(tanh.square_().neg_().add_(1))
-        return u, u.to(call.narrow)
+        return of_product(u, tanh, call)
 
     def _of_tile_in_one_pass(
         self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool

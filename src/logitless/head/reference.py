@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from logitless.head.contract import logits_dtype, refuse_budget
 from logitless.types import LMHead, TokenScores
@@ -44,9 +43,6 @@ def token_scores(
     *,
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
-    anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing
-    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
-    group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``api.why_not``
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
 

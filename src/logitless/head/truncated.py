@@ -22,7 +22,9 @@ from logitless.head.blockwise import (
     call_of,
     gradients,
     in_all_rows,
+    logits_and_tanh,
     logits_of,
+    of_product,
     product,
     rows_of,
     scales,
@@ -241,14 +243,11 @@ class _Gradient(NamedTuple):
     def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:
         del wide
         cut, slopes, call = self.rows.cut(rows, first_column), self.slopes[rows], self.call
-        z = product(cut, block, call)
-        tanh = None if call.inside is None else (z * call.inside).tanh_()
-        u = logits_of(z, cut, call).sub_(self.tail[rows, None]).exp_().mul_(slopes[:, -1:])
+        z, tanh = logits_and_tanh(product(cut, block, call), cut, call)
+        u = z.sub_(self.tail[rows, None]).exp_().mul_(slopes[:, -1:])
         places = _places(cut.target, u.shape[1])
         u[places.row, places.column] = slopes[places.row, places.slot]
-        if tanh is not None:
-            u.mul_(tanh.square_().neg_().add_(1))
-        return u, u.to(call.narrow)
+        return of_product(u, tanh, call)
 
 
 class _Places(NamedTuple):
