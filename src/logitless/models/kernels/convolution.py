@@ -47,11 +47,8 @@ def convolution_kernel(
     num_rows,
     width,  # D
     stride,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A tile of the output."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -71,12 +68,9 @@ def convolution_step_kernel(
     history,  # [slots, TAPS - 1, D] read and written: each sequence's last inputs, the oldest first
     slot,  # [R] int32; -1: no token
     out,  # [R, D] contiguous
-    width,
-    stride,
-    TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    width, stride,
+    TAPS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row of the output; the history moves on."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -107,14 +101,9 @@ def convolution_backward_kernel(
     grad_out,  # [T, D] contiguous
     grad_x,  # [T, D] contiguous, written
     parts,  # [programs, TAPS, D] float32: the weight's gradient over each program's rows
-    num_rows,
-    width,
-    stride,
-    tiles_per_program,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    num_rows, width, stride, tiles_per_program,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Consecutive tiles of rows, one after the other; the convolution is recomputed."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width

@@ -259,10 +259,8 @@ def gated_kernel(
     order, tile_expert, tile_start, tile_stop,
     width,  # I
     length,  # D
-    expert_stride, column_stride, depth_stride,
-    rank, scale,
-    PER_TOKEN: tl.constexpr,
-    GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    expert_stride, column_stride, depth_stride, rank, scale,
+    PER_TOKEN: tl.constexpr, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Gate, up and activation of a tile of one expert's slots."""
@@ -344,8 +342,7 @@ def gated_backward_kernel(
     length,  # D
     expert_stride, column_stride, depth_stride,  # of ``down`` by I and by D
     rank, num_slots,
-    PER_TOKEN: tl.constexpr,
-    GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and of the slots' weights, from those of the tokens."""
@@ -387,8 +384,7 @@ def outer_kernel(
     b,  # rows of ``num_columns`` numbers
     weights,  # [S] factors of the rows of ``a`` by slot, float32; or None
     out,  # [E, num_rows, num_columns] by its strides
-    order, begin,
-    num_rows, num_columns,
+    order, begin, num_rows, num_columns,
     expert_stride, row_stride, column_stride,  # of ``out``
     scale,
     PER_TOKEN: tl.constexpr, A_OF_TOKENS: tl.constexpr, B_OF_TOKENS: tl.constexpr, ADD: tl.constexpr,
@@ -433,9 +429,8 @@ def combine_kernel(
     addend,  # [T, D] or None
     out,  # [T, D]
     width,  # D
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A token's K rows, weighted and added in their order, rounded; then the addend."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

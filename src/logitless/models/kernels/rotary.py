@@ -62,14 +62,12 @@ def turned_heads(
     target,
     norm_weight,  # [E] or None
     cos,  # [R] of this token's position
-    sin,
-    eps,
+    sin, eps,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,  # E
     ROTARY: tl.constexpr,  # R
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """HEADS heads of one token, side by side."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
@@ -112,10 +110,7 @@ def rotary_kernel(
     sin,  # [P, R]
     query_norm,  # [E] or None
     key_norm,  # [E] or None
-    eps,
-    query_stride,
-    key_stride,
-    value_stride,
+    eps, query_stride, key_stride, value_stride,
     QUERY_HEADS: tl.constexpr,  # H
     KEY_HEADS: tl.constexpr,  # K
     HEADS: tl.constexpr,  # heads a program takes; divides both
@@ -125,7 +120,7 @@ def rotary_kernel(
     GEMMA: tl.constexpr,
     TOKENS: tl.constexpr,  # a program takes; divides T
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Some heads of some tokens: of the query, the key or the value."""
     after_inputs(OVERLAP)
     for token in tl.static_range(TOKENS):
@@ -177,14 +172,9 @@ def turned_back(
     grad_heads,
     norm_weight,  # [E] or None
     cos,  # [R] of this token's position
-    sin,
-    eps,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    sin, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """Gradient of HEADS heads of one token; returns the norm weight's gradient [BLOCK]."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
@@ -227,19 +217,12 @@ def rotary_backward_kernel(
     key_norm,  # [E] or None
     query_parts,  # [programs, H / HEADS, E] float32, or None
     key_parts,  # [programs, K / HEADS, E] float32, or None
-    eps,
-    query_stride,
-    key_stride,
+    eps, query_stride, key_stride,
     num_rows,  # T
     rows_per_program,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """Some heads of consecutive tokens."""
     block = tl.program_id(1)
     num_query: tl.constexpr = QUERY_HEADS // HEADS
