@@ -7,10 +7,8 @@ g = p * (grad_output . v - d) (times the softcap's slope):
 
 For each tile of queries ``query_gradient`` goes through keys, and for each tile of keys ``key_gradient`` goes through
 queries: seven products instead of the minimum of five, so that no two programs add to the same sum. A prompt's keys
-    have
-the queries of all its completions: a tile of keys with many queries is divided into parts, as the layout determines,
-    and
-``sum_key_parts`` adds their sums in order. Gradients depend on the layout only, not on timing.
+have the queries of all its completions: a tile of keys with many queries is divided into parts, as the layout
+determines, and ``sum_key_parts`` adds their sums in order. Gradients depend on the layout only, not on timing.
 """
 
 import triton

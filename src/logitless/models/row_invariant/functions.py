@@ -123,12 +123,11 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
-        options: tuple[float, bool], heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+        norms: HeadNorms | None, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, *options)
         raw = () if norms is None else (query, key, query_norm, key_norm)
         ctx.save_for_backward(position, cos, sin, *raw)
-        ctx.heads, ctx.options = heads, options
+        ctx.heads, ctx.norms = heads, norms
         ctx.norm_dtypes = None if norms is None else (gradient_dtype(norms.query), gradient_dtype(norms.key))
         turned = rotate(query, key, value, heads, position, cos, sin, norms)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
@@ -143,9 +142,8 @@ class Rotary(torch.autograd.Function):
         heads = ctx.heads
         grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
         query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
-        norms = HeadNorms(*raw[2:], *ctx.options) if raw else None
         grad, grad_query_norm, grad_key_norm = rotate_backward(
-            query, key, heads, position, cos, sin, norms, *grads,
+            query, key, heads, position, cos, sin, ctx.norms, *grads,
             norm_dtypes=ctx.norm_dtypes if any(ctx.needs_input_grad[3:5]) else None,
         )  # fmt: skip
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)

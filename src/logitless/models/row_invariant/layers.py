@@ -150,8 +150,7 @@ class PackedRows:
         """Rotary positions, then attention within the layout."""
         cos, sin = self.tables.of(form.rope)
         weights = (None, None) if norms is None else (norms.query, norms.key)
-        options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
-        turned = apply(Rotary, query, key, value, *weights, options, form.heads, self.position, cos, sin)
+        turned = apply(Rotary, query, key, value, *weights, norms, form.heads, self.position, cos, sin)
         out, log_sum_exp = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
         return apply(HeadsAsRows, out) if sinks is None else apply(Sinks, out, log_sum_exp, sinks)
 
