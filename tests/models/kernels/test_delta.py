@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from logitless.models.attention import AttentionLayout
 from logitless.models.kernels import delta_launch as delta
-from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.convolution import convolution, convolution_backward, convolution_step
 from logitless.models.kernels.delta_forward import from_halves, high_half, low_half
 from logitless.models.kernels.delta_gates import (
     decay_and_beta,
@@ -46,6 +47,10 @@ def draw(tokens, dtype=torch.float32, seed=0, widths=(KEY_WIDTH, WIDTH)):
     value = normal(tokens, VALUE_HEADS, widths[1]).to(dtype)
     decay = -F.softplus(normal(tokens, VALUE_HEADS) - 2.0) * torch.tensor([1.0, 60.0])
     return query, key, value, decay, normal(tokens, VALUE_HEADS).sigmoid()
+
+
+def ages(lengths):
+    return AttentionLayout.of_sequences(lengths).positions
 
 
 def lengths_around(size):

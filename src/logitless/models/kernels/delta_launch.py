@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.models.kernels import delta_backward as backward_kernels
 from logitless.models.kernels import delta_forward as forward_kernels
 from logitless.models.kernels.overlap import overlapping
-from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.models.kernels.rows import as_rows, divided_up, power_of_two
 from logitless.transfer import sent
 
 
@@ -259,11 +259,6 @@ _UNIT_ROWS, _UNIT_WARPS = 8, 2  # equal in both forms: the order of a row's sum 
 
 def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """x [T, heads, width] with heads side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 def unit_rows(

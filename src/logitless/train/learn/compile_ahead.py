@@ -75,11 +75,7 @@ def _pass(
         if isinstance(form, DeltaForm):
             DeltaRows.of(layout, form.taps)
             continue
-        heads = form.heads
-        prepare_tables(
-            layout, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=decoder.norm.weight.dtype,
-            window=form.window, gradients=True,
-        )  # fmt: skip
+        prepare_tables(layout, form, decoder.norm.weight.dtype, gradients=True)
     decoder.row_invariant.reach(layout.longest)
     token = torch.zeros(layout.num_tokens, dtype=torch.long, device=policy.device)
     return partial(
