@@ -4,7 +4,7 @@
     judged      Group, JudgedBlock                train/collect/collector.py          Collector.next
     packed      PackedBlock                       here                                pack_groups
     scored      ScoredBlock, with advantages      train/learn/learner.py              Learner.score
-    trained     MicroBatch, one after another     train/learn/step.py                 step_batch, backward
+    trained     MicroBatch, one after another     train/learn/step.py                 OptimizerStep, backward
 
 Stages are frozen. A ``ScoredBlock`` is a ``PackedBlock``: what takes the one takes the other.
 """

@@ -9,7 +9,7 @@ All randomness comes from the run's seed and the counters in ``Progress``, so th
 resumes bitwise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -44,12 +44,11 @@ from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
     MicroBatchOutput,
+    OptimizerStep,
     backward,
     on_host,
     saved_by_packing,
-    step_batch,
     step_numbers,
-    zero_advantage_output,
 )
 from logitless.train.learn.teacher import Teacher
 from logitless.train.optim.master_weights import MasterAdamW
@@ -369,15 +368,20 @@ class Learner:
             now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
         plan = now.plans[self.progress.epoch]
         step = plan[self.progress.step_in_epoch]
-        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
-        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
         places = self._places(len(step.micro_batches))
         own = [place for place in places if place is not None]
-        mine = step_batch(*parts, **options, scores_itself=self._scores_itself(now.block), places=own)
-        zero_advantage_numbers = partial(
-            zero_advantage_output, *parts, **options, device=self.policy.device, ranks=self.ranks
+        whole = OptimizerStep(
+            now.block.packed,
+            now.tokens,
+            step,
+            self.algorithm.objective,
+            self.algorithm.weighting,
+            now.dropped,
+            num_steps=len(plan),
+            statistics=now.statistics,
         )
-        record = self._optimize(dict(zip(own, mine, strict=True)), places, step, zero_advantage_numbers, now)
+        mine = whole.micro_batches(own, scores_itself=self._scores_itself(now.block))
+        record = self._optimize(whole, dict(zip(own, mine, strict=True)), places, now.block)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
@@ -425,16 +429,15 @@ class Learner:
 
     def _optimize(
         self,
+        whole: OptimizerStep,
         mine: Mapping[int, MicroBatch],
         places: Sequence[int | None],
-        step: StepPlan,
-        zero_advantage_numbers: Callable[[], MicroBatchOutput | None],
-        now: _InTraining,
+        block: ScoredBlock,
     ) -> Numbers | None:
-        recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        recipe, progress, ranks, step = self.recipe, self.progress, self.ranks, whole.plan
         self.policy.release()  # weights that were gathered for sampling
         try:
-            outputs = self._gradients(mine, places, now.statistics)
+            outputs = self._gradients(mine, places, whole.statistics)
         except torch.OutOfMemoryError:
             if ranks.world > 1:  # a retry needs all ranks, and the others have gone on
                 raise
@@ -443,7 +446,7 @@ class Learner:
         numbers: dict[str, Tensor] = {}
 
         def diagnose() -> None:
-            dead = zero_advantage_numbers()
+            dead = whole.zero_advantage_output(self.policy.device, ranks)
             numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
             routing, coefficient = [sums for each in outputs for sums in each.routing], self.router_coefficient
             numbers.update(routing_numbers(routing, self.policy, coefficient=coefficient, ranks=ranks))
@@ -465,7 +468,7 @@ class Learner:
             ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
         )
         read = [s for row in step.micro_batches for s in row]
-        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine], now.block)
+        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine], block)
         record = (
             on_host(numbers)
             | (self.parity or {})
@@ -477,7 +480,7 @@ class Learner:
                 "optimizer/skipped_steps": progress.skipped,
             }
         )
-        self.controllers.after_step(record, now.tokens, read, taken=taken)
+        self.controllers.after_step(record, whole.tokens, read, taken=taken)
         return record
 
     def _scores_itself(self, block: ScoredBlock) -> bool:
