@@ -75,9 +75,8 @@ class Loop:
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
         self.failures = Failures(parts.inputs.rewards)
         root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
-        self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
-        if self.ranks.world > 1:
-            self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
+        is_shared = self.ranks.world > 1
+        self.saver = SharedSaver(root, keep=keep, ranks=self.ranks) if is_shared else BackgroundSaver(root, keep=keep)
         stop, best = recipe.evaluation.stop, recipe.checkpoint.keep_best
         self.patience = None if stop is None else Best(stop)
         self.best = None if best is None else Best(best)

@@ -14,11 +14,10 @@ from logitless.train.store.checkpoint import (
     random_tensors,
     restore_random,
 )
-from logitless.train.store.shared_checkpoint import SharedSaver
 
 
 def save_run(
-    saver: BackgroundSaver | SharedSaver,
+    saver: BackgroundSaver,
     collector: Collector,
     learner: Learner,
     journal: Journal,

@@ -24,6 +24,7 @@ from logitless.train.assembly.layers import (
     no_row_invariant,
 )
 from logitless.train.assembly.model import install_checked
+from logitless.train.assembly.policies import policy_of
 from logitless.train.assembly.process import device_of, named_device
 from logitless.train.assembly.resolve import against_whole
 from logitless.train.learn.policy import AdaptersOff, Itself, Policy
@@ -76,12 +77,7 @@ def teacher_of(
         with on_device(device):
             model = models[source] if source in models else teacher_model(recipe, source, device)
             _exchange_layers(recipe, model, arrangement)
-            return Policy(
-                model,
-                autocast=policy.autocast,
-                memory_budget=recipe.train.head_memory_budget,
-                share_prompts=recipe.train.share_prompts,
-            )
+            return policy_of(recipe, model)
 
     of_source = {source: model_of(source) for source in dict.fromkeys(section.sources.values())}
     in_order = [of_source[source] for source in section.sources.values()]

@@ -14,7 +14,9 @@ from logitless.train.recipe.rule import (
     Processes,
     Rule,
     Setting,
+    given,
     needs_gpu,
+    recipe_of,
     refusal,
 )
 from logitless.train.recipe.section import Section
@@ -240,10 +242,10 @@ def _not_applied_by_vllm(recipe: "Recipe") -> str:
 
 recorded = Setting["Recipe"]("rollout.engine recorded", lambda recipe: _recorded(recipe) is not None)
 of_column = Setting["Recipe"]("rollout.engine.column", lambda recipe: recipe.rollout.engine.recorded_column is not None)
-gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
+gpu = given("rollout.engine.bitwise", "rollout.engine gpu")
 server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
-in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
-adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
+in_flight = given("rollout.engine.changes_in_flight", "rollout.engine.in_flight")
+adapter = given("rollout.engine.takes_adapters", "rollout.engine.weights adapter")
 
 GPU_FUSED = gpu.needs(
     "the head's fused backend, whose log-probs it gives",
@@ -305,7 +307,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    gpu.on(lambda processes: processes.recipe).needs(
+    gpu.on(recipe_of).needs(
         "whole weights or parallel.sampling_shards",
         holds=lambda processes: not processes.arrangement.is_sharded or processes.recipe.parallel.has_copy,
         given=lambda processes: f"weights sharded over {processes.arrangement.weights}",

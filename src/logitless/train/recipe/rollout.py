@@ -91,7 +91,7 @@ def _longest_turn(recipe: "Recipe") -> int:
     return max(each.max_new_tokens for each in recipe.samplings)
 
 
-parity = Setting["Recipe"]("rollout.parity", lambda recipe: recipe.rollout.parity.has_threshold)
+parity = given("rollout.parity.has_threshold", "rollout.parity")
 staleness = Setting["Recipe"](
     "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
 )

@@ -37,9 +37,13 @@ def value_at(recipe: Any, key: str) -> Any:
     return recipe
 
 
-def given(key: str) -> "Setting[Recipe]":
-    """The setting of a key: neither null nor false, 0 or empty."""
-    return Setting(key, lambda recipe: bool(value_at(recipe, key)))
+def given(key: str, words: str = "") -> "Setting[Recipe]":
+    """The setting of a key, or of a property of a section: neither null nor false, 0 or empty.
+
+    Args:
+        words: of the setting; empty: the key.
+    """
+    return Setting(words or key, lambda recipe: bool(value_at(recipe, key)))
 
 
 def _shown(value: Any) -> str:
@@ -215,6 +219,12 @@ class Composed:
     algorithm: Algorithm
 
 
+def recipe_of(subject: Any) -> "Recipe":
+    """The recipe of a subject that has one, for ``Setting.on``."""
+    recipe: Recipe = subject.recipe
+    return recipe
+
+
 def is_installed(package: str) -> bool:
     """Whether a package can be imported here."""
     return importlib.util.find_spec(package) is not None
@@ -231,7 +241,7 @@ def refusal(check_part: Callable[[], Any]) -> str:
 
 def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that does not work with sharded weights."""
-    return setting.on(_of_processes).needs(
+    return setting.on(recipe_of).needs(
         f"all weights on every process{why}",
         holds=lambda processes: not processes.arrangement.is_sharded,
         given=lambda processes: f"weights sharded over {processes.arrangement.weights}",
@@ -241,7 +251,7 @@ def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Ru
 
 def needs_whole_sequences(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that does not work where several processes share each sequence."""
-    return setting.on(_of_processes).needs(
+    return setting.on(recipe_of).needs(
         f"whole sequences on every process{why}",
         holds=lambda processes: processes.arrangement.sequence == 1,
         given=lambda processes: f"sequences shared by {processes.arrangement.sequence}",
@@ -251,7 +261,7 @@ def needs_whole_sequences(setting: Setting["Recipe"], why: str, remedy: str) -> 
 
 def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that works in a single process only."""
-    return setting.on(_of_processes).needs(
+    return setting.on(recipe_of).needs(
         f"one process{why}",
         holds=lambda processes: processes.arrangement.world == 1,
         given=lambda processes: str(processes.arrangement.world),
@@ -261,7 +271,7 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
 
 def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: str | None = None) -> Rule[Machine]:
     """The rule of a setting that needs a GPU, and a package where one is named."""
-    return setting.on(_of_machine).needs(
+    return setting.on(recipe_of).needs(
         needed,
         given=lambda machine: machine.lacks(package),
         remedy=f"Set {instead.replace('=', ': ')}.",
@@ -272,7 +282,7 @@ def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: st
 def needs_package(setting: Setting["Recipe"], package: str, extra: str, instead: str | None) -> Rule[Machine]:
     """The rule of a setting that needs a package, which an extra of logitless installs."""
     install = f"pip install 'logitless[{extra}]'"
-    return setting.on(_of_machine).needs(
+    return setting.on(recipe_of).needs(
         package,
         holds=lambda _: is_installed(package),
         given=lambda _: "none installed",
@@ -280,11 +290,3 @@ def needs_package(setting: Setting["Recipe"], package: str, extra: str, instead:
         instead=lambda _: () if instead is None else (instead,),
         kind=UnavailableError,
     )
-
-
-def _of_processes(processes: Processes) -> "Recipe":
-    return processes.recipe
-
-
-def _of_machine(machine: Machine) -> "Recipe":
-    return machine.recipe

@@ -120,9 +120,7 @@ def _has(source: str) -> Setting["Recipe"]:
 
 
 teacher, divergence, top_k = given("teacher"), given("teacher.divergence"), given("teacher.top_k")
-server = Setting["Recipe"](
-    "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
-)
+server = given("teacher.has_server", "teacher.source of a server")
 
 RULES: tuple[Rule["Recipe"], ...] = (
     teacher.needs(
@@ -206,9 +204,7 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
     ),
     needs_one_process(
-        Setting["Recipe"](
-            "teacher.place of a device", lambda recipe: recipe.teacher is not None and bool(recipe.teacher.device)
-        ),
+        given("teacher.device", "teacher.place of a device"),
         ", for other processes train on the other devices",
         "Set teacher.place: device or host.",
     ),

@@ -45,7 +45,7 @@ LARGEST_FILE = 2**30
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
 _FOLDER_1 = re.compile(r"step-(\d+)")
-_HIDDEN = (".saving-", ".removing-")
+_SAVING, _REMOVING = ".saving-", ".removing-"
 
 
 def nothing() -> None:
@@ -115,20 +115,18 @@ class BackgroundSaver:
         """
         self.wait()
         final = self.root / folder_name(block, step)
-        if final.exists():  # saved already, or by an earlier start of the same run
+        if not self._begins(final):
             return
-        content = json.dumps(state).encode()
-        stream = reading_stream(tensors)
+        mine = {name: tensor for name, tensor in tensors.items() if self._writes(tensor)}
+        content, stream = json.dumps(state).encode(), reading_stream(mine)
 
         def write() -> None:
             try:
-                partial = create_partial(final)
-                with torch.cuda.stream(stream):
-                    index = write_pieces(partial, tensors)
-                settle()
-                put_in_place(partial, final, index, content, self.keep, best)
+                index = self._write(final, mine, stream)
+                if index is not None:
+                    settle()
+                    put_in_place(final, index, content, self.keep, best)
             except OSError as error:
-                shutil.rmtree(partial, ignore_errors=True)
                 self._error = cannot_write(final, error, CheckpointError)
             except Exception as error:
                 self._error = error
@@ -147,7 +145,29 @@ class BackgroundSaver:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
+            self._remove_partial()
             raise error
+
+    def _begins(self, final: Path) -> bool:
+        """Whether there is something to save; not if it is saved already, or by an earlier start of the same run."""
+        return not final.exists()
+
+    def _writes(self, tensor: Tensor) -> bool:
+        """Whether this rank writes a tensor."""
+        del tensor
+        return True
+
+    def _write(
+        self, final: Path, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream | None
+    ) -> dict[str, Any] | None:
+        """Write the tensors on a stream; returns the index of all of them, None if another rank puts it in place."""
+        create_partial(final)
+        with torch.cuda.stream(stream):
+            return write_pieces(partial_of(final), tensors)
+
+    def _remove_partial(self) -> None:
+        for partial in self.root.glob(f"{_SAVING}*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
@@ -185,7 +205,7 @@ def is_first(folder: Path) -> bool:
 def clear_remains(root: Path) -> None:
     """Remove what an interrupted save or removal left; the caller holds the run's lock."""
     for path in root.glob(".*"):
-        if path.name.startswith(_HIDDEN):
+        if path.name.startswith((_SAVING, _REMOVING)):
             shutil.rmtree(path)
 
 
@@ -417,19 +437,23 @@ def folder_name(block: int, step: int) -> str:
     return f"block-{block:06d}-step-{step:06d}"
 
 
-def create_partial(final: Path) -> Path:
-    """Create the empty hidden folder in which a checkpoint is written before it is renamed to ``final``.
+def partial_of(final: Path) -> Path:
+    """The hidden folder in which a checkpoint is written before it is renamed to ``final``."""
+    return final.with_name(f"{_SAVING}{final.name}")
+
+
+def create_partial(final: Path) -> None:
+    """Create ``partial_of`` a checkpoint, empty.
 
     Raises:
         CheckpointError: the disk is not writable.
     """
-    partial = final.with_name(f".saving-{final.name}")
+    partial = partial_of(final)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
         raise cannot_write(final, error, CheckpointError) from error
-    return partial
 
 
 def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
@@ -467,15 +491,13 @@ def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "
     return index
 
 
-def put_in_place(
-    partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None = None
-) -> None:
+def put_in_place(final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None) -> None:
     """Write the index and the state, rename the folder, and delete all but the latest ``keep`` and ``best``.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    age = _age(final.name)
+    partial, age = partial_of(final), _age(final.name)
     assert age is not None
     described = {
         "schema_number": SCHEMA_NUMBER,
@@ -492,7 +514,7 @@ def put_in_place(
     for old in checkpoints(final.parent)[:-keep]:
         if old.name == best:
             continue
-        removed = old.rename(old.with_name(f".removing-{old.name}"))  # first, so that no half checkpoint is ever seen
+        removed = old.rename(old.with_name(f"{_REMOVING}{old.name}"))  # first, so that no half checkpoint is ever seen
         shutil.rmtree(removed)
 
 
