@@ -92,11 +92,10 @@ class Loop:
         with self.interrupt.heard():
             self._sync_weights()
             if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
-                place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
                 found = self._evaluated(self.evaluation.sets)
                 self._watch(found)
-                self.journal.write({**place, **found})
-                self._tell(place, found)
+                self.journal.write({**self._block_start, **found})
+                self._tell(self._block_start, found)
                 self.save()  # in the background, while the first block is collected
             try:
                 self._blocks()
@@ -135,6 +134,11 @@ class Loop:
     def _done(self) -> int:
         """Number of finished blocks."""
         return self.learner.progress.block
+
+    @property
+    def _block_start(self) -> Numbers:
+        """The place of what is measured before a block's first step."""
+        return {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
 
     @property
     def _ended(self) -> bool:
@@ -252,9 +256,8 @@ class Loop:
 
     def _skip_block(self) -> None:
         """End a block without a token to train on."""
-        place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
+        self.unwritten = {**self._block_start, **self.block_metrics}
         self.learner.end_block()
-        self.unwritten = {**place, **self.block_metrics}
         self._end_block({}, by_rank={})
         self.journal.message(f"block {self._done}: in every group all rewards are equal; no step taken")
         self.block_metrics = {}

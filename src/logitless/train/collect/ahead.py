@@ -159,47 +159,35 @@ class CollectedBlocks:
         Raises:
             DataError: the block is missing or damaged, or its prompts are others.
         """
-        file = self._file(block)
-        with self._reading(block):
-            row = json.loads(file.read_bytes())
+        with self._reading(block) as row:
             prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
             if row["schema_number"] == 1:  # lists in the JSON itself
                 groups = [group_of_json(*each) for each in zip(prompts, row["groups"], strict=True)]
             else:
-                groups = decode_groups(prompts, row["groups"], file.with_suffix(".numbers").read_bytes())
+                numbers = self._file(block).with_suffix(".numbers").read_bytes()
+                groups = decode_groups(prompts, row["groups"], numbers)
             return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
 
     def begun_after(self, block: int) -> int:
-        """Number of trained blocks whose weights sampled the block.
-
-        Raises:
-            DataError: the block is missing or damaged.
-        """
-        with self._reading(block):
-            return int(json.loads(self._file(block).read_bytes())["begun_after"])
+        """Number of trained blocks whose weights sampled the block; errors of these three are those of ``read``."""
+        with self._reading(block) as row:
+            return int(row["begun_after"])
 
     def exact(self, block: int) -> bool:
-        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say.
-
-        Raises:
-            DataError: the block is missing or damaged.
-        """
-        with self._reading(block):
-            return bool(json.loads(self._file(block).read_bytes()).get("exact", False))
+        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say."""
+        with self._reading(block) as row:
+            return bool(row.get("exact", False))
 
     def drawn(self, block: int) -> DrawnVersions:
-        """Which weights drew which tokens of a block that was sampled in flight.
-
-        Raises:
-            DataError: the block is missing or damaged, or was not sampled in flight.
-        """
-        with self._reading(block):
-            return DrawnVersions(json.loads(self._file(block).read_bytes())["in_flight"])
+        """Which weights drew which tokens of a block that was sampled in flight."""
+        with self._reading(block) as row:
+            return DrawnVersions(row["in_flight"])
 
     @contextmanager
-    def _reading(self, block: int) -> Iterator[None]:
+    def _reading(self, block: int) -> Iterator[dict[str, Any]]:
+        """A block's JSON; inside, what it lacks is an error about the log."""
         try:
-            yield
+            yield json.loads(self._file(block).read_bytes())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 needed=f"block {block + 1} in the log {self.folder}",

@@ -388,10 +388,8 @@ def restore_optimizer(
 
 def random_tensors() -> dict[str, Tensor]:
     """State of torch's and NumPy's global generators, which code of others may use."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    keys = torch.tensor(numpy_state["state"]["key"].tolist())
-    states = {"random/torch": torch.get_rng_state(), "random/numpy": keys}
+    _, keys, *_ = _numpy_state()
+    states = {"random/torch": torch.get_rng_state(), "random/numpy": torch.tensor(keys.tolist())}
     if torch.cuda.is_available():
         states["random/cuda"] = torch.cuda.get_rng_state()
     return states
@@ -399,11 +397,14 @@ def random_tensors() -> dict[str, Tensor]:
 
 def random_state() -> dict[str, Any]:
     """State of Python's global generator, and the scalars of NumPy's."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    scalars = {"pos": int(numpy_state["state"]["pos"]), "has_gauss": int(numpy_state["has_gauss"])}
+    _, _, pos, has_gauss, of_numpy = _numpy_state()
     version, internal, gauss = random.getstate()
-    return {"python": [version, list(internal), gauss], "numpy": {**scalars, "gauss": float(numpy_state["gauss"])}}
+    scalars = {"pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(of_numpy)}
+    return {"python": [version, list(internal), gauss], "numpy": scalars}
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()
 
 
 def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
