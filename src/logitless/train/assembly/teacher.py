@@ -15,14 +15,7 @@ from logitless.head.contract import on_device
 from logitless.models.gguf import gguf_file
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
-from logitless.train.assembly.layers import (
-    LAYER_RULES,
-    SELF_CHECK,
-    Fitted,
-    in_words,
-    layers_in_words,
-    no_row_invariant,
-)
+from logitless.train.assembly.layers import LAYER_RULES, SELF_CHECK, Fitted, in_words, layers_in_words, no_row_invariant
 from logitless.train.assembly.model import install_checked
 from logitless.train.assembly.policies import policy_of
 from logitless.train.assembly.process import device_of, named_device

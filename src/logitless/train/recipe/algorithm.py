@@ -15,15 +15,7 @@ from logitless.objective.presets import PRESETS
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
-from logitless.train.recipe.rule import (
-    Composed,
-    Processes,
-    Rule,
-    Setting,
-    given,
-    needs_whole_weights,
-    refusal,
-)
+from logitless.train.recipe.rule import Composed, Processes, Rule, Setting, given, needs_whole_weights, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:

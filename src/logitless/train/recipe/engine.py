@@ -9,16 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from logitless.errors import UnavailableError
 from logitless.rollout.vllm.api import request_settings
-from logitless.train.recipe.rule import (
-    Machine,
-    Processes,
-    Rule,
-    Setting,
-    given,
-    needs_gpu,
-    recipe_of,
-    refusal,
-)
+from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, given, needs_gpu, recipe_of, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:

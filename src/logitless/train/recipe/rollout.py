@@ -9,14 +9,7 @@ from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
-from logitless.train.recipe.rule import (
-    Rule,
-    Setting,
-    given,
-    needs_one_process,
-    needs_package,
-    needs_whole_weights,
-)
+from logitless.train.recipe.rule import Rule, Setting, given, needs_one_process, needs_package, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
