@@ -215,9 +215,6 @@ class Packed:
             self._micro_batches,
             temperature=1.0,
             backend="auto",
-            beta=0.0,
-            entropy_coefficient=None,
-            statistics=None,
             seed=0,
         )
         return on_host(step_numbers(outputs))["loss/total"]

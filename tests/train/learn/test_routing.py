@@ -62,9 +62,6 @@ def _step(policy, plan, *, signal=0.0, count_all=False, coefficient=COEFFICIENT)
         parts,
         temperature=1.0,
         backend="chunked",
-        beta=0.0,
-        entropy_coefficient=None,
-        statistics=None,
         seed=0,
         router_loss=router_loss,
     )

@@ -112,7 +112,6 @@ def _gradient(policy, block, plan, objective, weighting, value_loss=None, *, bet
         temperature=TEMPERATURE,
         backend="chunked",
         beta=beta,
-        entropy_coefficient=None,
         statistics=statistics,
         seed=0,
         value_loss=value_loss,
@@ -150,9 +149,6 @@ def test_what_a_tool_said_is_learnt_as_by_cross_entropy_however_a_step_is_cut():
             _parts(MicroBatch(batch, tokens), plan, Objective(), TokenMean()),
             temperature=TEMPERATURE,
             backend="chunked",
-            beta=0.0,
-            entropy_coefficient=None,
-            statistics=None,
             seed=0,
             observations=Observations(alpha),
         )
@@ -242,6 +238,11 @@ def _oracle():
     return model
 
 
+def whole_gradient(model) -> torch.Tensor:
+    """The gradient of all weights that have one, as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 def _each(block: MicroBatch):
     """Of each sequence with a token its number, the ids that are read, its targets and where they lie in the block."""
     inputs, first, start = block.packed.inputs, 0, 0
@@ -272,7 +273,7 @@ def _by_formula(model, block: MicroBatch, rows) -> torch.Tensor:
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
         loss = loss - BONUS * entropy.sum() / block.packed.num_tokens
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return whole_gradient(model)
 
 
 @pytest.mark.parametrize("padding", [0, 5])

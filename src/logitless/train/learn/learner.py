@@ -219,18 +219,7 @@ class Learner:
             logp_ref=logp_ref,
             state=self.advantage_state,
         )
-        advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
-        if distillation is not None and distillation.alone:
-            advantage = torch.zeros_like(advantage)
-        if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
-            with self.teacher.on_device():
-                logp_teacher = self._scores(self.teacher, packed, trained).logp
-            added = teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
-            if packed.packed.teacher is not None:
-                added = added.masked_fill(packed.packed.teacher < 0, 0.0)
-            if distillation.gamma:
-                added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
-            advantage = advantage + added
+        advantage, logp_teacher = self._taught(found.advantage, packed, trained)
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,
@@ -244,6 +233,24 @@ class Learner:
             value_target=found.value_target,
             advantage_state=found.state,
         )
+
+    def _taught(
+        self, advantage: Tensor, packed: PackedBlock, rows: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The advantages with what a teacher adds to them, and its log-probs; None if it adds nothing."""
+        distillation = self.algorithm.distillation
+        if distillation is not None and distillation.alone:
+            advantage = torch.zeros_like(advantage)
+        if self.teacher is None or distillation is None or not self.algorithm.teacher_in_advantage:
+            return advantage, None
+        with self.teacher.on_device():
+            logp = self._scores(self.teacher, packed, rows).logp
+        added = teacher_advantage(logp, packed.packed.logp_sampler, distillation.advantage)
+        if packed.packed.teacher is not None:
+            added = added.masked_fill(packed.packed.teacher < 0, 0.0)
+        if distillation.gamma:
+            added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
+        return advantage + added, logp
 
     def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
         """A scoring pass over these rows of this rank."""
@@ -320,12 +327,17 @@ class Learner:
         """Whether there is a block with steps left."""
         return self._current is not None
 
+    @property
+    def _now(self) -> _InTraining:
+        if self._current is None:
+            raise ValueError("no block in training: call begin first")
+        return self._current
+
     # --- training on it
 
     def step(self) -> Numbers:
         """Take the next optimizer step of the block in training; returns its metrics."""
-        if self._current is None:
-            raise ValueError("no block in training: call begin first")
+        begun = self._now
         if self._is_first_step:
             self._is_first_step = False
             compile_training_kernels(
@@ -336,13 +348,13 @@ class Learner:
             )
         progress, self.halved = self.progress, None
         if self.sampler_weights is not None and progress.epoch == progress.step_in_epoch == 0:
-            self._hold(self.sampler_weights, self._current)
+            self._hold(self.sampler_weights, begun)
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        while (record := self._attempt(self._current)) is None:
-            self._halve(self._current)
-        now, plan = self._current, self._current.plans[progress.epoch]
+        while (record := self._attempt()) is None:
+            self._halve()
+        now = self._now
         progress.step_in_epoch += 1
-        if progress.step_in_epoch == len(plan):
+        if progress.step_in_epoch == len(now.plans[progress.epoch]):
             self.controllers.end_epoch(now.block.packed.num_sequences)
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         if progress.epoch == len(now.plans):
@@ -357,8 +369,9 @@ class Learner:
         if self.recipe.rollout.staleness or sum(map(len, now.plans)) > 1:
             held.hold(self.version)
 
-    def _attempt(self, now: _InTraining) -> Numbers | None:
+    def _attempt(self) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
+        now = self._now
         if now.packing != self._packing(now.block):  # halved since the block began, or in a resumed run
             now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
         plan = now.plans[self.progress.epoch]
@@ -376,7 +389,7 @@ class Learner:
             statistics=now.statistics,
         )
         mine = whole.micro_batches(own, scores_itself=self._scores_itself(now.block))
-        record = self._optimize(whole, dict(zip(own, mine, strict=True)), places, now.block)
+        record = self._optimize(whole, dict(zip(own, mine, strict=True)), places)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
@@ -384,7 +397,7 @@ class Learner:
             record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
         return record
 
-    def _halve(self, now: _InTraining) -> None:
+    def _halve(self) -> None:
         """Free the gradients, and halve micro-batches from this step on.
 
         Raises:
@@ -394,9 +407,9 @@ class Learner:
             parameter.grad = None
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        before = now.packing.tokens_per_row
+        before = self._now.packing.tokens_per_row
         self.progress.halvings.append(self.progress.step)
-        after = self._packing(now.block).tokens_per_row
+        after = self._packing(self._now.block).tokens_per_row
         if after == before:
             raise TrainingError(
                 needed="memory for the longest sequence in a row of its own",
@@ -423,16 +436,12 @@ class Learner:
         return list(self.ranks.rows_of(range(num_rows)))
 
     def _optimize(
-        self,
-        whole: OptimizerStep,
-        mine: Mapping[int, MicroBatch],
-        places: Sequence[int | None],
-        block: ScoredBlock,
+        self, whole: OptimizerStep, mine: Mapping[int, MicroBatch], places: Sequence[int | None]
     ) -> Numbers | None:
         recipe, progress, ranks, step = self.recipe, self.progress, self.ranks, whole.plan
         self.policy.release()  # weights that were gathered for sampling
         try:
-            outputs = self._gradients(mine, places, whole.statistics)
+            outputs = self._gradients(mine, places)
         except torch.OutOfMemoryError:
             if ranks.world > 1:  # a retry needs all ranks, and the others have gone on
                 raise
@@ -463,7 +472,7 @@ class Learner:
             ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
         )
         read = [s for row in step.micro_batches for s in row]
-        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine], block)
+        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine])
         record = (
             on_host(numbers)
             | (self.parity or {})
@@ -482,16 +491,14 @@ class Learner:
         """Whether the next step's training pass gives its ``logp_old``."""
         return block.scores_itself and self.progress.step_in_epoch == 0
 
-    def _parity_of_step(
-        self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]], block: ScoredBlock
-    ) -> Numbers | None:
+    def _parity_of_step(self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]]) -> Numbers | None:
         """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other.
 
         Args:
             outputs: of this rank's micro-batches.
             rows: the sequences of each.
-            block: in training.
         """
+        block = self._now.block
         if not self._scores_itself(block) or self.recipe.rollout.sampling.filters_distribution:
             return None
         found = [required(each.logp_old, "logp_old").float().cpu() for each in outputs]
@@ -502,9 +509,7 @@ class Learner:
         logp[self.ranks.gather(places)] = self.ranks.gather(own)
         return parity_metrics(block.packed, logp)
 
-    def _gradients(
-        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
-    ) -> list[MicroBatchOutput]:
+    def _gradients(self, mine: Mapping[int, MicroBatch], places: Sequence[int | None]) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed over all ranks."""
         ranks, router_loss = self.ranks, None
         if self.router_coefficient:
@@ -514,9 +519,9 @@ class Learner:
         if self.recipe.parallel.deterministic:
             if router_loss is not None:  # a rank may have no micro-batch
                 router_loss.settle()
-            return self._summed_in_order(mine, places, statistics, router_loss)
+            return self._summed_in_order(mine, places, router_loss)
         labels = [ranks.data_rank] if ranks.data_rank else []
-        outputs = self._backward(list(mine.values()), statistics, ranks.gather, router_loss, *labels)
+        outputs = self._backward(list(mine.values()), ranks.gather, router_loss, *labels)
         if ranks.world > 1:  # not otherwise: collecting the parameters takes a millisecond
             ranks.sum_gradients(self.policy.named_parameters().values())
         return outputs
@@ -524,18 +529,17 @@ class Learner:
     def _backward(
         self,
         micro_batches: Sequence[MicroBatch],
-        statistics: BlockStatistics | None,
         gather: GatherOverRanks,
         router_loss: RouterLoss | None,
         *labels: int,
     ) -> list[MicroBatchOutput]:
-        recipe, distillation = self.recipe, self.algorithm.distillation
+        recipe, distillation, now = self.recipe, self.algorithm.distillation, self._now
         teacher = None if distillation is None or not distillation.weight else self.teacher
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
         how: Any = {"temperature": recipe.rollout.sampling.temperature, "backend": recipe.train.training_backend}
         centering = None
-        if self.sampler_weights is not None and self._current is not None:
-            since = self.version - self._current.block.version
+        if self.sampler_weights is not None:
+            since = self.version - now.block.version
             centering = partial(self.sampler_weights.centering, version=self.version, since=since, **how)
         with (
             seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
@@ -549,7 +553,7 @@ class Learner:
                 **how,
                 beta=self.controllers.beta_in_loss,
                 entropy_coefficient=self.controllers.entropy_coefficient,
-                statistics=statistics,
+                statistics=now.statistics,
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
                 observations=self.algorithm.observations,
@@ -561,11 +565,7 @@ class Learner:
             )
 
     def _summed_in_order(
-        self,
-        mine: Mapping[int, MicroBatch],
-        places: Sequence[int | None],
-        statistics: BlockStatistics | None,
-        router_loss: RouterLoss | None,
+        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], router_loss: RouterLoss | None
     ) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed along the tree of all ranks.
 
@@ -576,7 +576,7 @@ class Learner:
         outputs, total = list[MicroBatchOutput](), TreeSum()
         for place in places:
             if place is not None:
-                outputs += self._backward([mine[place]], statistics, one_rank, router_loss, place)
+                outputs += self._backward([mine[place]], one_rank, router_loss, place)
             total.add([p.grad for p in parameters])
             for p in parameters:
                 p.grad = None
@@ -625,7 +625,7 @@ class Learner:
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.check_whole()
         parameters = self.policy.held()
-        tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
+        tensors = {**parameter_tensors(parameters), **optimizer_tensors(parameters, self.optimizer)}
         if self.sampler_weights is not None:
             tensors |= self.sampler_weights.tensors()
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]

@@ -233,10 +233,10 @@ def backward(
     *,
     temperature: float,
     backend: Backend,
-    beta: float,
-    entropy_coefficient: float | None,
-    statistics: BlockStatistics | None,
     seed: int,
+    beta: float = 0.0,
+    entropy_coefficient: float | None = None,
+    statistics: BlockStatistics | None = None,
     value_loss: ValueLoss | None = None,
     observations: Observations | None = None,
     gather: GatherOverRanks = one_rank,
@@ -251,9 +251,10 @@ def backward(
         policy: whose parameters get gradients.
         micro_batches: of ``OptimizerStep``.
         temperature: of sampling; it divides the logits in the loss too.
+        seed: for objectives that choose tokens at random in each micro-batch.
         beta: coefficient of the KL in the loss.
         entropy_coefficient: of an adaptive entropy bonus.
-        seed: for objectives that choose tokens at random in each micro-batch.
+        statistics: of the block, for objectives that read them.
         value_loss: of the algorithm, for a policy with a value head.
         observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.

@@ -115,12 +115,19 @@ def _teaches_alone(recipe: "Recipe") -> bool:
     return recipe.teacher is not None and (recipe.teacher.alone or without)
 
 
+def _temperature(recipe: "Recipe") -> float:
+    return _teacher(recipe).temperature or recipe.rollout.sampling.temperature
+
+
 def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
 teacher, divergence, top_k = given("teacher"), given("teacher.divergence"), given("teacher.top_k")
 server = given("teacher.has_server", "teacher.source of a server")
+of_server = Setting["Recipe"](
+    "teacher.divergence from a server", lambda recipe: server.when(recipe) and divergence.when(recipe)
+)
 
 RULES: tuple[Rule["Recipe"], ...] = (
     teacher.needs(
@@ -162,10 +169,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: ", ".join(f"{key}: {value}" for key, value in _own(recipe).items()),
         remedy="Leave them out; it has the weights of the policy or of the server.",
     ),
-    Setting["Recipe"](
-        "teacher.divergence from a server",
-        lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
-    ).requires(
+    of_server.requires(
         "teacher.top_k",
         "; all other tokens count as one",
         remedy="Set teacher.top_k: 20, the most that vLLM gives without --max-logprobs; or set teacher.advantage: true "
@@ -173,7 +177,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     top_k.needs(
         "a divergence from a server",
-        holds=lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+        holds=of_server.when,
         given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
         remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
     ),
@@ -185,8 +189,8 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",
-        holds=lambda recipe: (_teacher(recipe).temperature or recipe.rollout.sampling.temperature) == 1,
-        given=lambda recipe: f"{_teacher(recipe).temperature or recipe.rollout.sampling.temperature}",
+        holds=lambda recipe: _temperature(recipe) == 1,
+        given=lambda recipe: str(_temperature(recipe)),
         remedy="Set teacher.temperature: 1.",
     ),
     given("teacher.column").needs(

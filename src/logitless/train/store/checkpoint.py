@@ -315,7 +315,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._index)
 
 
-def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
     """Trained parameters as ``parameter/<name>``; frozen ones are left out.
 
     Example:
@@ -331,7 +331,7 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    trained = {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+    trained = parameter_tensors(parameters)
     stored = {name for name in tensors if name.startswith("parameter/")}
     if trained.keys() != stored:
         differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
