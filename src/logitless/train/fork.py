@@ -27,10 +27,7 @@ from logitless.train.saved_policy import chosen_source
 from logitless.train.store.atomic import write_folder_atomically
 from logitless.train.store.checkpoint import Checkpoint, checkpoints, read_checkpoint
 
-_FIXED = (
-    *("model.source", "model.random_weights", "model.lora", "model.quantize"),
-    "warm_start",
-)
+_FIXED = (*("model.source", "model.random_weights", "model.lora", "model.quantize"), "warm_start")
 """Keys that the trained weights, or under LoRA their frozen base, depend on."""
 
 

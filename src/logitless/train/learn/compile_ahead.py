@@ -47,12 +47,7 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
 
     def read(hidden: Tensor, token: Tensor) -> None:
         scores = token_scores(
-            hidden,
-            policy.head(),
-            token,
-            temperature=temperature,
-            backend=backend,
-            memory_budget=policy.memory_budget,
+            hidden, policy.head(), token, temperature=temperature, backend=backend, memory_budget=policy.memory_budget
         )
         results = [scores.logp, scores.entropy] if entropy_gradient else [scores.logp]
         torch.autograd.backward(results, [torch.zeros_like(x) for x in results])

@@ -122,7 +122,7 @@ class Learner:
         ranks: that train the policy together.
 
     Attributes:
-        tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
+        by_rank: metrics of the last step with a number for each rank; none on a single rank.
         halved: a message if the last step halved its micro-batches because memory was short; else None.
         parity: metrics of the parity gate if the last step computed its ``logp_old``; None if scoring did.
         advantage_state: of an advantage that reads several blocks, after the last block begun.
@@ -141,7 +141,7 @@ class Learner:
         ranks: Ranks = Ranks.alone(),
     ) -> None:
         self.ranks = ranks
-        self.tokens_per_rank: tuple[int, ...] = ()
+        self.by_rank: dict[str, list[int]] = {}
         self.halved: str | None = None
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
@@ -178,12 +178,7 @@ class Learner:
         return block if self.teacher is None else self.teacher.attached(block, groups)
 
     def score(
-        self,
-        packed: PackedBlock,
-        groups: Sequence[Group],
-        sampled: TokenScores | None = None,
-        *,
-        rescore: bool = False,
+        self, packed: PackedBlock, groups: Sequence[Group], sampled: TokenScores | None = None, *, rescore: bool = False
     ) -> ScoredBlock:
         """Compute log-probs under policy, reference and teacher, and advantages.
 
@@ -468,9 +463,8 @@ class Learner:
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(
-            ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
-        )
+        tokens = ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())]))
+        self.by_rank = {"parallel/tokens_per_rank": tokens.tolist()} if ranks.world > 1 else {}
         read = [s for row in step.micro_batches for s in row]
         self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine])
         record = (
@@ -527,11 +521,7 @@ class Learner:
         return outputs
 
     def _backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        gather: GatherOverRanks,
-        router_loss: RouterLoss | None,
-        *labels: int,
+        self, micro_batches: Sequence[MicroBatch], gather: GatherOverRanks, router_loss: RouterLoss | None, *labels: int
     ) -> list[MicroBatchOutput]:
         recipe, distillation, now = self.recipe, self.algorithm.distillation, self._now
         teacher = None if distillation is None or not distillation.weight else self.teacher
@@ -599,11 +589,6 @@ class Learner:
                 remedy="Lower the learning rate, or go on from the last checkpoint with --resume.",
             )
         return f"step {progress.step} skipped: its gradient is not finite" if progress.skipped_in_a_row else None
-
-    @property
-    def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Metrics of the last step with a number for each rank; none on a single rank."""
-        return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
 
     # --- weights and state
 
@@ -677,11 +662,7 @@ class Learner:
                 step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
             )
         rows = rows_by_rank(
-            step,
-            block.groups,
-            block.packed.inputs,
-            num_ranks=self.ranks.data_world,
-            packing=self._packing(block),
+            step, block.groups, block.packed.inputs, num_ranks=self.ranks.data_world, packing=self._packing(block)
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 

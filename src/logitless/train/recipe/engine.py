@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from logitless.errors import UnavailableError
 from logitless.rollout.vllm.api import request_settings
-from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, given, needs_gpu, recipe_of, refusal
+from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, chosen, given, needs_gpu, recipe_of, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -231,10 +231,10 @@ def _not_applied_by_vllm(recipe: "Recipe") -> str:
     return "; ".join(filter(None, (refusal(partial(request_settings, each, ())) for each in recipe.samplings)))
 
 
-recorded = Setting["Recipe"]("rollout.engine recorded", lambda recipe: _recorded(recipe) is not None)
+recorded = chosen("rollout.engine.name", "recorded")
 of_column = Setting["Recipe"]("rollout.engine.column", lambda recipe: recipe.rollout.engine.recorded_column is not None)
 gpu = given("rollout.engine.bitwise", "rollout.engine gpu")
-server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
+server = chosen("rollout.engine.name", "vllm_server")
 in_flight = given("rollout.engine.changes_in_flight", "rollout.engine.in_flight")
 adapter = given("rollout.engine.takes_adapters", "rollout.engine.weights adapter")
 
@@ -260,11 +260,11 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: str(recipe.rollout.completions_per_prompt),
         remedy="Set it to 1.",
     ),
-    gpu.needs(
+    gpu.about(
+        "model.layers",
         "model.layers: row_invariant or auto, through which it decodes",
-        holds=lambda recipe: recipe.model.layers != "transformers",
-        given=lambda recipe: f"model.layers: {recipe.model.layers}",
-        remedy="Leave model.layers out.",
+        lambda layers: layers != "transformers",
+        "Leave model.layers out.",
     ),
     gpu.excludes("model.lora.dropout"),
     GPU_FUSED,

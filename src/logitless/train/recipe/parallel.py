@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from logitless.train.recipe.rule import Processes, Rule, Setting, given, needs_whole_weights, recipe_of
+from logitless.train.recipe.rule import Processes, Rule, Setting, chosen, given, needs_whole_weights, recipe_of
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def _num_that_sample(processes: Processes) -> int:
 
 
 deterministic = given("parallel.deterministic")
-all_rows = Setting["Recipe"]("parallel.vocabulary all_rows", lambda recipe: recipe.parallel.vocabulary == "all_rows")
+all_rows = chosen("parallel.vocabulary", "all_rows")
 shards = Setting["Recipe"]("parallel.sampling_shards", lambda recipe: recipe.parallel.sampling_shards != "auto")
 sampling = given("parallel.num_sampling", "parallel.sampling")
 
@@ -111,9 +111,7 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling.",
     ),
     needs_whole_weights(
-        sampling,
-        " that trains, which are sent from one place",
-        "Leave parallel.shard and parallel.sequence out.",
+        sampling, " that trains, which are sent from one place", "Leave parallel.shard and parallel.sequence out."
     ),
     shards.on(recipe_of).needs(
         "parallel.sampling, or weights that parallel.shard cuts",

@@ -46,6 +46,17 @@ def given(key: str, words: str = "") -> "Setting[Recipe]":
     return Setting(words or key, lambda recipe: bool(value_at(recipe, key)))
 
 
+def chosen(key: str, *values: str) -> "Setting[Recipe]":
+    """The setting of a key to one of these values.
+
+    Example:
+        >>> chosen("rollout.engine.name", "gpu", "auto").words
+        'rollout.engine gpu or auto'
+    """
+    words = f"{key.removesuffix('.name')} {' or '.join(values)}"
+    return Setting(words, lambda recipe: value_at(recipe, key) in values)
+
+
 def _shown(value: Any) -> str:
     """A value as in a recipe; a section is shortened."""
     return json.dumps(value, default=lambda _: "...").strip('"')
@@ -83,17 +94,18 @@ class Setting(Generic[Subject]):
 
     def keeps(self, key: str, value: Any, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
         """The rule that this setting needs a key to have a value."""
-        return self._about(key, f"{key}: {_shown(value)}{why}", lambda found: found == value, remedy)
+        return self.about(key, f"{key}: {_shown(value)}{why}", lambda found: found == value, remedy)
 
     def excludes(self, key: str, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
         """The rule that this setting needs a key to be left out: null, false, 0 or empty."""
-        return self._about(key, f"no {key}{why}", lambda found: not found, remedy)
+        return self.about(key, f"no {key}{why}", lambda found: not found, remedy)
 
     def requires(self, key: str, why: str = "", *, remedy: str) -> "Rule[Subject]":
         """The rule that this setting needs a key to be given."""
-        return self._about(key, f"{key}{why}", bool, remedy)
+        return self.about(key, f"{key}{why}", bool, remedy)
 
-    def _about(self, key: str, needed: str, holds: Callable[[Any], bool], remedy: str) -> "Rule[Subject]":
+    def about(self, key: str, needed: str, holds: Callable[[Any], bool], remedy: str) -> "Rule[Subject]":
+        """The rule that this setting needs something of the value of a key."""
         name = key.removeprefix(self.of)
         return self.needs(
             needed,

@@ -49,10 +49,7 @@ class TeacherSection(Section):
         "auto", description="auto: as `model.trained_dtype: auto`"
     )
     layers: Literal["auto", "transformers", "row_invariant"] = Field("auto", description="see `model.layers`")
-    place: str = Field(
-        "device",
-        description="`host`: its weights wait there between uses; `cuda:1`: it runs there",
-    )
+    place: str = Field("device", description="`host`: its weights wait there between uses; `cuda:1`: it runs there")
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
     top_k: int | None = Field(None, ge=1, description="how many likeliest tokens a server's divergence tells apart")
     beta: float | None = Field(
@@ -60,8 +57,7 @@ class TeacherSection(Section):
     )
     weight: PositiveFloat = Field(1.0, description="of the divergence")
     advantage: NonNegativeFloat = Field(
-        0.0,
-        description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none",
+        0.0, description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none"
     )
     gamma: NonNegativeFloat = Field(
         0.0, description="how much more the first token's advantage counts than the last one's"
@@ -181,11 +177,11 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
         remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
     ),
-    top_k.needs(
+    top_k.about(
+        "train.training_backend",
         "no fused training_backend, which has no kernel for it",
-        holds=lambda recipe: recipe.train.training_backend != "fused",
-        given=lambda recipe: f"train.training_backend: {recipe.train.training_backend}",
-        remedy="Leave train.training_backend at auto.",
+        lambda backend: backend != "fused",
+        "Leave train.training_backend at auto.",
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",
