@@ -124,7 +124,7 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
             remedy="Leave these keys as in the other run's config.yaml, or start from its exported weights: "
             "logitless export RUN, then model.source.",
         )
-    has_values = any(name.startswith("parameter/value_head.") for name in parent.checkpoint.tensors)
+    has_values = parent.checkpoint.has_values
     if has_values != (algorithm.value_loss is not None):
         raise ConfigurationError(
             needed=f"an algorithm {'with' if has_values else 'without'} a value loss, as that of {parent.folder.path}",

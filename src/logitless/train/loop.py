@@ -99,11 +99,9 @@ class Loop:
                 self.save()  # in the background, while the first block is collected
             try:
                 self._blocks()
-            except EngineError:
-                self._save_what_was_done()
-                raise
-            except LostRankError:
-                if self.ranks.world == 1:  # one that samples: this one has all that a checkpoint needs
+            except (EngineError, LostRankError) as error:
+                # A lost rank beside a single one that trains only sampled: this one has all that a checkpoint needs.
+                if isinstance(error, EngineError) or self.ranks.world == 1:
                     self._save_what_was_done()
                 raise
             # A signal may have reached some ranks only; all must return the same result.
@@ -114,10 +112,10 @@ class Loop:
             return RunResult(folder, "unscored")
         if self._ended:
             return RunResult(folder, "blocks" if self._done >= self.recipe.train.blocks else "early_stopping")
-        first = next((Signals(number) for number in signals if number is not None), None)
-        return (
-            RunResult(folder, "callback", callback=stopped_by) if first is None else RunResult(folder, "signal", first)
-        )
+        for number in signals:
+            if number is not None:
+                return RunResult(folder, "signal", Signals(number))
+        return RunResult(folder, "callback", callback=stopped_by)
 
     def _blocks(self) -> None:
         """Train on all blocks that are left, and save the last checkpoint."""

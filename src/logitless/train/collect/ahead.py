@@ -30,7 +30,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
-from logitless.rollout.environment import Driver, Environment, play
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
@@ -42,7 +42,7 @@ from logitless.train.collect.replay import check_same_block
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
-from logitless.types import Episode, Prompt
+from logitless.types import Prompt
 
 
 def collector_of(
@@ -298,31 +298,17 @@ class ScheduledCollector(Collector):
 
     def _sample(self, block: int, length_factor: float) -> JudgedBlock:
         """Sample a block; zero-signal groups are refilled one by one if several threads may ask the engine."""
-        engine, environment, options = self.engine, self.environment, self.options
+        engine, options = self.engine, self.options
         at_once = engine.prompts_at_once if isinstance(engine, ConcurrentEngine) else 1
-        if options.zero_signal != "refill" or at_once == 1 or isinstance(environment, Driver):
+        if options.zero_signal != "refill" or at_once == 1 or isinstance(self.environment, Driver):
             return Collector.next(self, block, length_factor=length_factor)
-        sampling = self.sampling(length_factor)
-
-        def sample(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
-            [episodes] = play(
-                engine,
-                [prompt],
-                environment,
-                num_samples=options.completions_per_prompt,
-                options=sampling,
-                seed=derived_seed(self.seed, "rollout", block, refill),
-                limits=options.limits,
-            )
-            return episodes
-
         sampled = refilled_as_they_come(
+            self.sampler,
             [self.prompts[i] for i in self.order.next(options.prompts_per_block)],
             lambda: self.prompts[self.order.next(1)[0]],
-            sample,
-            environment,
-            self.rewards,
-            unscored=options.unscored,
+            options.completions_per_prompt,
+            self.sampling(length_factor),
+            seed_of=lambda refill: derived_seed(self.seed, "rollout", block, refill),
             max_refills=options.max_refills,
             at_once=at_once,
         )

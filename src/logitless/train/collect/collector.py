@@ -90,9 +90,7 @@ class Collector:
             length_factor: multiplies ``max_new_tokens``.
         """
         options, sampling = self.options, self.sampling(length_factor)
-        sampler = GroupSampler(
-            self.engine, self.environment, self.rewards, options.unscored, options.limits, self.ranks
-        )
+        sampler = self.sampler
         sampled, kept, rounds = list[Group](), list[bool](), 0
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
@@ -106,6 +104,12 @@ class Collector:
             kept += [True] * len(groups) if options.zero_signal == "keep" else have_signal(groups)
             rounds += 1
         return self.checked(JudgedBlock(tuple(sampled), tuple(kept), rounds))
+
+    @property
+    def sampler(self) -> "GroupSampler":
+        """What samples the groups, under the current settings."""
+        options = self.options
+        return GroupSampler(self.engine, self.environment, self.rewards, options.unscored, options.limits, self.ranks)
 
     def checked(self, block: JudgedBlock) -> JudgedBlock:
         """Return the block, after a check that its completions come from weights that the engine was given.

@@ -12,6 +12,7 @@ from logitless.rollout.engine import Engine
 from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
+from logitless.train.block import sampling_numbers
 from logitless.train.collect.collector import GroupSampler
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection, pass_at_ks
@@ -79,15 +80,12 @@ class Evaluation:
         Accuracy is the fraction of all completions whose reward reaches ``success_at``: a completion that could not be
         scored is no success. It is NaN if none could be scored. With several samples a prompt there is pass@k, too.
         """
-        completions = [c for g in groups for c in g.completions]
-        rewards = [r for g in groups for r in g.rewards if r is not None]
         correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
+        any_scored = any(reward is not None for group in groups for reward in group.rewards)
         success = success_metrics(correct, held_out.num_samples)
         found: Numbers = {
-            **(success if rewards else dict.fromkeys(success, math.nan)),
-            "reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            "length_mean": sum(c.length for c in completions) / len(completions),
-            "truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+            **(success if any_scored else dict.fromkeys(success, math.nan)),
+            **sampling_numbers(groups),
             "prompts": len(held_out.prompts),
         }
         for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():

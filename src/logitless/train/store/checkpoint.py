@@ -66,6 +66,11 @@ class Checkpoint:
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
 
+    @property
+    def has_values(self) -> bool:
+        """Whether it holds a value head."""
+        return any(name.startswith("parameter/value_head.") for name in self.tensors)
+
 
 class BackgroundSaver:
     """Writes checkpoints in a thread, while the run samples and scores the next block.
