@@ -58,7 +58,8 @@ class Parent:
         """
         place = {name: self.progress[name] for name in ("block", "step")}
         run = {"run": str(self.folder.path.absolute()), "checkpoint": self.checkpoint.folder.name}
-        return run | place | {"changed": as_json(_changed(self.recipe, recipe))}
+        changed = [change for change in changes(self.recipe, recipe) if change.key not in ("name", "output")]
+        return run | place | {"changed": as_json(changed)}
 
     def copy_warm_start(self, folder: RunFolder) -> None:
         """Copy the result of the parent's warm start to the fork, whose reference (and under LoRA whose base) it is."""
@@ -174,10 +175,6 @@ def carried(
     )
     words += "steps with its weights, optimizer state, coefficients and place in the prompts"
     return replace(parent.checkpoint, state=state), [words] + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
-
-
-def _changed(before: Recipe, after: Recipe) -> list[Change]:
-    return [change for change in changes(before, after) if change.key not in ("name", "output")]
 
 
 def _changes_order(old: Recipe, new: Recipe) -> bool:

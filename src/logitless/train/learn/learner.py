@@ -82,10 +82,6 @@ class Progress:
     skipped_in_a_row: int = 0
     halvings: list[int] = field(default_factory=list)
 
-    def clear(self) -> None:
-        """Reset all counters."""
-        vars(self).update(vars(Progress()))
-
 
 @dataclass(frozen=True)
 class _InTraining:
@@ -342,8 +338,11 @@ class Learner:
                 entropy_gradient=self.algorithm.objective.entropy_bonus is not None,
             )
         progress, self.halved = self.progress, None
-        if self.sampler_weights is not None and progress.epoch == progress.step_in_epoch == 0:
-            self._hold(self.sampler_weights, begun)
+        is_first = progress.epoch == progress.step_in_epoch == 0
+        # They are read again by later steps of this block, or by blocks that they sample ahead.
+        is_read = self.recipe.rollout.staleness > 0 or sum(map(len, begun.plans)) > 1
+        if self.sampler_weights is not None and is_first and is_read:
+            self.sampler_weights.hold(self.version)
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
         while (record := self._attempt()) is None:
             self._halve()
@@ -355,14 +354,6 @@ class Learner:
         if progress.epoch == len(now.plans):
             self.end_block()
         return {"step": progress.step, **place, **record}
-
-    def _hold(self, held: SamplerWeights, now: _InTraining) -> None:
-        """Hold the weights before a block's first step, if they are read again.
-
-        By later steps of this block, or by blocks that they sample ahead.
-        """
-        if self.recipe.rollout.staleness or sum(map(len, now.plans)) > 1:
-            held.hold(self.version)
 
     def _attempt(self) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""

@@ -211,19 +211,14 @@ class OptimizerStep:
 
     @cached_property
     def _turns(self) -> list[tuple[int, ...]]:
-        return _turn_counts(self.packed)
-
-
-def _turn_counts(packed: PackedBatch) -> list[tuple[int, ...]]:
-    """Numbers of trained tokens of each turn that has some, for each sequence."""
-    sequence = packed.sequence.cpu()
-    action = turn_index(sequence, packed.turn.cpu())
-    sizes = torch.bincount(action)
-    owner = sequence[sizes.cumsum(0) - sizes].tolist()
-    found: list[list[int]] = [[] for _ in range(packed.num_sequences)]
-    for s, size in zip(owner, sizes.tolist(), strict=True):
-        found[s].append(size)
-    return [tuple(of_turns) for of_turns in found]
+        """Numbers of trained tokens of each turn that has some, for each sequence."""
+        sequence = self.packed.sequence.cpu()
+        sizes = torch.bincount(turn_index(sequence, self.packed.turn.cpu()))
+        owner = sequence[sizes.cumsum(0) - sizes].tolist()
+        found: list[list[int]] = [[] for _ in range(self.packed.num_sequences)]
+        for s, size in zip(owner, sizes.tolist(), strict=True):
+            found[s].append(size)
+        return [tuple(of_turns) for of_turns in found]
 
 
 def backward(
@@ -300,17 +295,17 @@ def backward(
         )
         output = MicroBatchOutput(
             policy_output,
-            None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
-            scores.logp.detach() if batch.scores_itself else None,
-            None if router_loss is None else router_loss.share(routing),
-            tuple(each.detach() for each in routing),
-            None
+            value=None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
+            logp_old=scores.logp.detach() if batch.scores_itself else None,
+            router=None if router_loss is None else router_loss.share(routing),
+            routing=tuple(each.detach() for each in routing),
+            distillation=None
             if scores.divergence is None or distillation is None
             else distillation.loss(scores.divergence, tokens, scores.tails),
-            None
+            observations=None
             if observations is None
             else observations(required(scores.observed, "observed"), batch.observed_weight),
-            scores.kl_sampler,
+            kl_sampler=scores.kl_sampler,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()

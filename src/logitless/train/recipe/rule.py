@@ -22,14 +22,6 @@ Subject = TypeVar("Subject")
 Whole = TypeVar("Whole")
 
 
-def _always(_: Any) -> bool:
-    return True
-
-
-def _nothing(_: Any) -> tuple[str, ...]:
-    return ()
-
-
 def value_at(recipe: Any, key: str) -> Any:
     """The value of a key in a recipe or section; None below a section that is left out."""
     for name in key.split("."):
@@ -73,7 +65,7 @@ class Setting(Generic[Subject]):
     """
 
     words: str
-    when: Callable[[Subject], bool] = _always
+    when: Callable[[Subject], bool] = lambda _: True
     of: str = ""
 
     def needs(
@@ -83,7 +75,7 @@ class Setting(Generic[Subject]):
         given: Callable[[Subject], str],
         remedy: str,
         holds: Callable[[Subject], bool] | None = None,
-        instead: Callable[[Subject], tuple[str, ...]] = _nothing,
+        instead: Callable[[Subject], tuple[str, ...]] = lambda _: (),
         kind: type[LogitlessError] = ConfigurationError,
     ) -> "Rule[Subject]":
         """The rule that this setting needs something; the arguments are those of ``Rule``.
