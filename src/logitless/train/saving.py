@@ -22,7 +22,7 @@ def save_run(
     learner: Learner,
     journal: Journal,
     of_loop: Mapping[str, Any],
-    best: str | None = None,
+    best: str | None,
 ) -> None:
     """Begin to write a checkpoint of everything; the caller calls ``saver.wait`` before the next optimizer step.
 

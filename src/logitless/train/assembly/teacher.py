@@ -38,9 +38,9 @@ def teacher_of(
     policy: Policy,
     arrangement: Arrangement,
     *,
-    start: Policy | None = None,
-    prompts: TeacherPrompts | None = None,
-    models: Mapping[str, nn.Module] = {},
+    start: Policy | None,
+    prompts: TeacherPrompts | None,
+    models: Mapping[str, nn.Module],
 ) -> Teacher | None:
     """The teachers of a recipe, frozen; None without one.
 

@@ -253,16 +253,6 @@ def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Ru
     )
 
 
-def needs_whole_sequences(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
-    """The rule of a setting that does not work where several processes share each sequence."""
-    return setting.on(recipe_of).needs(
-        f"whole sequences on every process{why}",
-        holds=lambda processes: processes.arrangement.sequence == 1,
-        given=lambda processes: f"sequences shared by {processes.arrangement.sequence}",
-        remedy=remedy,
-    )
-
-
 def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that works in a single process only."""
     return setting.on(recipe_of).needs(

@@ -13,7 +13,7 @@ from logitless.train.recipe.rule import (
     Setting,
     given,
     needs_one_process,
-    needs_whole_sequences,
+    recipe_of,
     value_at,
 )
 from logitless.train.recipe.section import Section
@@ -198,10 +198,11 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    needs_whole_sequences(
-        divergence,
-        ", for the teacher's hidden states are not cut",
-        "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
+    divergence.on(recipe_of).needs(
+        "whole sequences on every process, for the teacher's hidden states are not cut",
+        holds=lambda processes: processes.arrangement.sequence == 1,
+        given=lambda processes: f"sequences shared by {processes.arrangement.sequence}",
+        remedy="Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
     ),
     needs_one_process(
         given("teacher.device", "teacher.place of a device"),

@@ -402,14 +402,8 @@ def _over_blocks(rollouts: _Rollouts) -> str:
             cards.append(_card(title, "Each column is the histogram of one block.", _histograms(by_block)))
     if rollouts.passed:
         rates = [[by_block.get(block) for block in rollouts.blocks] for by_block in rollouts.passed.values()]
-        plot = heat_map(
-            rates,
-            x=rollouts.blocks,
-            x_label="block",
-            y_label="",
-            y_names=list(rollouts.passed),
-            value_label="pass rate",
-        )
+        names = list(rollouts.passed)
+        plot = heat_map(rates, x=rollouts.blocks, y_label="", y_names=names, value_label="pass rate")
         cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
     return grid_of("Blocks", cards)
 
@@ -429,7 +423,6 @@ def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
     return heat_map(
         [list(row) for row in zip(*columns, strict=True)],
         x=list(by_block),
-        x_label="block",
         y_label="reward",
         y_edges=[low + width * edge for edge in range(_HISTOGRAM_BINS + 1)],
         value_label="share of the block",
