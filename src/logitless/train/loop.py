@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType
+from typing import Any
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.assembly.stages import Parts
@@ -38,15 +39,23 @@ from logitless.train.learn.block_metrics import (
     training_metrics,
     value_metrics,
 )
-from logitless.train.learn.learner import Learner
+from logitless.train.learn.learner import Learner, halvings
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.train.record.result import RunResult
-from logitless.train.saving import restore_run, save_run
-from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
+from logitless.train.store.checkpoint import (
+    BackgroundSaver,
+    Checkpoint,
+    checkpoints,
+    damaged,
+    folder_name,
+    random_state,
+    random_tensors,
+    restore_random,
+)
 from logitless.train.store.shared_checkpoint import SharedSaver
 from logitless.types import Group, TokenScores
 
@@ -282,22 +291,38 @@ class Loop:
 
     def save(self) -> None:
         """Begin to write a checkpoint, in the background; every rank writes its own shards."""
-        remembered = {
-            "block_metrics": self.block_metrics,
-            "unwritten": self.unwritten,
-            "without_signal_in_a_row": self.without_signal.in_a_row,
-            "unscored_in_a_row": self.unscored.in_a_row,
-            "patience": None if self.patience is None else self.patience.state_dict(),
-            "best": None if self.best is None else self.best.state_dict(),
-        }
         progress, best = self.learner.progress, self.best_checkpoint
+        done, in_training = progress.block, self.learner.in_training
         self._wait()
         with self.journal.phase("checkpoint"):
-            path = self.journal.folder.checkpoints / folder_name(progress.block, progress.step)
+            path = self.journal.folder.checkpoints / folder_name(done, progress.step)
             is_new = not path.exists()
-            kept = None if best is None else best.name
-            save_run(self.saver, self.collector, self.learner, self.journal, remembered, kept)
+            self.saver.save(
+                block=done,
+                step=progress.step,
+                tensors=self.learner.tensors() | random_tensors(),
+                state=self._state(),
+                best=None if best is None else best.name,
+                settle=lambda: self.collector.settle(done, in_training=in_training),
+            )
             self._being_saved = path if is_new else None
+
+    def _state(self) -> dict[str, Any]:
+        """The state of the whole run but for its tensors, as JSON."""
+        return {
+            **self.learner.state_dict(),
+            "collector": self.collector.state_dict(),
+            "journal": self.journal.state_dict(),
+            "loop": {
+                "block_metrics": self.block_metrics,
+                "unwritten": self.unwritten,
+                "without_signal_in_a_row": self.without_signal.in_a_row,
+                "unscored_in_a_row": self.unscored.in_a_row,
+                "patience": None if self.patience is None else self.patience.state_dict(),
+                "best": None if self.best is None else self.best.state_dict(),
+            },
+            "random": random_state(),
+        }
 
     def _wait(self) -> None:
         """Wait until the checkpoint is written, and call the callbacks with it."""
@@ -323,9 +348,21 @@ class Loop:
             self.journal.message(f"no further checkpoint: {error}")
 
     def restore(self, saved: Checkpoint, *, resized: bool) -> None:
-        """Load a checkpoint."""
-        remembered = restore_run(self.collector, self.learner, self.journal, saved, resized=resized)
+        """Load a checkpoint. Lines of metrics after it are removed.
+
+        Args:
+            resized: micro-batches have another size than before, so that no halving is repeated.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another model; nothing on the disk was changed.
+        """
         try:
+            remembered, progress = saved.state["loop"], saved.state["progress"]
+            later = (record for record in self.journal.folder.read_metrics() if record["step"] > progress["step"])
+            halved = [] if resized else halvings(progress.get("halvings", ()), later)
+            self.learner.load_state(saved.tensors, {**saved.state, "progress": {**progress, "halvings": halved}})
+            self.collector.load_state_dict(saved.state["collector"])
+            restore_random(saved.tensors, saved.state["random"])
             self.block_metrics = dict(remembered["block_metrics"])
             self.unwritten = dict(remembered.get("unwritten", {}))
             self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
@@ -333,7 +370,8 @@ class Loop:
             for each, state in ((self.patience, remembered.get("patience")), (self.best, remembered.get("best"))):
                 if each is not None and state is not None:
                     each.load_state_dict(state)
-        except KeyError as error:
+            self.journal.load_state_dict(saved.state["journal"])  # last: it changes metrics.jsonl
+        except (KeyError, TypeError, AttributeError) as error:
             raise damaged(saved.folder, error) from error
         if self.best_checkpoint is not None and not self.ranks.broadcast_object(self.best_checkpoint.is_dir()):
             assert self.best is not None

@@ -9,7 +9,7 @@ All randomness comes from the run's seed and the counters in ``Progress``, so th
 resumes bitwise.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -672,6 +672,29 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )
+
+
+def halvings(before: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Steps at which a run halved its micro-batches, for a resumed run to halve them at the same steps.
+
+    Where the count falls, the run was resumed with another micro-batch size, and earlier halvings do not count.
+
+    Args:
+        before: those of the checkpoint.
+        records: lines of ``metrics.jsonl`` after the checkpoint.
+
+    Example:
+        >>> halvings([1], [{"step": 2, "optimizer/halvings": 1}, {"step": 3, "optimizer/halvings": 3}, {"step": 3}])
+        [1, 2, 2]
+        >>> halvings([1], [{"step": 3, "optimizer/halvings": 0}])
+        []
+    """
+    found = list(before)
+    for record in records:
+        if "optimizer/halvings" in record:
+            count = int(record["optimizer/halvings"])
+            found = [] if count < len(found) else found + [record["step"] - 1] * (count - len(found))
+    return found
 
 
 def has_dropout(recipe: Recipe) -> bool:
