@@ -3,7 +3,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -212,14 +212,9 @@ AnyEngine: TypeAlias = (
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
-    engine = recipe.rollout.engine
-    return engine if isinstance(engine, VllmServerEngineSection) else None
-
-
-def _recorded(recipe: "Recipe") -> RecordedEngineSection | None:
-    engine = recipe.rollout.engine
-    return engine if isinstance(engine, RecordedEngineSection) else None
+def _engine(recipe: "Recipe") -> Any:
+    """The section, for a rule about one of its variants."""
+    return recipe.rollout.engine
 
 
 def _backends(recipe: "Recipe") -> tuple[str, str]:
@@ -250,8 +245,8 @@ _FOLDER = "Set rollout.engine.weights: {name: folder}."
 RULES: tuple[Rule["Recipe"], ...] = (
     recorded.needs(
         "one of path and column",
-        holds=lambda recipe: bool((e := _recorded(recipe)) and (e.path is None) != (e.column is None)),
-        given=lambda recipe: "both" if (e := _recorded(recipe)) and e.path else "neither",
+        holds=lambda recipe: (_engine(recipe).path is None) != (_engine(recipe).column is None),
+        given=lambda recipe: "both" if _engine(recipe).path else "neither",
         remedy="Name a file of `logitless sample` as path, or the column of data.train that holds texts.",
     ),
     of_column.needs(
@@ -275,13 +270,13 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     server.needs(
         "one of api_key_file and api_key_variable",
-        holds=lambda recipe: not ((engine := _server(recipe)) and engine.api_key_file and engine.api_key_variable),
+        holds=lambda recipe: not (_engine(recipe).api_key_file and _engine(recipe).api_key_variable),
         given=lambda _: "both",
         remedy="Leave one of them out.",
     ),
     server.needs(
         "rollout.engine.model where model.source is a config",
-        holds=lambda recipe: isinstance(recipe.model.source, str) or bool((e := _server(recipe)) and e.model),
+        holds=lambda recipe: isinstance(recipe.model.source, str) or bool(_engine(recipe).model),
         given=lambda _: "model: null",
         remedy="Name the model as the servers do (--served-model-name).",
     ),
