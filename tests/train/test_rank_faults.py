@@ -87,7 +87,8 @@ def undisturbed(tmp_path_factory):
 def disturbed(request, tmp_path_factory):
     """The folder of a run that is started twice, and what became of it."""
     folder = tmp_path_factory.mktemp("disturbed")
-    program = program_in(folder, PROGRAM, tiny_raw(folder) | COPIES) + ["--set", "parallel.timeout_seconds=660"]
+    program = program_in(folder, PROGRAM, tiny_raw(folder) | COPIES)
+    program += ["--set", "parallel.timeout_seconds=660"]
     if request.param == "forks":
         return folder, warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
     options = ("--max-restarts", "1", "--shutdown-timeout", "2")

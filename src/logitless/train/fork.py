@@ -170,11 +170,12 @@ def carried(
         "journal": {"lines": 0, "seconds": {}, "summary": {}},
         "loop": {**state["loop"], "block_metrics": {}, "unwritten": {}, "patience": None, "best": None},
     }
-    words = (
-        f"fork of {parent.folder.path}: begins after {parent.progress['block']} blocks and {parent.progress['step']} "
-    )
-    words += "steps with its weights, optimizer state, coefficients and place in the prompts"
-    return replace(parent.checkpoint, state=state), [words] + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
+    done = f"{progress['block']} blocks and {progress['step']} steps"
+    lines = [
+        f"fork of {parent.folder.path}: begins after {done} with its weights, optimizer state, coefficients and place "
+        "in the prompts"
+    ]
+    return replace(parent.checkpoint, state=state), lines + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
 
 
 def _changes_order(old: Recipe, new: Recipe) -> bool:
