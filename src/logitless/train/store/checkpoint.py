@@ -135,6 +135,8 @@ class BackgroundSaver:
                 self._error = cannot_write(final, error, CheckpointError)
             except Exception as error:
                 self._error = error
+            finally:
+                self._is_over()
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -150,7 +152,6 @@ class BackgroundSaver:
             self._thread = None
         if self._error is not None:
             error, self._error = self._error, None
-            self._remove_partial()
             raise error
 
     def _begins(self, final: Path) -> bool:
@@ -169,6 +170,11 @@ class BackgroundSaver:
         create_partial(final)
         with torch.cuda.stream(stream):
             return write_pieces(partial_of(final), tensors)
+
+    def _is_over(self) -> None:
+        """Called in the thread after everything, an error included."""
+        if self._error is not None:
+            self._remove_partial()
 
     def _remove_partial(self) -> None:
         for partial in self.root.glob(f"{_SAVING}*"):

@@ -69,16 +69,17 @@ class SharedSaver(BackgroundSaver):
         self, final: Path, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream | None
     ) -> dict[str, Any] | None:
         partial = partial_of(final)
-        try:
-            with torch.cuda.stream(stream):
-                index = write_pieces(partial, tensors, prefix=f"tensors-of-{self.ranks.rank}")
-            part = partial / f"part-{self.ranks.rank}.json"
-            whole_part = part.with_name(f".whole-{part.name}")
-            write_atomically(whole_part, json.dumps(index).encode())
-            whole_part.replace(part)  # from now on the first rank may rename the folder
-        finally:
-            self._wrote.set()
+        with torch.cuda.stream(stream):
+            index = write_pieces(partial, tensors, prefix=f"tensors-of-{self.ranks.rank}")
+        part = partial / f"part-{self.ranks.rank}.json"
+        whole_part = part.with_name(f".whole-{part.name}")
+        write_atomically(whole_part, json.dumps(index).encode())
+        whole_part.replace(part)  # from now on the first rank may rename the folder
+        self._wrote.set()
         return self._index_of_all(partial) if self.ranks.is_first else None
+
+    def _is_over(self) -> None:
+        self._wrote.set()  # where this rank failed before: ``wait`` finds the error
 
     def wait(self) -> None:
         """Wait until the checkpoint is written by all ranks.
