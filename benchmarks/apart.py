@@ -33,7 +33,7 @@ from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import WallClock
-from logitless.train.run import parted, sample_only
+from logitless.train.run import Division, sample_only
 from rollout_workloads import Workload
 from script import RESULTS, Rows, main, rows_of_processes, short_name
 from shapes import SHAPES, TINY
@@ -162,14 +162,15 @@ def _measured(
 
     set_process(recipe.model, seed=0)
     inputs = read(recipe, everyone)
-    ranks, exchange = parted(everyone, recipe.parallel.num_sampling)
-    if ranks is None:
-        assert exchange is not None
-        sample_only(inputs, exchange, open_engines, WallClock())
+    division = Division.of(everyone, recipe.parallel)
+    if (ranks := division.training) is None:
+        sample_only(inputs, division, open_engines, WallClock())
         return None
     with ExitStack() as stack:
         loaded = load(inputs, ranks)
-        engines = engines_on(ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), recipe, exchange)
+        engines = engines_on(
+            ranks, open_engines(loaded.recipe, loaded.model, inputs.tokenizer), recipe, division.exchange
+        )
         stack.callback(engines.close)
         parts = assemble(inputs, loaded, engines, ranks, folder=folder)
         stack.callback(parts.collector.close)

@@ -27,7 +27,7 @@ from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import pack_groups
-from logitless.train.collect.collector import sampled_and_judged
+from logitless.train.collect.collector import GroupSampler
 from logitless.train.learn.score import sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe
@@ -112,17 +112,8 @@ def block_over_ranks(
         learner.policy.gather()
         engine.load(learner.weights(), learner.version)
         marks.append(_now(ranks, device))
-        groups = sampled_and_judged(
-            ranks,
-            engine,
-            SingleTurn(),
-            prompts,
-            rewards,
-            num_samples=work.samples,
-            options=options,
-            unscored="drop",
-            seed=0,
-        )
+        sampler = GroupSampler(engine, SingleTurn(), rewards, "drop", ranks=ranks)
+        groups = sampler(prompts, work.samples, options, seed=0)
         marks.append(_now(ranks, device))
         packed = pack_groups(groups)
         sampled = sampled_scores(groups, engine, options, learner.version)

@@ -27,7 +27,6 @@ from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.rollout.engine import Weights
 from logitless.rollout.gpu.sharded import ShardedGpuEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.engines import sharing
@@ -162,7 +161,7 @@ def _measured(
     engine.inner._limit = lambda prompt, sample, options: min(  # type: ignore[method-assign]
         work.lengths[int(prompt.id)][sample], options.max_new_tokens
     )
-    engine.load(Weights.of(_Drawn(copy, device)), 0)
+    engine.receive(_drawn(copy, device), 0)
     _wait(device)
     loaded, weights = time.perf_counter() - start, _allocated(device) - before
     shards = engine.shards
@@ -204,20 +203,12 @@ def _measured(
     }
 
 
-class _Drawn(nn.Module):
+def _drawn(like: nn.Module, device: torch.device) -> Iterator[tuple[str, Tensor]]:
     """Random weights for a model, each of which exists only while it is read; the same on every process."""
-
-    def __init__(self, like: nn.Module, device: torch.device) -> None:
-        super().__init__()
-        self._shapes = {name: (p.shape, p.dtype) for name, p in like.named_parameters()}
-        self._device = device
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:  # type: ignore[override]
-        for number, (name, (shape, dtype)) in enumerate(self._shapes.items()):
-            generator = torch.Generator(self._device).manual_seed(number)
-            drawn: Tensor = torch.randn(shape, dtype=dtype, device=self._device, generator=generator)
-            drawn = 1 + 0.1 * drawn if drawn.ndim == 1 else drawn * (0.3 if shape[-1] < 64 else 0.02)
-            yield name, nn.Parameter(drawn, requires_grad=False)
+    for number, (name, p) in enumerate(like.named_parameters()):
+        generator = torch.Generator(device).manual_seed(number)
+        drawn = torch.randn(p.shape, dtype=p.dtype, device=device, generator=generator)
+        yield name, 1 + 0.1 * drawn if drawn.ndim == 1 else drawn * (0.3 if p.shape[-1] < 64 else 0.02)
 
 
 def _allocated(device: torch.device) -> int:

@@ -26,7 +26,7 @@ from logitless.objective.inputs import required
 from logitless.objective.presets import trl as trl_preset
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import scores_of
-from logitless.train.learn.step import MicroBatch, backward, on_host, step_batch, step_numbers
+from logitless.train.learn.step import MicroBatch, OptimizerStep, backward, on_host, step_numbers
 from logitless.types import Completion, PackedBatch, Prompt, TokenBatch, TokenScores
 from shapes import Workload
 
@@ -197,16 +197,15 @@ class Packed:
 
     def load(self, rollouts: Rollouts) -> None:
         """Plan the step and weigh its tokens."""
-        self._micro_batches = step_batch(
+        step = OptimizerStep(
             rollouts.packed,
             rollouts.tokens,
             rollouts.plan,
             ALGORITHM.objective,
             ALGORITHM.weighting,
             dropped=[False] * rollouts.packed.num_sequences,
-            num_steps=1,
-            statistics=None,
         )
+        self._micro_batches = step.micro_batches()
 
     def gradients(self) -> float:
         """As the training loop does it, its diagnostics included."""
@@ -216,9 +215,6 @@ class Packed:
             self._micro_batches,
             temperature=1.0,
             backend="auto",
-            beta=0.0,
-            entropy_coefficient=None,
-            statistics=None,
             seed=0,
         )
         return on_host(step_numbers(outputs))["loss/total"]

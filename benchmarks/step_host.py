@@ -60,8 +60,8 @@ class Parts:
         """Inside, steps of the learner are timed by part."""
         watched: list[tuple[Any, str, str]] = [
             (learner.Learner, "begin", "plan"),
-            (learner, "step_batch", "weights and micro-batches"),
-            (learner, "zero_advantage_output", "numbers of zero-advantage sequences"),
+            (step.OptimizerStep, "micro_batches", "weights and micro-batches"),
+            (step.OptimizerStep, "zero_advantage_output", "numbers of zero-advantage sequences"),
             (Policy, "scores", "forward"),
             (Objective, "__call__", "objective"),
             (torch.Tensor, "backward", "backward"),

@@ -35,6 +35,7 @@ from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import ScoredBlock
+from logitless.train.learn.learner import Progress
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import scores_of
 from logitless.train.optim.master_weights import lower_to, round_master_weights
@@ -301,7 +302,7 @@ class Stage:
                 state.clear()
             for value in state.values():
                 value.zero_()
-        self.learner.progress.clear()
+        self.learner.progress = Progress()
         if self.device == "cuda":
             torch.cuda.synchronize()
 

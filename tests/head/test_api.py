@@ -8,7 +8,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from logitless.errors import UnavailableError
-from logitless.head import api
+from logitless.head import api, contract
 from logitless.head.api import token_scores
 from logitless.types import LMHead
 from tests.head.cases import Case, problem, run
@@ -25,7 +25,7 @@ ARGUMENTS = (torch.ones(2, 16), torch.ones(4, 16), torch.tensor([0, 3]))
 
 @pytest.fixture
 def without_fused(monkeypatch):
-    api._log_once.cache_clear()
+    contract._log_once.cache_clear()
     monkeypatch.setattr(api, "why_not", lambda name, *_: "no such machine" if name == "fused" else None)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
 from logitless.errors import InputError, UnavailableError
-from logitless.head import divergence, token_divergence, token_scores
+from logitless.head import contract, token_divergence, token_scores
 from logitless.types import LMHead
 from tests.head.cases import Case, assert_same, error, gradient_error, score_error
 from tests.head.two_streams import BACKENDS, KINDS, RESULTS, corner, measured, plain, run, scored, truth, two
@@ -542,7 +542,7 @@ def test_what_cannot_run_says_so(changed, message):
 
 
 def test_auto_takes_chunked_and_says_so_once(caplog):
-    divergence._say.cache_clear()
+    contract._log_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="logitless"):
         found = [token_divergence(**ARGUMENTS | {"target": None}) for _ in range(2)]
     assert [record.getMessage() for record in caplog.records] == [

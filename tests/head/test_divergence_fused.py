@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from logitless.errors import UnavailableError
-from logitless.head import divergence, divergence_chunked, fused, token_divergence
+from logitless.head import contract, divergence_chunked, fused, token_divergence
 from logitless.types import LMHead
 from tests.head.cases import Case, assert_same, error, gradient_error, tolerance
 from tests.head.interpreter import complete_interpreter, interpreted
@@ -313,7 +313,7 @@ def test_float64_is_refused_and_auto_takes_chunked():
 
 
 def test_auto_takes_fused_where_it_can_run(caplog):
-    divergence._say.cache_clear()
+    contract._log_once.cache_clear()
     given = two(single(Case()), "forward_kl")
     called = mock.patch.object(divergence_chunked, "measured", wraps=divergence_chunked.measured)
     with called as calls, caplog.at_level("INFO", logger="logitless"):

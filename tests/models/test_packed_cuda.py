@@ -98,9 +98,8 @@ def test_softcaps_and_sinks_by_the_kernel_are_no_further_from_float64_than_writt
 
     def run(dtype: torch.dtype) -> list[Tensor]:
         leaves = [x.to(dtype).requires_grad_() for x in given]
-        attend = module.shared_attention if shares else packed_attention
         options = {"sliding_window": 50, "softcap": softcap, "sinks": leaves[3] if has_sinks else None}
-        out = attend(*leaves[:3], layout, **options)
+        out = packed_attention(*leaves[:3], layout, **options)
         return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(dtype))]
 
     exact, kernel = run(torch.float64), run(torch.bfloat16)

@@ -62,12 +62,11 @@ def test_the_kernel_gives_what_plain_torch_gives(monkeypatch, window, softcap, h
     leaves = [torch.randn(1, heads, 39, 16, generator=generator).requires_grad_() for heads in (4, 2, 2)]
     sinks = torch.randn(4, generator=generator).requires_grad_() if has_sinks else None
     weight = torch.randn(1, 39, 4, 16, generator=generator)
-    attend = packed.shared_attention if shares else packed.packed_attention
     found = []
     for kernel in (False, True):
         monkeypatch.setattr(packed, "_shared_kernel_runs", lambda *_, kernel=kernel: kernel)
         options = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "sinks": sinks}
-        out = attend(*leaves, layout, **options)
+        out = packed.packed_attention(*leaves, layout, **options)
         of = [*leaves, sinks] if has_sinks else leaves
         found.append([out.detach(), *torch.autograd.grad((out * weight).sum(), of)])
     for ours, theirs in zip(*found, strict=True):

@@ -94,6 +94,13 @@ def _assert_alike(one, several, num_ranks, *, tolerance=1e-5):
     assert with_tokens or num_ranks is None
 
 
+TWO_TEACHERS = {
+    "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "self") | dict.fromkeys(["de", "cf", "bg", "ah"], "start"),
+    "column": "answer",
+    "template": "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}",
+}
+"""After prompts of their own; one prompt has none."""
+
 CASES = {
     "grpo with a KL that is controlled": {},
     "refills, and a block of fewer prompts than ranks": {
@@ -115,23 +122,11 @@ CASES = {
     "the divergence from a teacher, of sharded weights, one rank at times without tokens": {
         "kl": None,
         "train__tokens_per_micro_batch": 13,
-        "teacher": {
-            "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "self")
-            | dict.fromkeys(["de", "cf", "bg", "ah"], "start"),
-            "column": "answer",
-            "template": "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}",
-            "divergence": "jensen_shannon",
-        },
+        "teacher": TWO_TEACHERS | {"divergence": "jensen_shannon"},
     },
     "two teachers after prompts of their own, of sharded weights": {
         "kl": None,
-        "teacher": {
-            "source": dict.fromkeys(["ha", "gb", "fc", "ed"], "self")
-            | dict.fromkeys(["de", "cf", "bg", "ah"], "start"),
-            "column": "answer",
-            "template": "{% if answer != 'ah' %}{{ answer }}{{ prompt }}{% endif %}",
-            "advantage": 1,
-        },
+        "teacher": TWO_TEACHERS | {"advantage": 1},
     },
 }
 

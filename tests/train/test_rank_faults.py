@@ -13,7 +13,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
 
 from logitless.distributed import Ranks
 from logitless.errors import CheckpointError, ConfigurationError
@@ -23,7 +22,7 @@ from logitless.train.store import shared_checkpoint
 from logitless.train.store.shared_checkpoint import SharedSaver
 from tests import warm
 from tests.ranks import run_on_ranks
-from tests.train.tiny import repeated, start, start_without_report, tiny_raw, tiny_recipe
+from tests.train.tiny import program_in, repeated, start, start_without_report, tiny_raw, tiny_recipe
 
 # What rank 1 does wrong in the middle of a run: it is killed the first time that it is started, and hangs the second.
 # Up to there a rank waits for the other as long as the recipe says, for a start may take long; then not for long.
@@ -88,9 +87,7 @@ def undisturbed(tmp_path_factory):
 def disturbed(request, tmp_path_factory):
     """The folder of a run that is started twice, and what became of it."""
     folder = tmp_path_factory.mktemp("disturbed")
-    (folder / "recipe.yaml").write_text(yaml.safe_dump(tiny_raw(folder) | COPIES))
-    (folder / "program.py").write_text(PROGRAM)
-    program = [str(folder / "program.py"), "train", str(folder / "recipe.yaml")]
+    program = program_in(folder, PROGRAM, tiny_raw(folder) | COPIES)
     program += ["--set", "parallel.timeout_seconds=660"]
     if request.param == "forks":
         return folder, warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)

@@ -9,7 +9,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 from logitless.distributed import Ranks
 from logitless.errors import ConfigurationError, EngineError
@@ -22,7 +21,7 @@ from logitless.train.run import run_recipe
 from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
 from tests.train.test_rank_faults import ENVIRONMENT, TORCHRUN
-from tests.train.tiny import TINY_LLAMA, completed, finished_run, start, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, completed, finished_run, program_in, start, tiny_raw, tiny_recipe
 
 BLOCKS = {"train__blocks": 5}
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -178,9 +177,7 @@ def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_ha
     tmp_path, where, rank, changes, device
 ):
     recipe = tiny_recipe(tmp_path, parallel__sampling=1, **ON[device], **changes).model_dump(mode="json")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (tmp_path / "program.py").write_text(PROGRAM)
-    program = [str(tmp_path / "program.py"), where, "train", str(tmp_path / "recipe.yaml")]
+    program = program_in(tmp_path, PROGRAM, recipe, where)
     if device == "cpu":
         done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
     else:

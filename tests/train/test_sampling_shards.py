@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
-import yaml
 
 from logitless.distributed.layer_shards import LayerShards
 from logitless.distributed.ranks import Ranks
@@ -20,7 +19,7 @@ from tests import warm
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.ranks import DEVICES, run_on_ranks
 from tests.train.test_sampling_ranks import WIDE
-from tests.train.tiny import TINY_LLAMA, tiny_raw, tiny_recipe
+from tests.train.tiny import TINY_LLAMA, program_in, tiny_raw, tiny_recipe
 
 pytest.importorskip("triton")
 
@@ -125,9 +124,7 @@ if __name__ == "__main__":
 def test_a_rank_that_is_killed_in_the_middle_of_a_pass_is_named_and_the_run_goes_on_as_if_nothing_happened(tmp_path):
     changes = CHANGES | {"parallel__sampling_shards": 2}
     recipe = tiny_recipe(tmp_path, **changes).model_dump(mode="json")
-    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    (tmp_path / "program.py").write_text(PROGRAM)
-    program = [str(tmp_path / "program.py"), "train", str(tmp_path / "recipe.yaml")]
+    program = program_in(tmp_path, PROGRAM, recipe)
     done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
     assert "rank 1, which says nothing: killed, or hung" in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr

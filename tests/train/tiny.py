@@ -7,6 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import yaml
 from torch import Tensor, nn
 
 from logitless.models.char_tokenizer import character_tokenizer
@@ -202,3 +203,10 @@ def assert_same_run(one: RunFolder, other: RunFolder) -> None:
             assert_same_tensors(read_checkpoint(folder), read_checkpoint(again))
     assert repeated(one) == repeated(other)
     assert list(one.read_rollouts()) == list(other.read_rollouts())
+
+
+def program_in(folder: Path, text: str, recipe: Mapping[str, Any], *arguments: str) -> list[str]:
+    """The arguments that run a program which trains a recipe; both are written to the folder."""
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(dict(recipe)))
+    (folder / "program.py").write_text(text)
+    return [str(folder / "program.py"), *arguments, "train", str(folder / "recipe.yaml")]

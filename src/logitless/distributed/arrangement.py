@@ -104,7 +104,7 @@ class Arrangement:
             return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
         # One group at a time: init_device_mesh would split them off the group of all ranks, which crashes (SIGSEGV)
         # unless that is the first group of the process (torch 2.11 and 2.13), and it takes no timeout.
-        ranks = torch.arange(self.replicate * self.weights).view(self.replicate, self.weights)
+        ranks = torch.arange(self.world).view(self.replicate, self.weights)
         groups = [_own_group(ranks.T.tolist(), timeout), _own_group(ranks.tolist(), timeout)]
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
@@ -114,8 +114,7 @@ class Arrangement:
         Args:
             timeout: of one collective; None for torch's own.
         """
-        world = self.replicate * self.shard * self.sequence
-        parts = torch.arange(world).view(-1, self.sequence)
+        parts = torch.arange(self.world).view(-1, self.sequence)
         return _own_group(parts.T.tolist(), timeout), _own_group(parts.tolist(), timeout)
 
 

@@ -37,15 +37,24 @@ def gather_over_group(group: ProcessGroup | None) -> Callable[[Tensor], Tensor]:
     return lambda rows: _gather(rows, group)
 
 
+def all_gathered(tensor: Tensor, group: ProcessGroup) -> list[Tensor]:
+    """The tensors of all ranks, which have one shape."""
+    found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, tensor, group=group)
+    return found
+
+
+def num_rows_of_all(num_rows: int, device: torch.device, group: ProcessGroup) -> Int[Tensor, "ranks"]:
+    """The number of rows of each rank; does not synchronize with the GPU."""
+    return torch.cat(all_gathered(torch.full((1,), num_rows, dtype=torch.int64, device=device), group))
+
+
 def _gather(rows: Shaped[Tensor, "n *rest"], group: ProcessGroup) -> Shaped[Tensor, "m *rest"]:
-    lengths = [torch.empty(1, dtype=torch.int64, device=rows.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(lengths, torch.full_like(lengths[0], len(rows)), group=group)
-    counts: list[int] = torch.cat(lengths).tolist()
+    counts: list[int] = num_rows_of_all(len(rows), rows.device, group).tolist()
     # padded to equally many rows: only NCCL gathers unequal ones
     sent = rows.new_zeros((max(counts), *rows.shape[1:]))
     sent[: len(rows)] = rows.detach()
-    received = [torch.empty_like(sent) for _ in counts]
-    dist.all_gather(received, sent, group=group)
+    received = all_gathered(sent, group)
     return torch.cat([each[:count] for each, count in zip(received, counts, strict=True)])
 
 

@@ -74,17 +74,17 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
 def sharded_like(value: Tensor, like: Tensor) -> Tensor:
     """An unsharded tensor sharded like another of its shape, on that one's device."""
     part = part_of(value, like).to(like.device)
-    return _with_shards(like, part.contiguous()) if is_sharded(like) else part
+    return with_local_part(like, part.contiguous()) if is_sharded(like) else part
 
 
 def shards_on(tensor: Tensor, device: torch.device) -> Tensor:
     """A tensor whose shards may be offloaded to the host, moved to ``device``."""
     if not is_sharded(tensor) or tensor.device == device:
         return tensor
-    return _with_shards(tensor, tensor.to_local().to(device, non_blocking=True))  # type: ignore[attr-defined]
+    return with_local_part(tensor, tensor.to_local().to(device, non_blocking=True))  # type: ignore[attr-defined]
 
 
-def _with_shards(like: Any, part: Tensor) -> Tensor:
+def with_local_part(like: Any, part: Tensor) -> Tensor:
     """A DTensor with the layout of ``like`` and other values: ``part`` on this rank."""
     from torch.distributed.tensor import DTensor
 

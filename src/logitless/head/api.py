@@ -1,7 +1,5 @@
 """The head's public function: it checks arguments and picks a backend."""
 
-import functools
-import logging
 from typing import Any, Literal
 
 from jaxtyping import Bool, Float, Int
@@ -9,12 +7,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import InputError, UnavailableError
 from logitless.head import chunked, reference
-from logitless.head.contract import Backend, checked, without_autocast
+from logitless.head.contract import Backend, checked, chosen_backend, without_autocast
 from logitless.types import LMHead, TokenScores
-
-logger = logging.getLogger("logitless")
 
 
 def token_scores(
@@ -65,23 +60,18 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    if backend not in ("auto", "reference", "chunked", "fused"):
-        raise InputError(
-            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
-            given=repr(backend),
-            remedy="Use 'auto' unless you compare backends.",
-        )
-    options: dict[str, Any] = {"memory_budget": memory_budget, "anchor": anchor, "nonzero": nonzero, "group": group}
-    lm_head, target, temperature = checked(hidden, head, target, temperature=temperature, **options)
-    name = _chosen(hidden, lm_head, group) if backend == "auto" else _named(backend, hidden, lm_head, group)
-    if name == "fused":
+    hints: dict[str, Any] = {"anchor": anchor, "nonzero": nonzero}
+    options: dict[str, Any] = {"temperature": temperature, "memory_budget": memory_budget}
+    lm_head, target, options["temperature"] = checked(hidden, head, target, **options, **hints, group=group)
+    name = chosen_backend(backend, lambda each: why_not(each, hidden, lm_head, group), "head backend")
+    with without_autocast(hidden.device):
+        if name == "reference":
+            return reference.token_scores(hidden, lm_head, target, **options)
+        if name == "chunked":
+            return chunked.token_scores(hidden, lm_head, target, **options, group=group)
         from logitless.head import fused
 
-        scores = fused.token_scores
-    else:
-        scores = reference.token_scores if name == "reference" else chunked.token_scores
-    with without_autocast(hidden.device):
-        return scores(hidden, lm_head, target, temperature=temperature, **options)
+        return fused.token_scores(hidden, lm_head, target, **options, **hints, group=group)
 
 
 def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:
@@ -104,28 +94,3 @@ def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: Proc
     except ImportError as error:
         return f"its kernels cannot be imported ({error})"
     return fused.why_not(hidden)
-
-
-def _named(backend: Backend, hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
-    reason = why_not(backend, hidden, head, group)
-    if reason is not None:
-        raise UnavailableError(
-            needed=f"a machine and tensors on which backend={backend!r} can run",
-            given=reason,
-            remedy="Use backend='auto' or backend='chunked'.",
-        )
-    return backend
-
-
-def _chosen(hidden: Tensor, head: LMHead, group: ProcessGroup | None) -> Backend:
-    reason = why_not("fused", hidden, head, group)
-    if reason is None:
-        _log_once("fused", "it can run here and is the fastest")
-        return "fused"
-    _log_once("chunked", f"fused cannot run: {reason}")
-    return "chunked"
-
-
-@functools.cache
-def _log_once(backend: Backend, reason: str) -> None:
-    logger.info("head backend: %s (%s)", backend, reason)

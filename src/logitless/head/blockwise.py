@@ -107,6 +107,11 @@ class HeadBlock(NamedTuple):
     lora_a: Tensor | None
     lora_b: Tensor | None
 
+    @classmethod
+    def of(cls, head: LMHead) -> "HeadBlock":
+        """The tensors of a head."""
+        return cls(head.weight, head.bias, head.lora_a, head.lora_b)
+
 
 class Rows(NamedTuple):
     """Rows of hidden states, converted for the products.
@@ -350,6 +355,21 @@ def logits_of(z: Tensor, rows: Rows, call: Call) -> Tensor:
     if call.inside is not None:
         z.mul_(call.inside).tanh_()
     return z if rows.outside is None else z.mul_(rows.outside[:, None])
+
+
+def logits_and_tanh(z: Tensor, rows: Rows, call: Call) -> tuple[Tensor, Tensor | None]:
+    """``logits_of``; with a softcap in a new buffer, while the product becomes its tanh."""
+    if call.inside is None:
+        return logits_of(z, rows, call), None
+    tanh = z.mul_(call.inside).tanh_()
+    return tanh.clone() if rows.outside is None else tanh * rows.outside[:, None], tanh
+
+
+def of_product(u: Tensor, tanh: Tensor | None, call: Call) -> tuple[Tensor, Tensor]:
+    """The gradient of a tile by its product, from that by the softcap's output; in the logits' dtype and narrow."""
+    if tanh is not None:
+        u.mul_(tanh.square_().neg_().add_(1))
+    return u, u.to(call.narrow)
 
 
 def anchor(z: Tensor, target: Tensor, *, masked: bool) -> tuple[Tensor, Tensor]:

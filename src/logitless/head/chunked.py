@@ -9,7 +9,7 @@ import importlib.util
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +27,9 @@ from logitless.head.blockwise import (
     call_of,
     gradients,
     in_all_rows,
+    logits_and_tanh,
     logits_of,
+    of_product,
     product,
     rows_of,
     scales,
@@ -50,8 +52,6 @@ def token_scores(
     *,
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
-    anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - rows are anchored at their maximum
-    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001 - known once the gradient arrives
     group: ProcessGroup | None = None,
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, a block of the vocabulary at a time.
@@ -69,7 +69,6 @@ def token_scores(
         temperature: divides the logits; a number or [N].
         memory_budget: bytes for temporaries of size rows x columns; by default 256 MiB off CUDA and a 32nd of the
             device's memory on CUDA. Tile sizes depend on it, and with them the last bits of results.
-        anchor, nonzero: hints for other backends.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
 
     Returns:
@@ -90,9 +89,7 @@ def token_scores(
         (tensor([-1.3863]), tensor([1.3863]))
     """
     call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=_has_kernels(hidden.device), group=group)
-    logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, outside, call
-    )
+    logp, entropy = _TokenScores.apply(hidden, *HeadBlock.of(head), target, outside, call)  # type: ignore[no-untyped-call]
     return TokenScores(logp=logp, entropy=entropy)
 
 
@@ -144,16 +141,9 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        target: Tensor,
-        outside: Tensor | None,
-        call: Call,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        target: Tensor, outside: Tensor | None, call: Call,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         head = HeadBlock(weight, *map(sharded.whole, (bias, lora_a, lora_b)))
         with without_autocast(hidden.device):
             if call.group is not None:
@@ -251,12 +241,7 @@ def _logit_gradient(rows: Rows, block: HeadBlock, slopes: _Slopes, call: Call, *
         from logitless.head.kernels import launch
 
         return z, launch.tile_gradient(z, rows.outside, rows.target, call.inside, slopes[:-1], call.narrow, wide=wide)
-    tanh = None
-    if call.inside is not None:
-        tanh = z.mul_(call.inside).tanh_()
-        z = tanh.clone()
-    if rows.outside is not None:
-        z *= rows.outside[:, None]
+    z, tanh = logits_and_tanh(z, rows, call)
     z -= slopes.top[:, None]
     if block.bias is not None:
         z.clamp_(min=FLOOR)
@@ -273,9 +258,7 @@ def _logit_gradient(rows: Rows, block: HeadBlock, slopes: _Slopes, call: Call, *
         weight = slopes.over
     u *= weight[:, None]
     write_target(u, rows.target, slopes.at_target)
-    if tanh is not None:
-        u.mul_(tanh.square_().neg_().add_(1))
-    return u, u.to(call.narrow)
+    return of_product(u, tanh, call)
 
 
 def _has_kernels(device: torch.device) -> bool:

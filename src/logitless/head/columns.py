@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.collectives import all_gathered
 from logitless.distributed.sharding import is_sharded
 from logitless.head import sharded, vocab_parallel
 from logitless.head.sharded import GradientOfShards, Shard
@@ -106,9 +107,7 @@ class Columns:
         """[k, N] of every rank as [k, ranks, N], the same on all of them."""
         if self.group is None:
             return vectors[:, None]
-        parts = [torch.empty_like(vectors) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, vectors, group=self.group)
-        return torch.stack(parts, dim=1)
+        return torch.stack(all_gathered(vectors, self.group), dim=1)
 
     def gradient_buffer(self, shard: Shard) -> Tensor:
         """Buffer for the gradient of a shard: float32 if it is summed over ranks or with an existing gradient."""

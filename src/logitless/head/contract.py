@@ -5,7 +5,10 @@ Matrix products take operands rounded to ``hidden.dtype``; logits, and everythin
 stays float32. Autocast changes nothing.
 """
 
+import functools
+import logging
 import math
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
@@ -14,8 +17,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import InputError
+from logitless.errors import InputError, UnavailableError
 from logitless.types import LMHead
+
+logger = logging.getLogger("logitless")
 
 Backend = Literal["reference", "chunked", "fused"]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -143,6 +148,53 @@ def _checked_temperature(temperature: float | Tensor, num_rows: int, dtype: torc
         remedy="Score greedy decoding at the temperature of the distribution you train, usually 1.0.",
     )
     return temperature.to(dtype)
+
+
+def chosen_backend(backend: str, why_not: Callable[[Backend], str | None], what: str) -> Backend:
+    """The backend that runs: for ``auto``, fused where it can, else chunked, which is logged with the reason.
+
+    Args:
+        backend: its name, or ``auto``.
+        why_not: why a backend cannot run; None when it can.
+        what: in the log.
+
+    Raises:
+        InputError: another name.
+        UnavailableError: a named backend that cannot run.
+    """
+    if backend not in ("auto", "reference", "chunked", "fused"):
+        raise InputError(
+            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
+            given=repr(backend),
+            remedy="Use 'auto' unless you compare backends.",
+        )
+    name: Backend = "fused" if backend == "auto" else backend  # type: ignore[assignment]
+    reason = why_not(name)
+    if backend == "auto":
+        name = "fused" if reason is None else "chunked"
+        _log_once(what, name, "it can run here and is the fastest" if reason is None else f"fused cannot run: {reason}")
+    elif reason is not None:
+        raise UnavailableError(
+            needed=f"a machine and tensors on which backend={backend!r} can run",
+            given=reason,
+            remedy="Use backend='auto' or backend='chunked'.",
+        )
+    return name
+
+
+@functools.cache
+def _log_once(what: str, backend: Backend, reason: str) -> None:
+    logger.info("%s: %s (%s)", what, backend, reason)
+
+
+def refuse_budget(memory_budget: int | None) -> None:
+    """Raise UnavailableError for a memory budget of the reference backend."""
+    if memory_budget is not None:
+        raise UnavailableError(
+            needed="a backend that can bound its memory",
+            given="backend='reference'",
+            remedy="Use backend='chunked', or leave memory_budget out.",
+        )
 
 
 def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:

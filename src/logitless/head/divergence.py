@@ -1,7 +1,5 @@
 """Divergences between two models' next-token distributions, from their hidden states, over the whole vocabulary."""
 
-import functools
-import logging
 from typing import Literal, get_args
 
 import torch
@@ -9,14 +7,20 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import InputError, UnavailableError
+from logitless.errors import InputError
 from logitless.head import divergence_chunked, divergence_reference, fused
-from logitless.head.contract import checked, logits_dtype, require, without_autocast
+from logitless.head.contract import (
+    Backend,
+    checked,
+    chosen_backend,
+    logits_dtype,
+    refuse_budget,
+    require,
+    without_autocast,
+)
 from logitless.head.measure import Kind, Measure, Measured, Stream
 from logitless.head.sharded import gathered
 from logitless.types import CenteredScores, LMHead, TokenDivergence
-
-logger = logging.getLogger("logitless")
 
 Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 
@@ -115,15 +119,9 @@ def token_divergence(
         tensor([0.7500])
     """
     measure = measure_of(kind, beta)
-    student, teacher, target, vocabulary = _streams(
-        (hidden, head, temperature),
-        (teacher_hidden, teacher_head, temperature if teacher_temperature is None else teacher_temperature),
-        target,
-        "teacher",
-        memory_budget,
-    )
-    found = _measured(student, teacher, target, vocabulary, measure, backend, memory_budget)
-    return TokenDivergence(*found)
+    student = hidden, head, temperature
+    teacher = teacher_hidden, teacher_head, temperature if teacher_temperature is None else teacher_temperature
+    return TokenDivergence(*_measured(student, teacher, target, measure, "teacher", backend, memory_budget))
 
 
 def score_centering(
@@ -183,15 +181,9 @@ def score_centering(
         >>> policy.grad.T  # q - p
         tensor([[ 0.2500, -0.2500]])
     """
-    policy, sampler, target, vocabulary = _streams(
-        (hidden, head, temperature),
-        (sampler_hidden, sampler_head, temperature if sampler_temperature is None else sampler_temperature),
-        target,
-        "sampler",
-        memory_budget,
-    )
-    found = _measured(policy, sampler, target, vocabulary, Measure("centering"), backend, memory_budget)
-    return CenteredScores(*found)
+    policy = hidden, head, temperature
+    sampler = sampler_hidden, sampler_head, temperature if sampler_temperature is None else sampler_temperature
+    return CenteredScores(*_measured(policy, sampler, target, Measure("centering"), "sampler", backend, memory_budget))
 
 
 def measure_of(kind: str, beta: float | None) -> Measure:
@@ -223,9 +215,13 @@ def measure_of(kind: str, beta: float | None) -> Measure:
     return Measure(ends.get(beta, "jensen_shannon"), beta)
 
 
+_Given = tuple[Tensor, LMHead | Tensor, float | Tensor]
+"""Hidden states, LM head and temperature of a stream, unchecked."""
+
+
 def _streams(
-    own: tuple[Tensor, LMHead | Tensor, float | Tensor],
-    other: tuple[Tensor, LMHead | Tensor, float | Tensor],
+    own: _Given,
+    other: _Given,
     target: Tensor | None,
     name: str,
     memory_budget: int | None,
@@ -275,54 +271,26 @@ def _streams(
 
 
 def _measured(
-    student: Stream,
-    teacher: Stream,
+    own: _Given,
+    other: _Given,
     target: Tensor | None,
-    vocabulary: int,
     measure: Measure,
+    name: str,
     backend: str,
     memory_budget: int | None,
 ) -> Measured:
-    """Check the backend's name and run it."""
-    if backend not in ("auto", "reference", "chunked", "fused"):
-        raise InputError(
-            needed="a backend 'auto', 'reference', 'chunked' or 'fused'",
-            given=repr(backend),
-            remedy="Use 'auto' unless you compare backends.",
-        )
-    name = _named(backend, student, teacher)
-    if backend == "reference" and memory_budget is not None:
-        raise UnavailableError(
-            needed="a backend that can bound its memory",
-            given="backend='reference'",
-            remedy="Use backend='chunked', or leave memory_budget out.",
-        )
+    """Check the streams, of which the other has this name in errors, and run the backend."""
+    student, teacher, target, vocabulary = _streams(own, other, target, name, memory_budget)
+
+    def why_not(backend: Backend) -> str | None:
+        return (fused.why_not(student.hidden) or fused.why_not(teacher.hidden)) if backend == "fused" else None
+
+    chosen = chosen_backend(backend, why_not, "head backend of two streams")
     with without_autocast(student.hidden.device):
-        if name == "reference":
+        if chosen == "reference":
+            refuse_budget(memory_budget)
             return divergence_reference.measured(student, teacher, target, vocabulary, measure)
-        if name == "fused" and memory_budget is None:
+        if chosen == "fused" and memory_budget is None:
             memory_budget = fused.default_budget(student.hidden.device)
         options = (student, teacher, target, vocabulary, measure, memory_budget)
-        return divergence_chunked.measured(*options, fused=name == "fused")
-
-
-def _named(backend: str, student: Stream, teacher: Stream) -> str:
-    """The backend that runs: for ``auto``, fused where it can."""
-    if backend not in ("auto", "fused"):
-        return backend
-    reason = fused.why_not(student.hidden) or fused.why_not(teacher.hidden)
-    if backend == "fused" and reason is not None:
-        raise UnavailableError(
-            needed="a machine and tensors on which backend='fused' can run",
-            given=reason,
-            remedy="Use backend='auto' or backend='chunked'.",
-        )
-    name = "fused" if reason is None else "chunked"
-    if backend == "auto":
-        _say(name, "it can run here and is the fastest" if reason is None else f"fused cannot run: {reason}")
-    return name
-
-
-@functools.cache
-def _say(name: str, reason: str) -> None:
-    logger.info("head backend of two streams: %s (%s)", name, reason)
+        return divergence_chunked.measured(*options, fused=chosen == "fused")

@@ -32,7 +32,9 @@ from logitless.head.blockwise import (
     even,
     gradients,
     in_all_rows,
+    logits_and_tanh,
     logits_of,
+    of_product,
     product,
     rows_of,
     scales,
@@ -99,12 +101,11 @@ def measured(
     """
     call, outside = call_of(*student, memory_budget, one_pass=fused)
     call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=fused)
-    own = (student.hidden, student.head.weight, student.head.bias, student.head.lora_a, student.head.lora_b)
+    own, other = ((each.hidden, *HeadBlock.of(each.head)) for each in (student, teacher))
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
     plan = _Plan(call, call_teacher, vocabulary, measure, has_target=target is not None, trained=trained)
     if target is None:
         target = student.hidden.new_full((len(student.hidden),), -1, dtype=torch.long)
-    other = (teacher.hidden, teacher.head.weight, teacher.head.bias, teacher.head.lora_a, teacher.head.lora_b)
     value, logp, entropy, logp_teacher, entropy_teacher = _Measured.apply(  # type: ignore[no-untyped-call]
         *own, target, outside, *other, outside_teacher, plan
     )
@@ -188,25 +189,11 @@ class _Measured(torch.autograd.Function):
     """(value, logp, entropy, logp_teacher, entropy_teacher), [N] each."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        target: Tensor,
-        outside: Tensor | None,
-        hidden_teacher: Tensor,
-        weight_teacher: Tensor,
-        bias_teacher: Tensor | None,
-        lora_a_teacher: Tensor | None,
-        lora_b_teacher: Tensor | None,
-        outside_teacher: Tensor | None,
-        plan: _Plan,
-    ) -> tuple[Tensor, ...]:
-        head = HeadBlock(weight, bias, lora_a, lora_b)
-        head_teacher = HeadBlock(weight_teacher, bias_teacher, lora_a_teacher, lora_b_teacher)
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, ...]:
+        """Of hidden states and head, targets and last factors of the logits, the same of the teacher, and the plan."""
+        hidden, *own, target, outside, hidden_teacher = arguments[:8]
+        *others, outside_teacher, plan = arguments[8:]
+        head, head_teacher = HeadBlock(*own), HeadBlock(*others)
         size, unit, num_kept = _forward_plan(len(hidden), plan, hidden.device)
         kept: Kept = {}
         with on_device(hidden.device), without_autocast(hidden.device):
@@ -604,12 +591,7 @@ class _Gradient:
         if self._student.call.one_pass:
             return self._of_tile_in_one_pass(rows, first_column, block, wide=wide)
         call, some = self._student.call, self._student.rows.cut(rows, first_column)
-        z, tanh = product(some, block, call), None
-        if call.inside is not None:
-            tanh = z.mul_(call.inside).tanh_()
-            z = tanh.clone()
-        if some.outside is not None:
-            z *= some.outside[:, None]
+        z, tanh = logits_and_tanh(product(some, block, call), some, call)
         top, normaliser, entropy = (x[rows] for x in (self._p.top, self._p.normaliser, self._p.entropy))
         _relative(z, top, masked=block.bias is not None)
         p = z.exp().div_(normaliser[:, None])
@@ -632,9 +614,7 @@ class _Gradient:
             u = of_measure if u is None else u.add_(of_measure)
         assert u is not None
         write_target(u, some.target, self._target[rows])
-        if tanh is not None:
-            u.mul_(tanh.square_().neg_().add_(1))
-        return u, u.to(call.narrow)
+        return of_product(u, tanh, call)
 
     def _of_tile_in_one_pass(
         self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool

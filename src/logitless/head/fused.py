@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from logitless.distributed.sharding import is_sharded
 from logitless.errors import UnavailableError
 from logitless.float32_sums import sums_in_float32
+from logitless.head.blockwise import HeadBlock
 from logitless.head.columns import Columns
 from logitless.head.contract import on_device, without_autocast
 from logitless.head.sharded import summed_like, whole
@@ -205,6 +206,7 @@ def token_scores(
         raise UnavailableError(
             needed="tensors the fused head can take", given=reason, remedy="Use backend='auto' or backend='chunked'."
         )
+    tensors = hidden, *HeadBlock.of(head)
     call = _Call(
         scale=head.scale,
         softcap=head.softcap,
@@ -212,13 +214,10 @@ def token_scores(
         temperature=1.0 if isinstance(temperature, Tensor) else temperature,
         memory_budget=memory_budget,
         group=group,
-        trained=torch.is_grad_enabled()
-        and any(x is not None and x.requires_grad for x in (hidden, head.weight, head.bias, head.lora_a, head.lora_b)),
+        trained=torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors),
     )
     per_row = temperature if isinstance(temperature, Tensor) else None
-    logp, entropy = _TokenScores.apply(  # type: ignore[no-untyped-call]
-        hidden, head.weight, head.bias, head.lora_a, head.lora_b, target, per_row, anchor, nonzero, call
-    )
+    logp, entropy = _TokenScores.apply(*tensors, target, per_row, anchor, nonzero, call)  # type: ignore[no-untyped-call]
     return TokenScores(logp=logp, entropy=entropy)
 
 
@@ -250,18 +249,9 @@ class _TokenScores(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        target: Tensor,
-        temperature: Tensor | None,
-        anchor: Tensor | None,
-        nonzero: Tensor | None,
-        call: _Call,
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        target: Tensor, temperature: Tensor | None, anchor: Tensor | None, nonzero: Tensor | None, call: _Call,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         from logitless.head import passes
         from logitless.head.kernels import variants
 
@@ -317,10 +307,9 @@ class _TokenScores(torch.autograd.Function):
         hidden, weight, bias, lora_a, lora_b, *saved = ctx.saved_tensors
         small, saved = saved[:3], saved[3:]
         needed = passes.Needed(*ctx.needs_input_grad[:5])
-        not_differentiated = (None,) * 5
         if grad_logp is None and grad_entropy is None:
             if not is_sharded(weight):
-                return (None,) * 5 + not_differentiated
+                return (None,) * 10
             grad_logp = hidden.new_zeros(len(hidden), dtype=torch.float32)  # the other ranks wait in collectives
         columns = ctx.columns
         of_small: Sequence[Tensor | None]
@@ -345,4 +334,4 @@ class _TokenScores(torch.autograd.Function):
                     needed=needed,
                 )
         summed = [summed_like(g, x) for g, x in zip(of_small, (bias, lora_a, lora_b), strict=True)]
-        return (of_hidden, of_weight, *summed, *not_differentiated)
+        return (of_hidden, of_weight, *summed, *(None,) * 5)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from logitless.head.columns import Columns
 from logitless.head.kernels import launch
@@ -98,10 +99,7 @@ def operands(form: Form, head: LMHead, shard: Shard) -> Operands:
         low = _side_by_side([head.lora_b[columns].to(form.product)] * _addends(form.product), align=8)
     aligned = weight.data_ptr() % 16 == 0
     return Operands(
-        form.product,
-        form.inner,
-        form.softcap,
-        form.variant,
+        **vars(form),
         weight=weight.contiguous() if aligned else weight.clone(memory_format=torch.contiguous_format),
         low=low,
         bias=None if head.bias is None else head.bias[columns].float().contiguous(),
@@ -314,18 +312,11 @@ class _Recomputed(NamedTuple):
         state, logit = self.state, self.logit
         factor = state.multiplier * multiplied.slope
         rows = Rows(self.wide, None, state.multiplier, _counted_from(multiplied.first, state.target))
+        of_entropy = None if logit.entropy is None else logit.entropy * factor
         launch.logit_gradient(
-            multiplied,
-            rows,
-            self.part.chosen.taken,
-            self.log_normaliser,
-            logit.logp * factor,
-            logit.target * factor,
-            None if logit.entropy is None else logit.entropy * factor,
-            state.entropy,
-            first,
-            block,
-        )
+            multiplied, rows, self.part.chosen.taken, self.log_normaliser, logit.logp * factor, logit.target * factor,
+            of_entropy, state.entropy, first, block,
+        )  # fmt: skip
 
 
 def _kept_part(
@@ -563,7 +554,7 @@ def _side_by_side(columns: list[Tensor], *, align: int) -> Tensor:
 def _padded(matrix: Tensor) -> Tensor:
     """The matrix with zero columns up to a power of two, at least 16, which a tile can have."""
     width = matrix.shape[1]
-    return torch.nn.functional.pad(matrix, (0, max(16, 1 << (width - 1).bit_length()) - width)).contiguous()
+    return pad(matrix, (0, max(16, 1 << (width - 1).bit_length()) - width)).contiguous()
 
 
 def _zeros(rows: Tensor, columns: Tensor) -> Tensor:

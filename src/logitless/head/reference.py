@@ -3,12 +3,10 @@
 from typing import Any
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
-from logitless.errors import UnavailableError
-from logitless.head.contract import logits_dtype
+from logitless.head.contract import logits_dtype, refuse_budget
 from logitless.types import LMHead, TokenScores
 
 
@@ -45,9 +43,6 @@ def token_scores(
     *,
     temperature: float | Float[Tensor, "N"] = 1.0,
     memory_budget: int | None = None,
-    anchor: Float[Tensor, "N"] | None = None,  # noqa: ARG001 - hints change nothing
-    nonzero: Bool[Tensor, "N"] | None = None,  # noqa: ARG001
-    group: ProcessGroup | None = None,  # noqa: ARG001 - refused by ``api.why_not``
 ) -> TokenScores:
     """Log-probability of each target and entropy of each distribution, from full logits.
 
@@ -65,12 +60,7 @@ def token_scores(
         >>> scores.logp, scores.entropy
         (tensor([-1.3863]), tensor([1.3863]))
     """
-    if memory_budget is not None:
-        raise UnavailableError(
-            needed="a backend that can bound its memory",
-            given="backend='reference'",
-            remedy="Use backend='chunked', or leave memory_budget out.",
-        )
+    refuse_budget(memory_budget)
     return scores_of(logits(hidden, head, temperature), target)
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from logitless.distributed.sharding import is_sharded
+from logitless.distributed.sharding import is_sharded, local_part, with_local_part
 from logitless.errors import InputError
 from logitless.types import LMHead
 
@@ -43,7 +43,7 @@ def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
     if not is_sharded(weight):
         yield Shard(0, weight, 0)
         return
-    group, local, most = _group(weight), _local(weight), most_rows(weight)
+    group, local, most = _group(weight), local_part(weight), most_rows(weight)
     firsts = list(range(0, len(weight), most))
 
     def sent(owner: int) -> tuple[Shard, dist.Work]:
@@ -118,13 +118,7 @@ class GradientOfShards:
 
 def like(weight: Tensor, local: Tensor | None) -> Tensor:
     """A tensor sharded like ``weight``, from this rank's rows of it (None if it owns none)."""
-    from torch.distributed.tensor import DTensor
-
-    assert isinstance(weight, DTensor)
-    local = torch.empty_like(_local(weight)) if local is None else local.to(weight.dtype)
-    return DTensor.from_local(
-        local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
-    )
+    return with_local_part(weight, torch.empty_like(local_part(weight)) if local is None else local.to(weight.dtype))
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
@@ -202,10 +196,6 @@ class _Gathered(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         pairs = zip(gradients, ctx.tensors, ctx.needs_input_grad, strict=True)
         return tuple(summed_like(gradient, tensor) if needed else None for gradient, tensor, needed in pairs)
-
-
-def _local(weight: Any) -> Tensor:
-    return weight.to_local().detach()
 
 
 def _group(weight: Any) -> ProcessGroup:

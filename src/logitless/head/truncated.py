@@ -22,14 +22,16 @@ from logitless.head.blockwise import (
     call_of,
     gradients,
     in_all_rows,
+    logits_and_tanh,
     logits_of,
+    of_product,
     product,
     rows_of,
     scales,
     slices,
     tile,
 )
-from logitless.head.contract import checked, logits_dtype, require, without_autocast
+from logitless.head.contract import checked, logits_dtype, refuse_budget, require, without_autocast
 from logitless.head.divergence import Divergence, measure_of
 from logitless.head.divergence_reference import value_of
 from logitless.head.sharded import shards
@@ -164,17 +166,11 @@ def _entries(
 ) -> Tensor:
     """[N, K + 1] the given tokens' logits, and the log of the sum of the others' exponentials."""
     if backend == "reference":
-        if memory_budget is not None:
-            raise UnavailableError(
-                needed="a backend that can bound its memory",
-                given="backend='reference'",
-                remedy="Use backend='chunked', or leave memory_budget out.",
-            )
+        refuse_budget(memory_budget)
         z = reference.logits(hidden, head, temperature)
         return torch.cat([z.gather(1, ids), z.scatter(1, ids, -torch.inf).logsumexp(1, keepdim=True)], 1)
     call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=False)
-    weights = (head.weight, head.bias, head.lora_a, head.lora_b)
-    found: Tensor = _Entries.apply(hidden, *weights, ids, outside, call)  # type: ignore[no-untyped-call]
+    found: Tensor = _Entries.apply(hidden, *HeadBlock.of(head), ids, outside, call)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -183,16 +179,9 @@ class _Entries(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        lora_a: Tensor | None,
-        lora_b: Tensor | None,
-        ids: Tensor,
-        outside: Tensor | None,
-        call: Call,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, lora_a: Tensor | None, lora_b: Tensor | None,
+        ids: Tensor, outside: Tensor | None, call: Call,
+    ) -> Tensor:  # fmt: skip
         head = HeadBlock(weight, *map(sharded.whole, (bias, lora_a, lora_b)))
         with without_autocast(hidden.device):
             rows = rows_of(hidden, head, ids, outside, call)
@@ -254,14 +243,11 @@ class _Gradient(NamedTuple):
     def of_tile(self, rows: slice, first_column: int, block: HeadBlock, *, wide: bool) -> tuple[Tensor, Tensor]:
         del wide
         cut, slopes, call = self.rows.cut(rows, first_column), self.slopes[rows], self.call
-        z = product(cut, block, call)
-        tanh = None if call.inside is None else (z * call.inside).tanh_()
-        u = logits_of(z, cut, call).sub_(self.tail[rows, None]).exp_().mul_(slopes[:, -1:])
+        z, tanh = logits_and_tanh(product(cut, block, call), cut, call)
+        u = z.sub_(self.tail[rows, None]).exp_().mul_(slopes[:, -1:])
         places = _places(cut.target, u.shape[1])
         u[places.row, places.column] = slopes[places.row, places.slot]
-        if tanh is not None:
-            u.mul_(tanh.square_().neg_().add_(1))
-        return u, u.to(call.narrow)
+        return of_product(u, tanh, call)
 
 
 class _Places(NamedTuple):

@@ -15,6 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from logitless.distributed.collectives import all_gathered, num_rows_of_all
 from logitless.head.contract import require
 
 
@@ -57,10 +58,7 @@ def merged(parts: Sequence[Partial]) -> Partial:
 
 def gathered(partial: Partial, group: ProcessGroup) -> Partial:
     """The sums over the whole vocabulary, merged in rank order; bitwise identical on every rank."""
-    mine = torch.stack(partial)
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
-    return merged([Partial(*part) for part in parts])
+    return merged([Partial(*part) for part in all_gathered(torch.stack(partial), group)])
 
 
 def within_shard(target: Int[Tensor, "N"], num_rows: int, group: ProcessGroup) -> Int[Tensor, "N"]:
@@ -69,9 +67,7 @@ def within_shard(target: Int[Tensor, "N"], num_rows: int, group: ProcessGroup) -
     Raises:
         InputError: a target beyond the whole vocabulary (on CUDA: a device-side assertion).
     """
-    sizes = [torch.empty(1, dtype=torch.int64, device=target.device) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.full_like(sizes[0], num_rows), group=group)
-    ends = torch.cat(sizes).cumsum(0)
+    ends = num_rows_of_all(num_rows, target.device, group).cumsum(0)
     require(
         (target >= 0) & (target < ends[-1]),
         needed="targets within the vocabulary that the group shares",

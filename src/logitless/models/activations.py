@@ -12,7 +12,7 @@ grow in proportion to the tokens.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -92,9 +92,9 @@ def _run(mode: Mode, tally: "_Tally | None", layer: Callable[..., Any], *args: A
     # takes half the bytes; the layer's first norm would compute the same bits.
     if of_rows and mode in ("recompute", "host") and args[1] is not None:
         args = (args[0] + args[1], None)
-    kept: Any = _Recomputed(tally) if mode == "selective" else _Kept(tally)
-    if mode == "host":
-        kept = _OnHost()
+    kept: Any = nullcontext() if tally is None else _Counted(tally)
+    if mode in ("selective", "host"):
+        kept = _Recomputed(tally) if mode == "selective" else _OnHost()
     with kept:
         if mode in ("keep", "selective"):
             return layer(*args)
@@ -117,25 +117,15 @@ class _Tally:
             self.storages[storage.data_ptr()] = storage.nbytes()
 
 
-class _Kept(saved_tensors_hooks):
-    """Keeps every saved tensor, and counts it if there is a tally."""
+class _Counted(saved_tensors_hooks):
+    """Counts every saved tensor, and keeps it."""
 
-    def __init__(self, tally: _Tally | None) -> None:
+    def __init__(self, tally: _Tally) -> None:
         def pack(tensor: Tensor) -> Tensor:
-            if tally is not None:
-                tally.see(tensor)
+            tally.see(tensor)
             return tensor.detach()
 
         super().__init__(pack, lambda tensor: tensor)
-        self._counts = tally is not None
-
-    def __enter__(self) -> None:
-        if self._counts:
-            super().__enter__()
-
-    def __exit__(self, *args: object) -> None:
-        if self._counts:
-            super().__exit__(*args)
 
 
 class _OnHost(saved_tensors_hooks):

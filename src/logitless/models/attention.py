@@ -29,7 +29,7 @@ from torch import Tensor
 
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, AttentionTiles, attention_tiles
-from logitless.models.kernels.rows import divided_up
+from logitless.models.kernels.rows import as_rows, divided_up
 from logitless.models.one_node import apply, refuse_twice
 from logitless.transfer import sent
 from logitless.types import PromptGroup
@@ -225,12 +225,7 @@ class AttentionLayout:
 
         def make() -> Tensor:
             prefix_row, prefix_length, row, length, _, _, rank, trunk, branch = self.segments
-            segment, first = cut(length, tokens)
-            end = prefix_length[segment] + torch.minimum(first + tokens, length[segment])
-            lowest = torch.zeros_like(end)
-            if window is not None:
-                lowest = (prefix_length[segment] + first - window + 1).clamp(min=0)
-            order = in_order(rank[segment], end - lowest, num_key_heads)
+            segment, first, order = cut_queries(prefix_length, length, rank, tokens, num_key_heads, window)
             of_segment = (x[segment] for x in (prefix_row, prefix_length, row, length))
             columns = (*of_segment, first, trunk[segment], branch[segment])
             return table(columns, order, self.device)
@@ -297,6 +292,22 @@ def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
     owner = torch.repeat_interleave(torch.arange(len(lengths)), counts)
     number = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
     return owner, number * (size[owner] if isinstance(size, Tensor) else size)
+
+
+def cut_queries(
+    prefix_length: Tensor, length: Tensor, rank: Tensor, tokens: int, num_key_heads: int, window: int | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Tiles of at most ``tokens`` queries of one piece: its index, the offset in it, and the order of ``in_order``.
+
+    Args:
+        prefix_length, length, rank: of each piece; its group's rank.
+        tokens: of a tile.
+        num_key_heads, window: of the layer.
+    """
+    piece, first = cut(length, tokens)
+    end = prefix_length[piece] + torch.minimum(first + tokens, length[piece])
+    lowest = torch.zeros_like(end) if window is None else (prefix_length[piece] + first - window + 1).clamp(min=0)
+    return piece, first, in_order(rank[piece], end - lowest, num_key_heads)
 
 
 def in_order(rank: Tensor, work: Tensor, num_key_heads: int) -> Tensor:
@@ -427,25 +438,25 @@ def forward_tiles(
 
 
 def prepare_tables(
-    layout: Any, *, num_heads: int, num_key_heads: int, width: int, dtype: torch.dtype, window: int | None,
-    gradients: bool = False, device: torch.device | None = None,
-) -> None:  # fmt: skip
+    layout: Any, form: Any, dtype: torch.dtype, *, gradients: bool = False, device: torch.device | None = None
+) -> None:
     """Copies the layout's tables to the device, before a CUDA graph is captured.
 
     Args:
         layout: an ``AttentionLayout`` or a ``PrefillLayout``, which caches its tables.
-        num_heads, num_key_heads, width, dtype, window: of a layer.
+        form: of a layer, an ``AttentionForm``.
+        dtype: of its keys.
         gradients: also the tables of the backward pass; only for an ``AttentionLayout``.
         device: of the model, if the layout is on the CPU; None: the layout's.
     """
     # Tables are otherwise copied on first use, and a graph capture does not allow copies from the host.
     device = layout.positions.device if device is None else device
-    heads = launches().Heads.of_counts(num_heads, num_key_heads, width)
-    choice, _ = forward_tiles(layout, heads, dtype, device, window)
+    heads = launches().Heads.of_counts(form.heads.query, form.heads.key, form.heads.width)
+    choice, _ = forward_tiles(layout, heads, dtype, device, form.window)
     _ = layout.slots if hasattr(layout, "slots") else layout.branch_rows
     if gradients:
-        layout.query_tiles(choice.query_gradient.rows // heads.group, heads.num_key, window)
-        layout.key_tiles(choice.key_gradient.keys, heads.num_key, window)
+        layout.query_tiles(choice.query_gradient.rows // heads.group, heads.num_key, form.window)
+        layout.key_tiles(choice.key_gradient.keys, heads.num_key, form.window)
 
 
 class PrefixAttention(torch.autograd.Function):
@@ -458,7 +469,7 @@ class PrefixAttention(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         launch = launches()
         form = launch.Form(scale, window, softcap)
-        query, (key, value) = launch.as_rows(query), launch.key_value_rows(key, value)
+        query, (key, value) = as_rows(query), launch.key_value_rows(key, value)
         choice, tiles = forward_tiles(layout, launch.Heads.of(query, key), query.dtype, query.device, window)
         output, log_sum_exp = launch.attention_forward_rows(
             query, key, value, tiles, form, choice, every_row=layout.every_row, branch_rows=layout.branch_rows

@@ -352,9 +352,7 @@ def lm_head(model: nn.Module) -> LMHead:
         (torch.Size([11, 8]), 0.0625)
     """
     inner = causal_lm(model)
-    layer = inner.get_output_embeddings()
-    layer = _active_module(layer)
-    base, lora = _split_lora(layer)
+    base, lora = _split_lora(_active_module(inner.get_output_embeddings()))
     weight = getattr(base, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim != 2 or not weight.is_floating_point():
         raise UnavailableError(
@@ -363,19 +361,7 @@ def lm_head(model: nn.Module) -> LMHead:
             remedy="Leave the LM head out of quantization, or use another model.",
         )
     config = inner.config.get_text_config()
-    bias = getattr(base, "bias", None)
-    if lora is None:
-        return LMHead(weight=weight, bias=bias, scale=_scale(config), softcap=_softcap(config))
-    lora_a, lora_b, lora_scale = lora
-    return LMHead(
-        weight=weight,
-        bias=bias,
-        scale=_scale(config),
-        softcap=_softcap(config),
-        lora_a=lora_a,
-        lora_b=lora_b,
-        lora_scale=lora_scale,
-    )
+    return LMHead(weight, getattr(base, "bias", None), _scale(config), _softcap(config), *(lora or ()))
 
 
 def _scale(config: Any) -> float:
@@ -481,18 +467,12 @@ def verify_packing(model: nn.Module) -> None:
     lengths, first = list(inputs.lengths), inputs.lengths[0]
     ids = inputs.input_ids.clone()
     ids[:first] = ids[:first].flip(0)
-    changed = PackedInputs(ids, inputs.position_ids, inputs.lengths, inputs.source, inputs.source_counts)
     with torch.no_grad(), evaluating(inner), whole_float32():
         together = backbone_hidden(model, inputs)
-        beside_another = backbone_hidden(model, changed)
-        alone = torch.cat(
-            [
-                backbone(model)(input_ids=part[None], position_ids=at[None], use_cache=False).last_hidden_state[0]
-                for part, at in zip(
-                    *(torch.split(each, lengths) for each in (inputs.input_ids, inputs.position_ids)), strict=True
-                )
-            ]
-        )
+        beside_another = backbone_hidden(model, replace(inputs, input_ids=ids))
+        parts = zip(inputs.input_ids.split(lengths), inputs.position_ids.split(lengths), strict=True)  # type: ignore[no-untyped-call]
+        runs = [backbone(model)(input_ids=part[None], position_ids=at[None], use_cache=False) for part, at in parts]
+        alone = torch.cat([run.last_hidden_state[0] for run in runs])
     # An expert multiplies all tokens routed to it. Other sequences change their number, and so a product's last bits.
     experts = any(name.endswith(".experts") for name, _ in inner.named_modules())
     leak = not _close(beside_another[first:], together[first:], dtype, ulps=1000.0 if experts else 2.0)

@@ -4,13 +4,12 @@ Weights come from the safetensors of a hub name or local folder (never from a pi
 file, or at random from a config and a seed. On the meta device there are no weights: enough for a dry run.
 """
 
-import difflib
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext, suppress
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -345,7 +344,7 @@ def _is_misspelt(name: str, known: str) -> bool:
 
 
 def _nearest(name: Any, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.8)
+    near = get_close_matches(str(name), known, n=1, cutoff=0.8)
     return f" (nearest: {near[0]!r})" if near else ""
 
 

@@ -60,7 +60,7 @@ def packed_attention(
     query: Float[Tensor, "1 H T E"],
     key: Float[Tensor, "1 K T E"],
     value: Float[Tensor, "1 K T F"],
-    layout: PackedLayout,
+    layout: PackedLayout | AttentionLayout,
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
@@ -72,7 +72,9 @@ def packed_attention(
     """Causal attention within each sequence of a packed row.
 
     ``out[t] = sum_s softmax_s(scaling * q[t] @ k[s]) v[s]`` over s of t's own sequence with
-    ``t - sliding_window < s <= t``. Softcap and sinks are those of ``scored_attention``.
+    ``t - sliding_window < s <= t``. Softcap and sinks are those of ``scored_attention``. Completions may share prompts
+    (an ``AttentionLayout``): equal to the row with every prompt repeated, and gradients of a prompt are summed over its
+    completions in float32.
 
     Args:
         query, key, value: H query heads, K key heads with K dividing H.
@@ -91,8 +93,20 @@ def packed_attention(
         >>> q = k = v = torch.randn(1, 1, 5, 8)
         >>> packed_attention(q, k, v, PackedLayout((3, 2))).shape
         torch.Size([1, 5, 1, 8])
+        >>> from logitless.types import PromptGroup
+        >>> packed_attention(q, k, v, AttentionLayout([PromptGroup(2, (1, 2))])).shape
+        torch.Size([1, 5, 1, 8])
     """
     _check_row(query, key, layout.num_tokens)
+    if isinstance(layout, AttentionLayout):
+        in_chunks = chunk is not None and chunk < layout.longest
+        if not in_chunks and _shared_kernel_runs(query, key, value, dropout):
+            return _by_kernel(query, key, value, layout, scaling, sliding_window, softcap, sinks)
+        whole, rows = WholeSequences.of(layout), (x[0].transpose(0, 1) for x in (query, key, value))
+        query, key, value = (whole.repeated.take(x).transpose(0, 1)[None] for x in rows)
+        options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "chunk": chunk}
+        out = packed_attention(query, key, value, whole.layout, **options, softcap=softcap, sinks=sinks)
+        return out.index_select(1, whole.kept)
     if chunk is not None:
         layout = layout.cut(chunk)
     if (softcap is not None or sinks is not None) and _shared_kernel_runs(query, key, value, dropout):
@@ -108,43 +122,6 @@ def packed_attention(
         return _variable_length(query, key, value, layout, scaling, window)[None]
     attend = partial(_of_batch, scaling=scaling, dropout=dropout, window=window, softcap=softcap, sinks=sinks)
     return layout.by_bucket(attend, *(x[0].transpose(0, 1) for x in (query, key, value)))[None]
-
-
-def shared_attention(
-    query: Float[Tensor, "1 H T E"],
-    key: Float[Tensor, "1 K T E"],
-    value: Float[Tensor, "1 K T F"],
-    layout: AttentionLayout,
-    *,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    chunk: int | None = None,
-    softcap: float | None = None,
-    sinks: Float[Tensor, "H"] | None = None,
-) -> Float[Tensor, "1 T H F"]:
-    """Causal attention within each sequence of a packed row whose completions share prompts.
-
-    Equal to ``packed_attention`` on the row with every prompt repeated. Gradients of a prompt are summed over its
-    completions in float32.
-
-    Args, Raises: as ``packed_attention``.
-
-    Example:
-        >>> from logitless.types import PromptGroup
-        >>> q = k = v = torch.randn(1, 1, 5, 8)
-        >>> shared_attention(q, k, v, AttentionLayout([PromptGroup(2, (1, 2))])).shape
-        torch.Size([1, 5, 1, 8])
-    """
-    _check_row(query, key, layout.num_tokens)
-    in_chunks = chunk is not None and chunk < layout.longest
-    if not in_chunks and _shared_kernel_runs(query, key, value, dropout):
-        return _by_kernel(query, key, value, layout, scaling, sliding_window, softcap, sinks)
-    whole = WholeSequences.of(layout)
-    query, key, value = (whole.repeated.take(x[0].transpose(0, 1)).transpose(0, 1)[None] for x in (query, key, value))
-    options: Any = {"scaling": scaling, "dropout": dropout, "sliding_window": sliding_window, "chunk": chunk}
-    out = packed_attention(query, key, value, whole.layout, **options, softcap=softcap, sinks=sinks)
-    return out.index_select(1, whole.kept)
 
 
 def _by_kernel(
@@ -321,8 +298,7 @@ def _attention_layer(
             key, value = (x.repeat_interleave(repeats, 1) if repeats > 1 else x for x in (key, value))
             query, key, value = (exchanged(x, sequence_group, split=1, join=2) for x in (query, key, value))
             sinks = None if sinks is None else sinks.chunk(ranks)[rank]
-        attend: Any = shared_attention if isinstance(packed_layout, AttentionLayout) else packed_attention
-        out = attend(query, key, value, packed_layout, sinks=sinks, **options)
+        out = packed_attention(query, key, value, packed_layout, sinks=sinks, **options)
         return out if sequence_group is None else exchanged(out, sequence_group, split=1, join=2), None
     if softcap is not None or sinks is not None:
         own: Any = {"scaling": scaling, "dropout": dropout, "softcap": softcap, "sinks": sinks}

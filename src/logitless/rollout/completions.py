@@ -1,5 +1,6 @@
 """What all engines share: checking prompts, finding stop tokens and stop strings, and making completions of tokens."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import numpy as np
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import InputError
+from logitless.errors import InputError, TrainingError
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -49,6 +50,31 @@ def check_prompts(prompts: Sequence[Prompt], num_samples: int, options: Sampling
                 given=f"prompt {prompt.id!r} of {len(prompt.token_ids)} tokens and {options.max_new_tokens} new",
                 remedy="Lower max_new_tokens or drop long prompts.",
             )
+
+
+def check_batch(max_rows: int, prefill_tokens: int, most_rows: float = math.inf) -> None:
+    """Check an engine's sizes of a batch.
+
+    Raises:
+        InputError: ``max_rows`` or ``prefill_tokens`` out of range.
+    """
+    if not 1 <= max_rows <= most_rows:
+        needed = f"from 1 to {most_rows}" if most_rows < math.inf else "of at least 1"
+        raise InputError(needed=f"max_rows {needed}", given=str(max_rows), remedy="Use for example 512.")
+    if prefill_tokens < 1:
+        raise InputError(
+            needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
+        )
+
+
+def not_finite(given: str) -> TrainingError:
+    """The error for logits that no token can be sampled from."""
+    return TrainingError(
+        needed="finite logits to sample tokens from",
+        given=f"NaN or infinite ones for {given}",
+        remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
+        " float32 in place of float16.",
+    )
 
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module, options: SamplingOptions) -> list[int]:
@@ -104,35 +130,24 @@ def made_completions(
             ``logps``.
         entropies: [L] of each, if the engine computes them.
     """
-    special, nothing = set(ends), [None] * len(tokens)
+    special = set(ends)
     finished = [int(ids[-1]) in special for ids in tokens]
     shown = [(ids[:-1] if stopped else ids).tolist() for ids, stopped in zip(tokens, finished, strict=True)]
     texts = tokenizer.batch_decode(shown, **_TEXT)
-    oldest = [int(each.min()) for each in versions]
-    cuts = [min((at for string in options.stop if (at := text.find(string)) >= 0), default=None) for text in texts]
-    return [
-        Completion(
-            prompt_id=prompt_id,
+    made = []
+    for number, (ids, text, drawn) in enumerate(zip(tokens, texts, versions, strict=True)):
+        cut = min((at for string in options.stop if (at := text.find(string)) >= 0), default=None)
+        oldest = int(drawn.min())
+        completion = Completion(
+            prompt_id=prompt_ids[number],
             token_ids=ids,
             text=text[:cut],
-            finish_reason="stop" if cut is not None or stopped else "length",
-            logp_sampler=logp,
-            weights_version=first,
-            entropy_sampler=entropy,
-            token_versions=drawn if (drawn != first).any() else None,
-            logp_policy=logp_policy if options.filters_distribution else None,
+            finish_reason="stop" if cut is not None or finished[number] else "length",
+            logp_sampler=logps[number],
+            weights_version=oldest,
+            entropy_sampler=None if entropies is None else entropies[number],
+            token_versions=drawn if (drawn != oldest).any() else None,
+            logp_policy=logp_policies[number] if logp_policies and options.filters_distribution else None,
         )
-        for prompt_id, ids, logp, text, cut, stopped, drawn, first, entropy, logp_policy in zip(
-            prompt_ids,
-            tokens,
-            logps,
-            texts,
-            cuts,
-            finished,
-            versions,
-            oldest,
-            entropies or nothing,
-            logp_policies or nothing,
-            strict=True,
-        )
-    ]
+        made.append(completion)
+    return made

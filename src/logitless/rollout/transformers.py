@@ -33,15 +33,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, LinearAttentionLayer
 
-from logitless.errors import InputError, TrainingError, UnavailableError
+from logitless.errors import InputError, UnavailableError
 from logitless.head.contract import on_device
 from logitless.models.lm_head import causal_lm
 from logitless.models.mixers import RECURRENT, recurrent_mixers
 from logitless.models.modes import evaluating, uncompiled
 from logitless.models.packed import KINDS
 from logitless.rollout.completions import (
+    check_batch,
     check_prompts,
     made_completions,
+    not_finite,
     stop_ids,
     stop_window,
     with_stop_string,
@@ -91,16 +93,11 @@ class TransformersEngine:
         prefill_tokens: int = 16384,
         autocast: torch.dtype | None = None,
     ) -> None:
-        if max_rows < 1:
-            raise InputError(needed="max_rows of at least 1", given=str(max_rows), remedy="Use for example 512.")
-        if prefill_tokens < 1:
-            raise InputError(
-                needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
-            )
+        check_batch(max_rows, prefill_tokens)
         self.tokenizer, self.max_rows, self.prefill_tokens = tokenizer, max_rows, prefill_tokens
         self.autocast = autocast
         self.updates: Updates | None = None
-        self._sample_with(model, version=0)
+        self.load(Weights.of(model), version=0)
 
     def clone(self) -> "TransformersEngine":
         """An engine with the same settings and separate state, for another thread."""
@@ -113,14 +110,12 @@ class TransformersEngine:
         )
 
     def load(self, weights: Weights, version: int) -> None:
-        """Sample with ``weights.module``, which is not copied: training it changes what is sampled."""
-        self._sample_with(weights.module, version)
+        """Sample with ``weights.module``, which is not copied: training it changes what is sampled.
 
-    def close(self) -> None:
-        """Do nothing: the model is the caller's."""
-
-    def _sample_with(self, model: nn.Module, version: int) -> None:
-        inner: Any = causal_lm(model)
+        Raises:
+            UnavailableError: the model has layers whose state is in no cache that can be repeated and compacted.
+        """
+        inner: Any = causal_lm(weights.module)
         config = inner.config.get_text_config()
         kinds = set(getattr(config, "layer_types", None) or ())
         mixers = recurrent_mixers(inner)
@@ -137,6 +132,9 @@ class TransformersEngine:
         self._arguments = frozenset(inspect.signature(type(inner).forward).parameters)
         self._switch = _rotary_switch(config)
         self._turns_each_sequence = any(getattr(module, "turns_each_sequence", False) for module in inner.modules())
+
+    def close(self) -> None:
+        """Do nothing: the model is the caller's."""
 
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
@@ -299,12 +297,9 @@ class TransformersEngine:
             return
         first = min(bad, key=lambda i: (failed[i], i))
         p, g = rows[first]
-        raise TrainingError(
-            needed="finite logits to sample tokens from",
-            given=f"NaN or infinite ones for {len(bad)} of {len(rows)} completions, first for token"
-            f" {failed[first] + 1} of prompt {prompts[p].id!r} (sample {g}), with weights of version {self._version}",
-            remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
-            " float32 in place of float16.",
+        raise not_finite(
+            f"{len(bad)} of {len(rows)} completions, first for token {failed[first] + 1} of prompt {prompts[p].id!r}"
+            f" (sample {g}), with weights of version {self._version}"
         )
 
     def _read_prompts(

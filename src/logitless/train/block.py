@@ -4,7 +4,7 @@
     judged      Group, JudgedBlock                train/collect/collector.py          Collector.next
     packed      PackedBlock                       here                                pack_groups
     scored      ScoredBlock, with advantages      train/learn/learner.py              Learner.score
-    trained     MicroBatch, one after another     train/learn/step.py                 step_batch, backward
+    trained     MicroBatch, one after another     train/learn/step.py                 OptimizerStep, backward
 
 Stages are frozen. A ``ScoredBlock`` is a ``PackedBlock``: what takes the one takes the other.
 """
@@ -159,6 +159,17 @@ def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[
     """
     rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float32)
     return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
+
+
+def sampling_numbers(groups: Sequence[Group]) -> dict[str, float]:
+    """Mean reward (NaN where nothing was scored) and length of all completions, and the share cut at their limit."""
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = [reward for group in groups for reward in group.rewards if reward is not None]
+    return {
+        "reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
+        "length_mean": sum(each.length for each in completions) / len(completions),
+        "truncated_fraction": sum(each.finish_reason == "length" for each in completions) / len(completions),
+    }
 
 
 def reward_or_nan(reward: float | None) -> float:

@@ -1,6 +1,6 @@
 """Callbacks: code of yours that a run calls as it goes on, and that may stop it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,24 +92,22 @@ class Callbacks:
 
     def block(self, metrics: Mapping[str, Any]) -> None:
         """Call ``on_block``."""
-        for callback in self._each:
-            self._note(callback, callback.on_block(dict(metrics)))
+        self._ask(lambda callback: callback.on_block(dict(metrics)))
 
     def evaluation(self, metrics: Mapping[str, Any]) -> None:
         """Call ``on_evaluation``."""
-        for callback in self._each:
-            self._note(callback, callback.on_evaluation(dict(metrics)))
+        self._ask(lambda callback: callback.on_evaluation(dict(metrics)))
 
     def checkpoint(self, path: Path) -> None:
         """Call ``on_checkpoint``."""
-        for callback in self._each:
-            self._note(callback, callback.on_checkpoint(path))
+        self._ask(lambda callback: callback.on_checkpoint(path))
 
     def end(self, result: "RunResult") -> None:
         """Call ``on_end``."""
         for callback in self._each:
             callback.on_end(result)
 
-    def _note(self, callback: Callback, stop: bool | None) -> None:
-        if stop and self.stopped_by is None:
-            self.stopped_by = type(callback).__name__
+    def _ask(self, ask: Callable[[Callback], bool | None]) -> None:
+        for callback in self._each:
+            if ask(callback) and self.stopped_by is None:
+                self.stopped_by = type(callback).__name__

@@ -137,14 +137,14 @@ def model_card(saved: SavedPolicy, folder: RunFolder, *, form: Form, dtype: torc
     Of local paths only the last part is shown.
     """
     recipe = saved.recipe
-    base = recipe.model.source if isinstance(recipe.model.source, str) else None
-    if base is not None and base.startswith("/"):
-        base = Path(base).name
+    source, base = recipe.model.source, None
+    if isinstance(source, str):
+        base = Path(source).name if source.startswith("/") else source
+    begun = f"from {base}" if isinstance(source, str) else f"from a {source.get('model_type', 'model')} config"
     front: dict[str, Any] = {"library_name": "peft" if form == "adapter" else "transformers", "tags": ["logitless"]}
     if base is not None and not recipe.model.random_weights:
         front["base_model"] = base
     what = "An adapter" if form == "adapter" else "A model"
-    begun = f"from {base}" if base is not None else f"from a {_model_type(recipe)} config"
     begun += " with random weights" if recipe.model.random_weights else ""
     learnt = "a LoRA adapter" if recipe.model.lora is not None else "every weight"
     lines = [
@@ -172,10 +172,6 @@ def _replace_weights(model: nn.Module, weights: Mapping[str, torch.Tensor]) -> N
         if name in weights:
             parameter.requires_grad_(False)
             parameter.data = weights[name].detach()
-
-
-def _model_type(recipe: Recipe) -> str:
-    return str(recipe.model.source.get("model_type", "model")) if isinstance(recipe.model.source, dict) else "model"
 
 
 def _made_with(folder: RunFolder) -> list[str]:

@@ -27,10 +27,7 @@ from logitless.train.saved_policy import chosen_source
 from logitless.train.store.atomic import write_folder_atomically
 from logitless.train.store.checkpoint import Checkpoint, checkpoints, read_checkpoint
 
-_FIXED = (
-    *("model.source", "model.random_weights", "model.lora", "model.quantize"),
-    "warm_start",
-)
+_FIXED = (*("model.source", "model.random_weights", "model.lora", "model.quantize"), "warm_start")
 """Keys that the trained weights, or under LoRA their frozen base, depend on."""
 
 
@@ -61,7 +58,8 @@ class Parent:
         """
         place = {name: self.progress[name] for name in ("block", "step")}
         run = {"run": str(self.folder.path.absolute()), "checkpoint": self.checkpoint.folder.name}
-        return run | place | {"changed": as_json(_changed(self.recipe, recipe))}
+        changed = [change for change in changes(self.recipe, recipe) if change.key not in ("name", "output")]
+        return run | place | {"changed": as_json(changed)}
 
     def copy_warm_start(self, folder: RunFolder) -> None:
         """Copy the result of the parent's warm start to the fork, whose reference (and under LoRA whose base) it is."""
@@ -127,7 +125,7 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
             remedy="Leave these keys as in the other run's config.yaml, or start from its exported weights: "
             "logitless export RUN, then model.source.",
         )
-    has_values = any(name.startswith("parameter/value_head.") for name in parent.checkpoint.tensors)
+    has_values = parent.checkpoint.has_values
     if has_values != (algorithm.value_loss is not None):
         raise ConfigurationError(
             needed=f"an algorithm {'with' if has_values else 'without'} a value loss, as that of {parent.folder.path}",
@@ -172,15 +170,12 @@ def carried(
         "journal": {"lines": 0, "seconds": {}, "summary": {}},
         "loop": {**state["loop"], "block_metrics": {}, "unwritten": {}, "patience": None, "best": None},
     }
-    words = (
-        f"fork of {parent.folder.path}: begins after {parent.progress['block']} blocks and {parent.progress['step']} "
-    )
-    words += "steps with its weights, optimizer state, coefficients and place in the prompts"
-    return replace(parent.checkpoint, state=state), [words] + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
-
-
-def _changed(before: Recipe, after: Recipe) -> list[Change]:
-    return [change for change in changes(before, after) if change.key not in ("name", "output")]
+    done = f"{progress['block']} blocks and {progress['step']} steps"
+    lines = [
+        f"fork of {parent.folder.path}: begins after {done} with its weights, optimizer state, coefficients and place "
+        "in the prompts"
+    ]
+    return replace(parent.checkpoint, state=state), lines + [f"begins anew: {'; '.join(anew)}"] * bool(anew)
 
 
 def _changes_order(old: Recipe, new: Recipe) -> bool:

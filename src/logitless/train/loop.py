@@ -18,6 +18,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType
+from typing import Any
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
 from logitless.train.assembly.stages import Parts
@@ -38,15 +39,23 @@ from logitless.train.learn.block_metrics import (
     training_metrics,
     value_metrics,
 )
-from logitless.train.learn.learner import Learner
+from logitless.train.learn.learner import Learner, halvings
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.train.record.result import RunResult
-from logitless.train.saving import restore_run, save_run
-from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
+from logitless.train.store.checkpoint import (
+    BackgroundSaver,
+    Checkpoint,
+    checkpoints,
+    damaged,
+    folder_name,
+    random_state,
+    random_tensors,
+    restore_random,
+)
 from logitless.train.store.shared_checkpoint import SharedSaver
 from logitless.types import Group, TokenScores
 
@@ -75,9 +84,8 @@ class Loop:
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
         self.failures = Failures(parts.inputs.rewards)
         root, keep = journal.folder.checkpoints, recipe.checkpoint.keep
-        self.saver: BackgroundSaver | SharedSaver = BackgroundSaver(root, keep=keep)
-        if self.ranks.world > 1:
-            self.saver = SharedSaver(root, keep=keep, ranks=self.ranks)
+        is_shared = self.ranks.world > 1
+        self.saver = SharedSaver(root, keep=keep, ranks=self.ranks) if is_shared else BackgroundSaver(root, keep=keep)
         stop, best = recipe.evaluation.stop, recipe.checkpoint.keep_best
         self.patience = None if stop is None else Best(stop)
         self.best = None if best is None else Best(best)
@@ -93,19 +101,16 @@ class Loop:
         with self.interrupt.heard():
             self._sync_weights()
             if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
-                place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
                 found = self._evaluated(self.evaluation.sets)
                 self._watch(found)
-                self.journal.write({**place, **found})
-                self._tell(place, found)
+                self.journal.write({**self._block_start, **found})
+                self._tell(self._block_start, found)
                 self.save()  # in the background, while the first block is collected
             try:
                 self._blocks()
-            except EngineError:
-                self._save_what_was_done()
-                raise
-            except LostRankError:
-                if self.ranks.world == 1:  # one that samples: this one has all that a checkpoint needs
+            except (EngineError, LostRankError) as error:
+                # A lost rank beside a single one that trains only sampled: this one has all that a checkpoint needs.
+                if isinstance(error, EngineError) or self.ranks.world == 1:
                     self._save_what_was_done()
                 raise
             # A signal may have reached some ranks only; all must return the same result.
@@ -116,10 +121,10 @@ class Loop:
             return RunResult(folder, "unscored")
         if self._ended:
             return RunResult(folder, "blocks" if self._done >= self.recipe.train.blocks else "early_stopping")
-        first = next((Signals(number) for number in signals if number is not None), None)
-        return (
-            RunResult(folder, "callback", callback=stopped_by) if first is None else RunResult(folder, "signal", first)
-        )
+        for number in signals:
+            if number is not None:
+                return RunResult(folder, "signal", Signals(number))
+        return RunResult(folder, "callback", callback=stopped_by)
 
     def _blocks(self) -> None:
         """Train on all blocks that are left, and save the last checkpoint."""
@@ -136,6 +141,11 @@ class Loop:
     def _done(self) -> int:
         """Number of finished blocks."""
         return self.learner.progress.block
+
+    @property
+    def _block_start(self) -> Numbers:
+        """The place of what is measured before a block's first step."""
+        return {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
 
     @property
     def _ended(self) -> bool:
@@ -253,9 +263,8 @@ class Loop:
 
     def _skip_block(self) -> None:
         """End a block without a token to train on."""
-        place: Numbers = {"step": self.learner.progress.step, "block": self._done + 1, "epoch": 1}
+        self.unwritten = {**self._block_start, **self.block_metrics}
         self.learner.end_block()
-        self.unwritten = {**place, **self.block_metrics}
         self._end_block({}, by_rank={})
         self.journal.message(f"block {self._done}: in every group all rewards are equal; no step taken")
         self.block_metrics = {}
@@ -282,22 +291,38 @@ class Loop:
 
     def save(self) -> None:
         """Begin to write a checkpoint, in the background; every rank writes its own shards."""
-        remembered = {
-            "block_metrics": self.block_metrics,
-            "unwritten": self.unwritten,
-            "without_signal_in_a_row": self.without_signal.in_a_row,
-            "unscored_in_a_row": self.unscored.in_a_row,
-            "patience": None if self.patience is None else self.patience.state_dict(),
-            "best": None if self.best is None else self.best.state_dict(),
-        }
         progress, best = self.learner.progress, self.best_checkpoint
+        done, in_training = progress.block, self.learner.in_training
         self._wait()
         with self.journal.phase("checkpoint"):
-            path = self.journal.folder.checkpoints / folder_name(progress.block, progress.step)
+            path = self.journal.folder.checkpoints / folder_name(done, progress.step)
             is_new = not path.exists()
-            kept = None if best is None else best.name
-            save_run(self.saver, self.collector, self.learner, self.journal, remembered, kept)
+            self.saver.save(
+                block=done,
+                step=progress.step,
+                tensors=self.learner.tensors() | random_tensors(),
+                state=self._state(),
+                best=None if best is None else best.name,
+                settle=lambda: self.collector.settle(done, in_training=in_training),
+            )
             self._being_saved = path if is_new else None
+
+    def _state(self) -> dict[str, Any]:
+        """The state of the whole run but for its tensors, as JSON."""
+        return {
+            **self.learner.state_dict(),
+            "collector": self.collector.state_dict(),
+            "journal": self.journal.state_dict(),
+            "loop": {
+                "block_metrics": self.block_metrics,
+                "unwritten": self.unwritten,
+                "without_signal_in_a_row": self.without_signal.in_a_row,
+                "unscored_in_a_row": self.unscored.in_a_row,
+                "patience": None if self.patience is None else self.patience.state_dict(),
+                "best": None if self.best is None else self.best.state_dict(),
+            },
+            "random": random_state(),
+        }
 
     def _wait(self) -> None:
         """Wait until the checkpoint is written, and call the callbacks with it."""
@@ -323,9 +348,21 @@ class Loop:
             self.journal.message(f"no further checkpoint: {error}")
 
     def restore(self, saved: Checkpoint, *, resized: bool) -> None:
-        """Load a checkpoint."""
-        remembered = restore_run(self.collector, self.learner, self.journal, saved, resized=resized)
+        """Load a checkpoint. Lines of metrics after it are removed.
+
+        Args:
+            resized: micro-batches have another size than before, so that no halving is repeated.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or of another model; nothing on the disk was changed.
+        """
         try:
+            remembered, progress = saved.state["loop"], saved.state["progress"]
+            later = (record for record in self.journal.folder.read_metrics() if record["step"] > progress["step"])
+            halved = [] if resized else halvings(progress.get("halvings", ()), later)
+            self.learner.load_state(saved.tensors, {**saved.state, "progress": {**progress, "halvings": halved}})
+            self.collector.load_state_dict(saved.state["collector"])
+            restore_random(saved.tensors, saved.state["random"])
             self.block_metrics = dict(remembered["block_metrics"])
             self.unwritten = dict(remembered.get("unwritten", {}))
             self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
@@ -333,7 +370,8 @@ class Loop:
             for each, state in ((self.patience, remembered.get("patience")), (self.best, remembered.get("best"))):
                 if each is not None and state is not None:
                     each.load_state_dict(state)
-        except KeyError as error:
+            self.journal.load_state_dict(saved.state["journal"])  # last: it changes metrics.jsonl
+        except (KeyError, TypeError, AttributeError) as error:
             raise damaged(saved.folder, error) from error
         if self.best_checkpoint is not None and not self.ranks.broadcast_object(self.best_checkpoint.is_dir()):
             assert self.best is not None

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -45,6 +45,7 @@ from logitless.train.plan.run_plan import check_disk, disk
 from logitless.train.plan.sampling_shards import resolve_sampling_shards
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
+from logitless.train.recipe.parallel import ParallelSection
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.result import RunResult, exported_in_words
@@ -99,18 +100,12 @@ def run_recipe(
     clock.outside("data")
     inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
     everyone, repeats = ranks, replay is not None and recipe.rollout.in_flight is not None
-    parallel = inputs.recipe.parallel
-    training, exchange = parted(everyone, parallel.num_sampling)
-    shared = None
-    if parallel.shards_of_sampling > 1:
-        only = range(everyone.world - parallel.num_sampling, everyone.world)
-        shared = sharing(everyone, only, parallel.shards_of_sampling)
-    if training is None:
-        assert exchange is not None
-        sample_only(inputs, exchange, open_engines, clock, repeats=repeats, shared=shared)
+    division = Division.of(everyone, inputs.recipe.parallel)
+    if division.training is None:
+        sample_only(inputs, division, open_engines, clock, repeats=repeats)
         return RunResult.of_json(everyone.broadcast_object(None))
-    inputs, shards_line = resolve_sampling_shards(inputs, training)
-    ranks = training.arranged(inputs.arrangement)
+    inputs, shards_line = resolve_sampling_shards(inputs, division.training)
+    ranks = division.training.arranged(inputs.arrangement)
     check_writers(recipe.writers)
     clock.outside("start")
     with ExitStack() as stack:
@@ -123,7 +118,7 @@ def run_recipe(
         services = stack.enter_context(ExitStack())  # closed before a failed start's folder is removed
         with clock.phase("engine"):
             engines = open_engines(loaded.recipe, loaded.model, inputs.tokenizer)
-            engines = engines_on(ranks, engines, loaded.recipe, exchange, repeats=repeats)
+            engines = engines_on(ranks, engines, loaded.recipe, division.exchange, repeats=repeats)
         services.callback(engines.close)
         begun.record(folder, recipe, inputs, ranks)
         journal = _journal(recipe, folder, begun, ranks, clock, stack, services)
@@ -137,64 +132,57 @@ def run_recipe(
         begun.restore(loop, recipe)
         loop.callbacks.start(folder.path, recipe)
         clock.outside(UNNAMED)
-        try:
-            with startup_objects_frozen():
-                result = loop.run()
-        except LogitlessError as error:
-            if ranks.is_first:
-                with suppress(OSError):  # a full disk may be the error
-                    summary = {**_end_of(loop, "error"), "error": str(error), **journal.summary}
-                    folder.write_summary({**summary, "seconds": clock.seconds()})
-            raise
+        result = _run(loop)
         _end(loop, result, inputs.tokenizer, services)
         if replay is not None and result.complete:
-            with failing_together(ranks, "the run that is repeated"):
-                if ranks.is_first:
-                    check_same_end(folder, RunFolder(replay))
-            journal.message(f"every token, metric and weight is that of {replay}, bit for bit")
+            _check_repeated(loop, replay)
         if inputs.recipe.parallel.num_sampling:
             everyone.broadcast_object(result.as_json())
     loop.callbacks.end(result)
     return result
 
 
-def parted(ranks: Ranks, sampling: int) -> tuple[Ranks | None, Ranks | None]:
-    """The ranks that train, and the first of them with those that sample; each None on a rank that is not among them.
-
-    A collective.
+@dataclass(frozen=True)
+class Division:
+    """Which ranks of a run train, and which sample and do nothing else: the last ones.
 
     Args:
-        ranks: of the run.
-        sampling: how many sample and do nothing else: the last ones.
+        training: the ranks that train; None on one that only samples.
+        exchange: the first of them with those that only sample; None on all others.
+        shared: the ranks that share the weights that they sample with with this one; None: it has all, or trains.
     """
-    if not sampling:
-        return ranks, None
-    training = ranks.world - sampling
-    return ranks.subset(range(training)), ranks.subset([0, *range(training, ranks.world)])
+
+    training: Ranks | None
+    exchange: Ranks | None = None
+    shared: Ranks | None = None
+
+    @classmethod
+    def of(cls, ranks: Ranks, parallel: ParallelSection) -> "Division":
+        """Of all ranks of a run, with a number for ``parallel.sampling``. A collective."""
+        if not parallel.num_sampling:
+            return cls(ranks)
+        first, shards = ranks.world - parallel.num_sampling, parallel.shards_of_sampling
+        sampling = range(first, ranks.world)
+        training, exchange = ranks.subset(range(first)), ranks.subset([0, *sampling])
+        return cls(training, exchange, sharing(ranks, sampling, shards) if shards > 1 else None)
 
 
 def sample_only(
-    inputs: Inputs,
-    exchange: Ranks,
-    open_engines: OpenEngines,
-    clock: WallClock,
-    *,
-    repeats: bool = False,
-    shared: Ranks | None = None,
+    inputs: Inputs, division: Division, open_engines: OpenEngines, clock: WallClock, *, repeats: bool = False
 ) -> None:
     """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
 
     Args:
         inputs: of the run.
-        exchange: of ``parted``.
+        division: of its ranks.
         open_engines, clock: of ``run_recipe``.
         repeats: whether the run repeats one with in-flight updates.
-        shared: the ranks that share weights with this one; None: it has all.
     """
-    rollout = inputs.recipe.rollout
+    rollout, exchange = inputs.recipe.rollout, division.exchange
+    assert exchange is not None
     with _on_its_device(inputs.recipe.model, clock), ExitStack() as stack:
-        if shared is not None:
-            sharded = sampling_engine(inputs.recipe, inputs.tokenizer, shared)
+        if division.shared is not None:
+            sharded = sampling_engine(inputs.recipe, inputs.tokenizer, division.shared)
             stack.callback(sharded.close)
             with Interrupt(logger.debug).heard():
                 sample_for(exchange, sharded, sharded.copy)
@@ -270,6 +258,28 @@ def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks
             write_folder_atomically(left, lambda path: policy.save(path, tokenizer))
         ranks.barrier()
         return replace(loaded, model=after_warm_start(recipe.model, model, seed=seed))
+
+
+def _run(loop: Loop) -> RunResult:
+    """Run the loop; an error that ends it is in the summary."""
+    journal = loop.journal
+    try:
+        with startup_objects_frozen():
+            return loop.run()
+    except LogitlessError as error:
+        if loop.ranks.is_first:
+            with suppress(OSError):  # a full disk may be the error
+                summary = {**_end_of(loop, "error"), "error": str(error), **journal.summary}
+                journal.folder.write_summary({**summary, "seconds": journal.clock.seconds()})
+        raise
+
+
+def _check_repeated(loop: Loop, replay: Path) -> None:
+    """Refuse a run that does not end as the one that it repeats. A collective."""
+    with failing_together(loop.ranks, "the run that is repeated"):
+        if loop.ranks.is_first:
+            check_same_end(loop.journal.folder, RunFolder(replay))
+    loop.journal.message(f"every token, metric and weight is that of {replay}, bit for bit")
 
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:

@@ -98,8 +98,7 @@ def load_policy(
         policy, progress = policy_of(recipe, model), _summary(folder)
     else:
         checkpoint = read_checkpoint(source)
-        has_values = any(name.startswith("parameter/value_head.") for name in checkpoint.tensors)
-        policy = policy_of(recipe, model, value_head_for(model, None) if has_values else None)
+        policy = policy_of(recipe, model, value_head_for(model, None) if checkpoint.has_values else None)
         restore_parameters(policy.held(), checkpoint.tensors)
         policy.round_master_weights()
         progress = checkpoint.state["progress"]

@@ -6,7 +6,7 @@ import sys
 import torch
 
 from logitless.models.kernels import delta_launch as delta
-from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.convolution import convolution, convolution_backward, convolution_step
 from logitless.models.kernels.delta_gates import (
     decay_and_beta,
     decay_and_beta_backward,
@@ -40,7 +40,7 @@ def launch_beside(dtype: torch.dtype) -> None:
     """What a layer does besides: convolution, gates and norm."""
     rows, channels = 8, 2 * KEY_HEADS * WIDTH + HEADS * WIDTH
     x, weight = torch.zeros(rows, channels, dtype=dtype), torch.zeros(channels, TAPS, dtype=dtype)
-    age = ages([rows])
+    age = torch.arange(rows, dtype=torch.int32)
     convolution(x, weight, age)
     convolution_backward(x, weight, age, x)
     convolution_step(x, weight, torch.zeros(2, TAPS - 1, channels, dtype=dtype), torch.zeros(rows, dtype=torch.int32))

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from logitless.models.kernels import experts
-from logitless.models.kernels.experts import Act, LowRank, Slots
+from logitless.models.kernels.experts import Act, LowRankTerm, Slots
 from logitless.models.kernels.route import Routing, Score, route, route_backward
 from tests.models.kernels.ahead import compiled
 
@@ -20,17 +20,16 @@ def launch(rows: int, act: Act, *, adapters: bool, biases: bool) -> None:
     if act.interleaved:  # as gpt-oss keeps them
         gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     slots = Slots.of(torch.zeros(8, 2, dtype=torch.int32), 4, rows=rows)
-    weights, low = torch.zeros(slots.count), torch.zeros(slots.count, 16, dtype=dtype) if adapters else None
-    first = LowRank(torch.zeros(4, 16, width, dtype=dtype), gate_up[..., :16].contiguous(), 2.0) if adapters else None
-    second = LowRank(torch.zeros(4, 16, inner, dtype=dtype), down[..., :16].contiguous(), 2.0) if adapters else None
+    weights, low = torch.zeros(slots.count), torch.zeros(slots.count, 16, dtype=dtype)
+    factors = gate_up[..., :16].contiguous(), down[..., :16].contiguous(), torch.zeros(4, 16, inner, dtype=dtype)
+    first, second, back = (LowRankTerm(low, each, 2.0) if adapters else experts.NO_TERM for each in factors)
     bias = gate_up[..., 0].contiguous() if biases else None
-    hidden, both = experts.gated_products(x, gate_up, slots, act, bias=bias, low=low, adapter=first, keeps_both=True)
+    hidden, both = experts.gated_products(x, gate_up, slots, act, bias=bias, low=first, keeps_both=True)
     assert both is not None
-    experts.gated_products(x, gate_up, slots, act, bias=bias, low=low, adapter=first)
-    low_b = None if second is None else second.b
-    parts = experts.grouped_product(hidden, down, slots, to_slots=True, low=low, low_b=low_b)
+    experts.gated_products(x, gate_up, slots, act, bias=bias, low=first)
+    parts = experts.grouped_product(hidden, down, slots, to_slots=True, low=second)
     experts.grouped_product(both, gate_up.transpose(1, 2), slots, to_slots=True)
-    experts.gated_products_backward(x, weights, down, both, slots, act, low=low, adapter=second, keeps_hidden=True)
+    experts.gated_products_backward(x, weights, down, both, slots, act, low=back, keeps_hidden=True)
     experts.outer_products(x, hidden, slots, down, a_of_tokens=True, weights=weights)
     experts.outer_products(both, x, slots, torch.zeros(4, 2 * inner, width), b_of_tokens=True, adds=True)
     experts.combined(parts, 2, weights, x)

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
+from logitless.models.attention import AttentionLayout
 from logitless.models.kernels import delta_launch as delta
-from logitless.models.kernels.convolution import ages, convolution, convolution_backward, convolution_step
+from logitless.models.kernels.convolution import convolution, convolution_backward, convolution_step
 from logitless.models.kernels.delta_forward import from_halves, high_half, low_half
 from logitless.models.kernels.delta_gates import (
     decay_and_beta,
@@ -35,17 +36,21 @@ HEADS, VALUE_HEADS, KEY_WIDTH, WIDTH = 1, 2, 16, 32
 TILES = DeltaTiles()
 
 
-def draw(tokens, dtype=torch.float32, seed=0):
+def draw(tokens, dtype=torch.float32, seed=0, widths=(KEY_WIDTH, WIDTH)):
     """Queries, keys, values, log-decays (of one head strong) and beta; keys are alike, as after SiLU."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(*shape, generator=generator)
 
-    query, key = (F.silu(normal(tokens, HEADS, KEY_WIDTH)).to(dtype) for _ in range(2))
-    value = normal(tokens, VALUE_HEADS, WIDTH).to(dtype)
+    query, key = (F.silu(normal(tokens, HEADS, widths[0])).to(dtype) for _ in range(2))
+    value = normal(tokens, VALUE_HEADS, widths[1]).to(dtype)
     decay = -F.softplus(normal(tokens, VALUE_HEADS) - 2.0) * torch.tensor([1.0, 60.0])
     return query, key, value, decay, normal(tokens, VALUE_HEADS).sigmoid()
+
+
+def ages(lengths):
+    return AttentionLayout.of_sequences(lengths).positions
 
 
 def lengths_around(size):
@@ -63,12 +68,12 @@ def recurrent(inputs, lengths):
         query, key, value, decay, beta = part
         query, key = (x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for x in (query, key))
         query, key = (x.repeat_interleave(VALUE_HEADS // HEADS, 1) for x in (query, key))
-        state = torch.zeros(VALUE_HEADS, KEY_WIDTH, WIDTH, dtype=value.dtype)
+        state = torch.zeros(VALUE_HEADS, key.shape[-1], value.shape[-1], dtype=value.dtype)
         for t in range(len(query)):
             state = state * decay[t].exp()[:, None, None]
             new = beta[t, :, None] * (value[t] - (state * key[t, :, :, None]).sum(1))
             state = state + key[t, :, :, None] * new[:, None]
-            outs.append((state * query[t, :, :, None]).sum(1) * KEY_WIDTH**-0.5)
+            outs.append((state * query[t, :, :, None]).sum(1) * key.shape[-1] ** -0.5)
     return torch.stack(outs)
 
 

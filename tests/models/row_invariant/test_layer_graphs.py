@@ -5,7 +5,6 @@ import torch
 
 from logitless.models.attention import AttentionLayout
 from logitless.models.row_invariant.layer_graphs import (
-    Form,
     HostTables,
     PaddedLayout,
     _in_a_graph,
@@ -31,11 +30,8 @@ def installed(name):
 
 
 def tables_of(decoder, groups, rows=ROWS):
-    forms = dict.fromkeys(
-        Form(f.heads.query, f.heads.key, f.heads.width, f.window)
-        for f in (layer.row_invariant_form for layer in decoder.layers)
-    )
-    return HostTables.of(AttentionLayout(groups, "cpu", rows), list(forms), torch.float32, torch.device("cpu"))
+    forms = list(dict.fromkeys(layer.row_invariant_form for layer in decoder.layers))
+    return HostTables.of(AttentionLayout(groups, "cpu", rows), forms, torch.float32, torch.device("cpu"))
 
 
 def hidden_and_gradients(decoder, layout, position, hidden, grad):

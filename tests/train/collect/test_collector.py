@@ -9,7 +9,7 @@ from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.collect.collector import Collector, sampled_and_judged
+from logitless.train.collect.collector import Collector, GroupSampler
 from logitless.train.collect.group_json import group_as_json, group_of_json
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Completion, Prompt
@@ -119,8 +119,8 @@ def sampled_by(engine, prompts, num_samples, seed):
     """Groups of one or all ranks."""
     ranks = Ranks(data=dist.group.WORLD) if dist.is_initialized() else Ranks.alone()
     rewards, options = weighted([Length()]), SamplingOptions(max_new_tokens=4)
-    more = {"num_samples": num_samples, "options": options, "unscored": "leave_out", "seed": seed}
-    return sampled_and_judged(ranks, engine, SingleTurn(), prompts, rewards, **more)
+    sampler = GroupSampler(engine, SingleTurn(), rewards, "leave_out", ranks=ranks)
+    return sampler(prompts, num_samples, options, seed=seed)
 
 
 def _groups(rank, num_prompts):

@@ -13,6 +13,7 @@ from logitless.rewards.text.exact import Exact
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
+from logitless.train.collect.collector import GroupSampler
 from logitless.train.collect.evaluate import Evaluation, HeldOut, evaluation_of, pass_at_k, success_metrics
 from logitless.train.recipe.evaluation import held_out_metrics
 from logitless.types import Completion, Prompt, Verdict
@@ -36,7 +37,7 @@ def _evaluate(rewards, **changes):
     unscored = changes.pop("unscored", "leave_out")
     options = {"num_samples": 2, "sampling": sampling, "success_at": 1.0, "every_blocks": 1, "seed": 4}
     held_out = HeldOut("evaluation", PROMPTS, **{**options, **changes})
-    found = Evaluation(engine, SingleTurn(), [held_out], rewards, unscored)([held_out])
+    found = Evaluation(GroupSampler(engine, SingleTurn(), rewards, unscored), [held_out])([held_out])
     assert engine.asked == (2, sampling, 4)
     return found
 

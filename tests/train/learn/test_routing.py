@@ -11,7 +11,7 @@ from logitless.objective.objective import Objective
 from logitless.objective.weighting import TokenMean
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.routing import RouterLoss, routing_numbers
-from logitless.train.learn.step import backward, step_batch
+from logitless.train.learn.step import OptimizerStep, backward
 from logitless.types import Completion, Prompt, TokenBatch
 from tests.models.mixtures import MIXTURES, WITH_LOSS, mixture
 from tests.models.tiny import tiny
@@ -48,16 +48,8 @@ def _step(policy, plan, *, signal=0.0, count_all=False, coefficient=COEFFICIENT)
     packed = pack(_pairs())
     advantage = signal * torch.linspace(-1, 1, packed.num_tokens, dtype=torch.float64)
     tokens = TokenBatch(packed.sequence, packed.num_sequences, advantage, torch.ones_like(advantage))
-    parts = step_batch(
-        packed,
-        replace(tokens, logp_old=torch.full_like(advantage, -4.0)),
-        plan,
-        Objective(),
-        TokenMean(),
-        dropped=[False] * 6,
-        num_steps=1,
-        statistics=None,
-    )
+    tokens = replace(tokens, logp_old=torch.full_like(advantage, -4.0))
+    parts = OptimizerStep(packed, tokens, plan, Objective(), TokenMean(), [False] * 6).micro_batches()
     router_loss = RouterLoss(policy, coefficient) if coefficient else None
     if router_loss is not None:
         router_loss.count(part.packed for part in parts[0 if count_all else 1 :])
@@ -70,9 +62,6 @@ def _step(policy, plan, *, signal=0.0, count_all=False, coefficient=COEFFICIENT)
         parts,
         temperature=1.0,
         backend="chunked",
-        beta=0.0,
-        entropy_coefficient=None,
-        statistics=None,
         seed=0,
         router_loss=router_loss,
     )

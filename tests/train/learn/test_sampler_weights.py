@@ -18,7 +18,6 @@ from tests.train.learn.test_teacher import _adapted
 VERSION, SINCE = 9, 1
 """Of the policy, and steps since the block was packed."""
 
-REST = {"beta": 0.0, "entropy_coefficient": None, "statistics": None, "seed": 0}
 CENTRED = Objective(surrogate=Reinforce(), score_centering=True)
 
 
@@ -68,7 +67,7 @@ def gradient_of(policy, held, block, plan):
 
     parts = _parts(block, plan, CENTRED, SequenceMean())
     with held.in_use():
-        outputs = backward(policy, CENTRED, parts, **options, **REST, centering=centering)
+        outputs = backward(policy, CENTRED, parts, **options, seed=0, centering=centering)
     return sum(output.loss.detach() for output in outputs), torch.cat([p.grad.flatten() for p in parameters]), outputs
 
 
@@ -104,7 +103,7 @@ def test_tokens_of_the_policys_own_weights_are_read_once_and_change_nothing_in_a
     for parameter in policy.model.parameters():
         parameter.grad = None
     parts = _parts(block, WHOLE, plain, SequenceMean())
-    [output] = backward(policy, plain, parts, temperature=TEMPERATURE, backend="chunked", **REST)
+    [output] = backward(policy, plain, parts, temperature=TEMPERATURE, backend="chunked", seed=0)
     assert torch.equal(loss, output.loss)
     assert torch.equal(gradient, torch.cat([p.grad.flatten() for p in policy.model.parameters()]))
     assert not outputs[0].kl_sampler.any()

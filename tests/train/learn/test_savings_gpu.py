@@ -86,10 +86,7 @@ def test_a_micro_batch_is_launched_while_the_one_before_it_runs():
     micro_batches = [_micro_batch(batch.take(row)) for row in ((0, 1, 2, 3), (4, 5), (6, 7, 8, 9))]
 
     def run():
-        return backward(
-            policy, Objective(), micro_batches, temperature=0.8, backend="fused", beta=0.0, entropy_coefficient=None,
-            statistics=None, seed=0,
-        )  # fmt: skip
+        return backward(policy, Objective(), micro_batches, temperature=0.8, backend="fused", seed=0)
 
     run()  # kernels are compiled
     try:

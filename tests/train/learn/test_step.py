@@ -26,11 +26,10 @@ from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import scores_of
 from logitless.train.learn.step import (
     MicroBatch,
+    OptimizerStep,
     backward,
     on_host,
-    step_batch,
     step_numbers,
-    zero_advantage_output,
 )
 from logitless.types import Completion, Prompt, TokenBatch
 from tests.train.tiny import TINY_GPT2, TINY_LLAMA
@@ -92,10 +91,14 @@ def _with(block: MicroBatch, **changes) -> MicroBatch:
     return MicroBatch(block.packed, replace(block.tokens, **changes))
 
 
-def _parts(block, plan, objective, weighting, **options):
+def _step(block, plan, objective, weighting, dropped=None, **options):
+    dropped = dropped or [False] * block.packed.num_sequences
+    return OptimizerStep(block.packed, block.tokens, plan, objective, weighting, dropped, **options)
+
+
+def _parts(*step, places=None, scores_itself=False, **options):
     """The micro-batches of a step."""
-    options = {"dropped": [False] * block.packed.num_sequences, "num_steps": 1, "statistics": None} | options
-    return step_batch(block.packed, block.tokens, plan, objective, weighting, **options)
+    return _step(*step, **options).micro_batches(places, scores_itself=scores_itself)
 
 
 def _gradient(policy, block, plan, objective, weighting, value_loss=None, *, beta=BETA, statistics=None, **options):
@@ -109,7 +112,6 @@ def _gradient(policy, block, plan, objective, weighting, value_loss=None, *, bet
         temperature=TEMPERATURE,
         backend="chunked",
         beta=beta,
-        entropy_coefficient=None,
         statistics=statistics,
         seed=0,
         value_loss=value_loss,
@@ -147,9 +149,6 @@ def test_what_a_tool_said_is_learnt_as_by_cross_entropy_however_a_step_is_cut():
             _parts(MicroBatch(batch, tokens), plan, Objective(), TokenMean()),
             temperature=TEMPERATURE,
             backend="chunked",
-            beta=0.0,
-            entropy_coefficient=None,
-            statistics=None,
             seed=0,
             observations=Observations(alpha),
         )
@@ -239,6 +238,11 @@ def _oracle():
     return model
 
 
+def whole_gradient(model) -> torch.Tensor:
+    """The gradient of all weights that have one, as one vector."""
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
 def _each(block: MicroBatch):
     """Of each sequence with a token its number, the ids that are read, its targets and where they lie in the block."""
     inputs, first, start = block.packed.inputs, 0, 0
@@ -269,7 +273,7 @@ def _by_formula(model, block: MicroBatch, rows) -> torch.Tensor:
         entropy = -(log_probabilities.exp() * log_probabilities).sum(-1)
         loss = loss - BONUS * entropy.sum() / block.packed.num_tokens
     loss.backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return whole_gradient(model)
 
 
 @pytest.mark.parametrize("padding", [0, 5])
@@ -414,9 +418,7 @@ def test_the_numbers_of_a_first_step_count_dead_sequences_as_scoring_saw_them():
     for leave_out in (False, True):
         plan, parts = _plan(block, share=True, by_cost=True, leave_out=leave_out), (found.objective, found.weighting)
         outputs = _gradient(policy, block, plan, *parts, beta=0.0, **WITHOUT_LEFT_OUT)[2]
-        dead = zero_advantage_output(
-            block.packed, block.tokens, plan, *parts, **WITHOUT_LEFT_OUT, num_steps=1, statistics=None
-        )
+        dead = _step(block, plan, *parts, **WITHOUT_LEFT_OUT).zero_advantage_output()
         assert (dead is not None) == leave_out
         numbers.append(on_host(step_numbers(outputs if dead is None else [*outputs, dead])))
     assert numbers[0].keys() == numbers[1].keys()

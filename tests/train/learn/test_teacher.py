@@ -25,9 +25,11 @@ from tests.train.learn.test_step import (
     _assert_same,
     _block,
     _each,
+    _oracle,
     _parts,
     _policy,
     _scores,
+    whole_gradient,
 )
 
 WEIGHT = 0.4
@@ -71,9 +73,6 @@ def _gradient(policy, block, plan, teacher, preset="grpo", dropped=None, weight=
         _parts(block, plan, found.objective, found.weighting, **({} if dropped is None else {"dropped": dropped})),
         temperature=TEMPERATURE,
         backend="chunked",
-        beta=0.0,
-        entropy_coefficient=None,
-        statistics=None,
         seed=0,
         teacher=teacher,
         distillation=Distillation(weight=weight),
@@ -106,8 +105,7 @@ def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time():
     block = _block(policy)
     loss, found, outputs = _gradient(policy, block, CUTS["uneven rows"], teacher)
     _, without, _ = _gradient(policy, block, CUTS["uneven rows"], None)
-    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
-    disable_dropout(oracle)
+    oracle = _oracle()
     expected, every = torch.zeros((), dtype=torch.float64), []
     for _, ids, target, _ in _each(block):
         p = (oracle(ids[None]).logits[0, -len(target) :] / TEMPERATURE).log_softmax(-1)
@@ -116,7 +114,7 @@ def test_the_gradient_is_that_of_full_logits_one_sequence_at_a_time():
         every.append(divergence.detach())
         expected = expected + WEIGHT * divergence.mean() / 8  # grpo: a mean over sequences, the empty one too
     expected.backward()
-    of_term = torch.cat([p.grad.flatten() for p in oracle.parameters()])
+    of_term = whole_gradient(oracle)
     assert (found - without - of_term).abs().max() <= 1e-12 * of_term.abs().max()
     numbers = on_host(step_numbers(outputs))
     assert numbers["teacher/divergence"] == pytest.approx(float(torch.cat(every).mean()), rel=1e-12)
@@ -180,8 +178,7 @@ def test_several_teachers_after_their_own_prompts_give_the_gradient_of_full_logi
     whole = _gradient(policy, block, WHOLE, teacher)
     for plan in CUTS.values():
         _assert_same(_gradient(policy, block, plan, teacher), whole, 1e-12)
-    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
-    disable_dropout(oracle)
+    oracle = _oracle()
     models = [teacher.models[0].model, oracle]
     loss, logp = torch.zeros((), dtype=torch.float64), torch.full((block.packed.num_tokens,), torch.nan).double()
     for s, ids, target, at in _each(block):
@@ -196,7 +193,7 @@ def test_several_teachers_after_their_own_prompts_give_the_gradient_of_full_logi
         loss = loss + WEIGHT * (q.exp() * (q - p)).sum(-1).mean() / 8
         logp[at] = logits.log_softmax(-1).gather(1, target[:, None]).squeeze(1)
     loss.backward()
-    of_term = torch.cat([p.grad.flatten() for p in oracle.parameters()])
+    of_term = whole_gradient(oracle)
     difference = whole[1] - _gradient(policy, block, WHOLE, None)[1] - of_term
     assert difference.abs().max() <= 1e-12 * of_term.abs().max()
     scored = _scores(teacher, block.packed, [ROWS[:3], ROWS[3:]]).logp

@@ -9,7 +9,7 @@ from logitless.data.packing import pack
 from logitless.errors import ConfigurationError, EngineError
 from logitless.http_client import HttpClient, Patience
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.loading import disable_dropout, load_model
+from logitless.models.loading import load_model
 from logitless.rollout.vllm.api import VllmServer
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.step import on_host, step_numbers
@@ -22,7 +22,18 @@ from logitless.types import Completion, Prompt
 from tests.head.two_streams import defined
 from tests.rollout.fake_vllm import Served, serving
 from tests.rounding import of_roundings
-from tests.train.learn.test_step import CUTS, GPT2, TEMPERATURE, WHOLE, _assert_same, _block, _each, _policy
+from tests.train.learn.test_step import (
+    CUTS,
+    GPT2,
+    TEMPERATURE,
+    WHOLE,
+    _assert_same,
+    _block,
+    _each,
+    _oracle,
+    _policy,
+    whole_gradient,
+)
 from tests.train.learn.test_teacher import WEIGHT, _gradient
 from tests.train.test_distillation import ALONE, LONGER
 from tests.train.tiny import ALPHABET, TINY_LLAMA, finished_run, steps_of, tiny_recipe
@@ -85,8 +96,7 @@ def test_the_gradient_is_that_of_full_logits_over_the_likeliest_tokens_and_the_r
         whole = _gradient(policy, block, WHOLE, teacher)
         for name in ("uneven rows", "another order"):
             _assert_same(_gradient(policy, block, CUTS[name], teacher), whole, 1e-12)
-    oracle = load_model(GPT2, dtype=torch.float64, random_weights=True, seed=3, attention="eager")
-    disable_dropout(oracle)
+    oracle = _oracle()
     loss, every, tails = torch.zeros((), dtype=torch.float64), [], []
     for _, ids, target, _ in _each(block):
         p = (oracle(ids[None]).logits[0, -len(target) :] / TEMPERATURE).softmax(-1)
@@ -102,7 +112,7 @@ def test_the_gradient_is_that_of_full_logits_over_the_likeliest_tokens_and_the_r
         tails.append(torch.stack([each[:, -1].detach() for each in events], 1))
         loss = loss + WEIGHT * divergence.mean() / 8
     loss.backward()
-    of_term = torch.cat([p.grad.flatten() for p in oracle.parameters()])
+    of_term = whole_gradient(oracle)
     difference = whole[1] - _gradient(policy, block, WHOLE, None)[1] - of_term
     # The teacher's log-probs are float32, of a few nats.
     assert difference.abs().max() <= of_roundings(torch.float32, 20) * of_term.abs().max()

@@ -37,7 +37,7 @@ def test_what_a_layer_keeps_for_its_backward_pass_is_forecast(monkeypatch):
         model = load_model(CONFIGS["qwen3_5"] | config, random_weights=True, seed=1).train()
         install_row_invariant(model)
         tally = activations._Tally(model)
-        with activations._Kept(tally):
+        with activations._Counted(tally):
             hidden = backbone_hidden(model, packed([128, 320]))
         del hidden
         measured.append(sum(tally.storages.values()) / 448)

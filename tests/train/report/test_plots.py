@@ -53,9 +53,7 @@ def test_a_run_ten_times_as_long_is_no_larger():
 def test_a_heat_map_may_have_blanks_one_column_and_many_columns():
     for columns in (1, 900):
         rows = [[None if n % 5 == 0 else 0.5 for n in range(columns)] for _ in range(3)]
-        drawn = heat_map(
-            rows, x=range(1, columns + 1), x_label="block", y_label="", y_names=["a", "b$", "c"], value_label="rate"
-        )
+        drawn = heat_map(rows, x=range(1, columns + 1), y_label="", y_names=["a", "b$", "c"], value_label="rate")
         assert ElementTree.fromstring(drawn).tag.endswith("svg")
 
 

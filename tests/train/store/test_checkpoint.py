@@ -152,7 +152,7 @@ def test_other_folders_are_no_checkpoints(tmp_path):
 
 def test_remains_of_an_interrupted_save_are_not_read_and_can_be_cleared(tmp_path):
     _save(tmp_path, 1)
-    for prefix in checkpoints._HIDDEN:
+    for prefix in (checkpoints._SAVING, checkpoints._REMOVING):
         (tmp_path / f"{prefix}block-000000-step-000002").mkdir()
     assert load_checkpoint(tmp_path).state == {"step": 1}
     clear_remains(tmp_path)

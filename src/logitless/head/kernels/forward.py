@@ -10,7 +10,7 @@ per tile and added up afterwards, without atomics: bitwise repeatable, and indep
 
 Tiles are loaded by TMA descriptors (Hopper and later) or with masks (any GPU; needed for lists of rows). No maximum is
 tracked: rows whose sums leave the range are flagged by ``partial_sums`` and recomputed with their maximum as the
-    anchor.
+anchor.
 """
 
 import triton
@@ -18,9 +18,8 @@ import triton.language as tl
 
 LN2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
-WIDEST = tl.constexpr(
-    2.0**60
-)  # a row whose normaliser leaves 1 / WIDEST .. WIDEST is recomputed with its maximum as the anchor
+# a row whose normaliser leaves 1 / WIDEST .. WIDEST is recomputed with its maximum as the anchor
+WIDEST = tl.constexpr(2.0**60)
 NEVER = tl.constexpr(-1e4)  # bits below the anchor at which a column is left out: 2^-1e4 is 0, and so is 0 * -1e4
 
 

@@ -7,10 +7,8 @@ g = p * (grad_output . v - d) (times the softcap's slope):
 
 For each tile of queries ``query_gradient`` goes through keys, and for each tile of keys ``key_gradient`` goes through
 queries: seven products instead of the minimum of five, so that no two programs add to the same sum. A prompt's keys
-    have
-the queries of all its completions: a tile of keys with many queries is divided into parts, as the layout determines,
-    and
-``sum_key_parts`` adds their sums in order. Gradients depend on the layout only, not on timing.
+have the queries of all its completions: a tile of keys with many queries is divided into parts, as the layout
+determines, and ``sum_key_parts`` adds their sums in order. Gradients depend on the layout only, not on timing.
 """
 
 import triton
@@ -63,25 +61,10 @@ def query_gradient(
     row_d,  # [K, T, R] float32, written: d
     grad_query,  # [T, H, E], written
     tiles,  # [tiles, 8] int32, and what follows: as of ``attention_forward``
-    branch_rows,
-    T,
-    query_stride,
-    key_stride,
-    window,
-    inner,
-    gain,
-    scale,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    branch_rows, T, query_stride, key_stride, window, inner, gain, scale,
+    K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Gradient of one tile of queries, and the values of its rows that ``key_gradient`` reads."""
     line, key_head, token, head = query_tile(tiles, K, R, BM)
     prefix_row = tl.load(line)
@@ -214,25 +197,11 @@ def key_gradient(
     parts,  # [parts, K, 2, BK, WIDTH] float32, written: gradients of tiles that are cut
     tiles,  # [tiles, 8] int32: first and last row of keys, first and last row of queries, part (-1: not cut)
     position,  # [T] int32, of each row in its sequence; only read with a window
-    T,
-    query_stride,
-    key_stride,
-    window,
-    inner,
-    gain,
-    scale,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BK: tl.constexpr,
-    BM: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TMA_ROWS: tl.constexpr,
-    TMA_TERMS: tl.constexpr,
+    T, query_stride, key_stride, window, inner, gain, scale,
+    K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, BM: tl.constexpr,
+    WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, TMA_ROWS: tl.constexpr, TMA_TERMS: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """Gradients of a tile of keys and values from a range of rows of queries.
 
     All rows that attend to a key come after it, up to the end of its sequence or, for a shared prefix, of the last
@@ -302,12 +271,8 @@ def sum_key_parts(
     grad_value,  # [T, K, E], written
     tiles,  # [cut tiles, 8] int32: first and last row of keys, first part, number of parts
     scale,
-    K: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BK: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    K: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, BK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Gradients of ROWS rows of a divided tile of keys: the sum of its parts, in order."""
     line = tiles + (tl.program_id(0) // K) * 8
     key_head = tl.program_id(0) % K

@@ -83,26 +83,10 @@ def decode_shared(
     state_m,  # [rows, splits, H] float32, written
     state_s,  # likewise
     state_o,  # [rows, splits, H, WIDTH] float32, written
-    splits,
-    max_pages,
-    group_size,
-    query_stride,
-    key_stride,
-    window,
-    inner,
-    gain,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    splits, max_pages, group_size, query_stride, key_stride, window, inner, gain,
+    K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """The shared blocks of one split, for a tile of a group's rows times query heads."""
     after_inputs(OVERLAP)
     tile_count = tl.cdiv(group_size * R, BM)
@@ -152,26 +136,11 @@ def decode_own(
     state_o,  # [rows, splits, H, WIDTH] float32
     output,  # [rows, H, E], written when DIRECT
     log_sum_exp,  # [rows, H] float32, in nats, written when DIRECT
-    splits,
-    max_pages,
-    query_stride,
-    key_stride,
-    window,
-    inner,
-    gain,
-    K: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    DIRECT: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    splits, max_pages, query_stride, key_stride, window, inner, gain,
+    K: tl.constexpr, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr, BM: tl.constexpr, BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, DIRECT: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One split of one row, from its first block that is not shared; with a single split, the result."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)
@@ -242,18 +211,13 @@ def merge_splits(
     position,  # [rows] int32
     output,  # [rows, H, E], written
     log_sum_exp,  # [rows, H] float32, in nats, written
-    splits,
-    window,
-    H: tl.constexpr,
-    R: tl.constexpr,
-    E: tl.constexpr,
-    WIDTH: tl.constexpr,
+    splits, window,
+    H: tl.constexpr, R: tl.constexpr, E: tl.constexpr, WIDTH: tl.constexpr,
     HEADS: tl.constexpr,  # R padded to a power of two
     SPLIT: tl.constexpr,
     AT_ONCE: tl.constexpr,  # splits loaded together
-    WINDOWED: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    WINDOWED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Merge a row's splits in order, for the query heads of one key head."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)

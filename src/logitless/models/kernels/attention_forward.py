@@ -195,9 +195,7 @@ def attention_forward(
     #         length of the trunk, first of ``branch_rows``
     branch_rows,  # [b] int32: rows of prefixes after their trunks; None: a prefix is its trunk
     page_table,  # [sequences, max_pages] int32: pages of each sequence in order; None: not paged
-    max_pages,
-    query_stride,
-    key_stride,
+    max_pages, query_stride, key_stride,
     window,  # positions that a query attends to, itself included
     inner,  # scale / softcap
     gain,  # scale (softcap) in bits
@@ -205,15 +203,9 @@ def attention_forward(
     R: tl.constexpr,  # query heads a key head
     E: tl.constexpr,
     WIDTH: tl.constexpr,  # E padded to a power of two
-    BM: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLIT: tl.constexpr,
-    PAGED: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    SOFTCAP: tl.constexpr,
-    TMA: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    BM: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, PAGED: tl.constexpr, WINDOWED: tl.constexpr,
+    SOFTCAP: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """Attention of one tile of queries."""
     line, key_head, token, head = query_tile(tiles, K, R, BM)
     prefix_row = tl.load(line)

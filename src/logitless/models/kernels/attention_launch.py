@@ -11,7 +11,7 @@ from torch import Tensor
 from logitless.models.kernels import attention_backward, attention_decode, attention_forward, attention_tiles
 from logitless.models.kernels.attention_tiles import AttentionTiles, KeyTile, QueryTile
 from logitless.models.kernels.overlap import overlapping
-from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
+from logitless.models.kernels.rows import as_rows, divided_up, empty_rows, power_of_two
 from logitless.quick_launch import descriptor
 
 _LOG2E = math.log2(math.e)
@@ -58,12 +58,6 @@ class Heads(NamedTuple):
     def constants(self) -> dict[str, int]:
         """Constants of most kernels."""
         return {"K": self.num_key, "R": self.group, "E": self.width, "WIDTH": self.padded}
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """x [T, H, E] with heads side by side; a view if possible."""
-    side_by_side = x.stride(2) == 1 and x.stride(1) == x.shape[2]
-    return x if side_by_side else x.contiguous()
 
 
 def key_value_rows(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -6,8 +6,6 @@ Terms are added from the oldest on in float32 by fused multiply-adds, and the re
 keeps the last ``TAPS - 1`` inputs of each sequence. It is a sum of a row's own terms, hence row-invariant.
 """
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
@@ -49,11 +47,8 @@ def convolution_kernel(
     num_rows,
     width,  # D
     stride,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A tile of the output."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -73,12 +68,9 @@ def convolution_step_kernel(
     history,  # [slots, TAPS - 1, D] read and written: each sequence's last inputs, the oldest first
     slot,  # [R] int32; -1: no token
     out,  # [R, D] contiguous
-    width,
-    stride,
-    TAPS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    width, stride,
+    TAPS: tl.constexpr, COLUMNS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row of the output; the history moves on."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -109,14 +101,9 @@ def convolution_backward_kernel(
     grad_out,  # [T, D] contiguous
     grad_x,  # [T, D] contiguous, written
     parts,  # [programs, TAPS, D] float32: the weight's gradient over each program's rows
-    num_rows,
-    width,
-    stride,
-    tiles_per_program,
-    TAPS: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    num_rows, width, stride, tiles_per_program,
+    TAPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     """Consecutive tiles of rows, one after the other; the convolution is recomputed."""
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -152,16 +139,6 @@ def convolution_backward_kernel(
 _ROWS, _COLUMNS = 16, 128
 
 
-def ages(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
-    """[T] int32: how many rows of its sequence lie before each row.
-
-    Example:
-        >>> ages([2, 3]).tolist()
-        [0, 1, 0, 1, 2]
-    """
-    return torch.cat([torch.arange(length, dtype=torch.int32) for length in lengths]).to(device)
-
-
 def convolution(
     x: Float[Tensor, "T D"], weight: Float[Tensor, "D taps"], age: Int[Tensor, "T"]
 ) -> Float[Tensor, "T D"]:
@@ -170,7 +147,7 @@ def convolution(
     Args:
         x: with contiguous rows.
         weight: contiguous, the oldest tap first.
-        age: of ``ages``.
+        age: int32, how many rows of its sequence lie before each.
     """
     (rows, width), taps = x.shape, weight.shape[1]
     out = torch.empty(rows, width, dtype=x.dtype, device=x.device)

@@ -28,22 +28,16 @@ def reverse_kernel(
     grad_out,  # [T, HV, V]
     beta,  # [T, HV]
     total,  # [chunks, HV, C]
-    segments,
-    order,
+    segments, order,
     solve,  # [chunks, HV, C, C]
     mix,  # [chunks, HV, C, C]
     grad_states,  # [chunks, HV, K, V] written: gradient of the state after each chunk
     grad_rows,  # [T, HV, V] written: dR
     grad_before,  # [rows, HV, K, V] float32 written: gradients of states before segments; None: none is used
     scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """All chunks of a segment, last first, for one value head and some columns of its values."""
     head = tl.program_id(0) // (V // BV)
     segment = tl.load(order + tl.program_id(1))
@@ -101,8 +95,7 @@ def gradient_kernel(
     value,  # [T, HV, V], rows ``value_stride`` apart
     beta,  # [T, HV]
     total,  # [chunks, HV, C]
-    segments,
-    segment_of,
+    segments, segment_of,
     states,  # [chunks, HV, K, V]
     grad_states,  # [chunks, HV, K, V]
     deltas,  # [T, HV, V]: D
@@ -113,18 +106,10 @@ def gradient_kernel(
     grad_value,  # [T, HV, V] written
     grad_total,  # [K / BK, chunks, HV, C] float32 written: parts of dG
     grad_beta,  # [K / BK, chunks, HV, C] float32 written
-    value_stride,
-    scale,
-    num_chunks,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BK: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    value_stride, scale, num_chunks,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BK: tl.constexpr,
+    BV: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """One chunk and value head, and some columns of keys and queries."""
     tile = tl.program_id(0) % (K // BK)
     head = tl.program_id(0) // (K // BK)
@@ -207,14 +192,9 @@ def decay_backward_kernel(
     grad_beta_parts,  # [parts, chunks, HV, C] float32
     grad_decay,  # [T, HV] float32 written, of the log-decay
     grad_beta,  # [T, HV] written
-    segments,
-    segment_of,
-    part_stride,
-    PARTS: tl.constexpr,
-    HV: tl.constexpr,
-    HEADS: tl.constexpr,
-    C: tl.constexpr,
-):
+    segments, segment_of, part_stride,
+    PARTS: tl.constexpr, HV: tl.constexpr, HEADS: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
     """Sums over a chunk from its end, and over parts."""
     chunk = tl.program_id(0)
     head = tl.arange(0, HEADS)
@@ -250,13 +230,11 @@ def unit_backward_kernel(
     grad_query,  # [T, H, K] written
     grad_key,  # [T, H, K] written
     num_rows,  # T * H
-    query_stride,
-    key_stride,
+    query_stride, key_stride,
     H: tl.constexpr,
     GROUP: tl.constexpr,  # HV / H
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Gradients of queries or keys before ``unit_kernel``, summed over the value heads of each."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < num_rows)[:, None]

@@ -43,10 +43,12 @@ LOG2E = tl.constexpr(1.4426950408889634)
 def high_half(state, WIDE: tl.constexpr):
     """A float32 state as an operand: in bfloat16, half away from zero; or itself if WIDE."""
     if WIDE:
-        return state
-    # The sum may turn a NaN into a number; 0x7FFF is a NaN with whatever other half.
-    bits = tl.where(state == state, state.to(tl.int32, bitcast=True) + 0x8000, 0x7FFF0000)
-    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        high = state
+    else:
+        # The sum may turn a NaN into a number; 0x7FFF is a NaN with whatever other half.
+        bits = tl.where(state == state, state.to(tl.int32, bitcast=True) + 0x8000, 0x7FFF0000)
+        high = (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return high
 
 
 @triton.jit
@@ -97,13 +99,9 @@ def unit_kernel(
     unit_key,  # [places, H, K] contiguous
     place,  # [T] int32: where a token's key goes; -1: nowhere; None: place t
     num_rows,  # T * H
-    query_stride,
-    key_stride,
-    H: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    query_stride, key_stride,
+    H: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Queries or keys of length 1: ``x * rsqrt(sum(x^2) + 1e-6)``."""
     after_inputs(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -169,15 +167,11 @@ def inverse_kernel(
     unit_key,  # [T, H, K]
     beta,  # [T, HV]
     total,  # [chunks, HV, C]
-    segments,
-    segment_of,
+    segments, segment_of,
     inverse,  # [chunks, HV, C, BLOCK] float32 written: (I + A)^-1 of each block of 16 rows and columns
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr,
     PRECISION: tl.constexpr,  # of products of float32
-):
+):  # fmt: skip
     """The inverse of one block on the diagonal, row by row."""
     chunk = tl.program_id(0) // (C // BLOCK)
     block = tl.program_id(0) % (C // BLOCK) * BLOCK
@@ -216,17 +210,12 @@ def solve_kernel(
     unit_key,  # [T, H, K]
     beta,  # [T, HV]
     total,  # [chunks, HV, C]
-    segments,
-    segment_of,
+    segments, segment_of,
     inverse,  # [chunks, HV, C, BLOCK] float32
     solve,  # [chunks, HV, C, C] written: T
     mix,  # [chunks, HV, C, C] written: M
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    C: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """T and M of one chunk and value head, by blocks of 16 rows."""
     chunk = tl.program_id(0)
     head = tl.program_id(1)
@@ -316,17 +305,10 @@ def scan_kernel(
     high,  # [rows, HV, K, V] states before segments, and at the start of their unfinished chunk; None: none is used
     low,  # the same, their low halves; None in float32
     rest,  # [rows, HV, C, V] R of the unfinished chunk, or None
-    value_stride,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+    value_stride, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    WIDE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
     """All chunks of a segment, for one value head and some columns of its values."""
     head = tl.program_id(0) // (V // BV)
     segment = tl.load(order + tl.program_id(1))
@@ -412,17 +394,10 @@ def step_kernel(
     rest,  # [slots, HV, C, V] R
     high,  # [slots, HV, K, V] state at the chunk's start
     out,  # [R, HV, V]
-    value_stride,
-    scale,
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    value_stride, scale,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
+    PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One token of one sequence, for one value head, as a row of the tiles of its block of 16 rows."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -510,17 +485,10 @@ def advance_kernel(
     rest,  # [slots, HV, C, V]
     high,  # [slots, HV, K, V] read and written
     low,  # likewise; None in float32
-    H: tl.constexpr,
-    HV: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    C: tl.constexpr,
-    BV: tl.constexpr,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, BV: tl.constexpr,
     HEADS: tl.constexpr,  # a program takes
-    WIDE: tl.constexpr,
-    PRECISION: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    WIDE: tl.constexpr, PRECISION: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """The states of a sequence whose chunk is full."""
     after_inputs(OVERLAP)
     row = tl.program_id(0)

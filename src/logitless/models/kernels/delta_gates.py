@@ -36,14 +36,11 @@ def decay_and_beta_kernel(
     dt_bias,  # [HV]
     log_decay,  # [T, HV] float32, written
     beta,  # [T, HV] float32, written
-    num_rows,
-    a_stride,
-    b_stride,
+    num_rows, a_stride, b_stride,
     HV: tl.constexpr,
     HEADS: tl.constexpr,  # HV padded to a power of two
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Some tokens."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -70,13 +67,9 @@ def decay_and_beta_backward_kernel(
     grad_a,  # [T, HV] written
     grad_b,  # [T, HV] written
     parts,  # [programs, 2, HV] float32 written: of ``a_log`` and ``dt_bias``
-    num_rows,
-    a_stride,
-    b_stride,
-    rows_per_program,
-    HV: tl.constexpr,
-    HEADS: tl.constexpr,
-):
+    num_rows, a_stride, b_stride, rows_per_program,
+    HV: tl.constexpr, HEADS: tl.constexpr,
+):  # fmt: skip
     """Consecutive tokens, one after the other."""
     head = tl.arange(0, HEADS)
     some = head < HV
@@ -111,11 +104,8 @@ def gated_norm_kernel(
     eps,
     num_rows,  # T * HV
     gate_stride,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    HV: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """Some heads."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -143,12 +133,9 @@ def gated_norm_backward_kernel(
     parts,  # [programs, V] float32 written: of the weight
     eps,
     num_rows,  # T * HV
-    gate_stride,
-    tiles_per_program,
-    HV: tl.constexpr,
-    V: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    gate_stride, tiles_per_program,
+    HV: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Consecutive tiles of heads, one after the other."""
     column = tl.arange(0, V)[None, :]
     w = tl.load(weight + column).to(tl.float32)

@@ -17,7 +17,7 @@ from torch import Tensor
 from logitless.models.kernels import delta_backward as backward_kernels
 from logitless.models.kernels import delta_forward as forward_kernels
 from logitless.models.kernels.overlap import overlapping
-from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.models.kernels.rows import as_rows, divided_up, power_of_two
 from logitless.transfer import sent
 
 
@@ -261,11 +261,6 @@ def _precision(dtype: torch.dtype) -> str:
     return "ieee" if dtype == torch.float32 else "tf32"
 
 
-def as_rows(x: Tensor) -> Tensor:
-    """x [T, heads, width] with heads side by side."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
-
-
 def unit_rows(
     query: Tensor, key: Tensor, keys: Tensor | None = None, place: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -437,8 +432,8 @@ def chunk_gradients(
     shape, rows = Shape.of(made.unit_query, value), value.shape[0]
     depth = min(depth, shape.key_width)
     parts = shape.key_width // depth
-    # Two warp groups would halve narrow products to 8 columns, where Triton 3.6 addresses memory that is not there.
-    warps = tile.warps if depth >= 64 else 4
+    # Of more columns than keys, in one round of the kernel's loop, Triton 3.6 addresses memory that is not there.
+    columns = min(tile.columns, shape.width, depth)
     new = value.new_empty if chunks.every_row else value.new_zeros
     grads = InChunks(
         *(new(rows, shape.heads, width) for width in (shape.key_width, shape.key_width, shape.width)),
@@ -447,8 +442,8 @@ def chunk_gradients(
     backward_kernels.gradient_kernel[(shape.heads * parts, chunks.count)](
         made.unit_query, made.unit_key, value, beta, made.total, chunks.segments, chunks.segment_of, states,
         grad_states, deltas, grad_out, grad_rows, *grads, value.stride(0), shape.scale, chunks.count,
-        **shape.constants, C=chunks.size, BK=depth, BV=min(tile.columns, shape.width),
-        PRECISION=_precision(value.dtype), num_warps=warps, num_stages=tile.stages,
+        **shape.constants, C=chunks.size, BK=depth, BV=columns,
+        PRECISION=_precision(value.dtype), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return grads
 

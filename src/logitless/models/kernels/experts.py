@@ -55,6 +55,28 @@ class LowRank(NamedTuple):
     scale: float
 
 
+class LowRankTerm(NamedTuple):
+    """What is added to a product of each slot before it is rounded: ``scale * rows @ b[expert].T``.
+
+    Args:
+        rows: [S, R] sorted, contiguous.
+        b: [E, N, R]; of any strides in ``grouped_product``, contiguous in ``gated_products``.
+        scale: a number.
+    """
+
+    rows: Tensor | None = None
+    b: Tensor | None = None
+    scale: float = 1.0
+
+    @property
+    def rank(self) -> int:
+        """R; 0 for no term."""
+        return 0 if self.rows is None else self.rows.shape[1]
+
+
+NO_TERM = LowRankTerm()
+
+
 @dataclass(frozen=True)
 class Slots:
     """The slots of a forward pass, sorted by expert, and the tiles of their products.
@@ -237,10 +259,8 @@ def gated_kernel(
     order, tile_expert, tile_start, tile_stop,
     width,  # I
     length,  # D
-    expert_stride, column_stride, depth_stride,
-    rank, scale,
-    PER_TOKEN: tl.constexpr,
-    GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    expert_stride, column_stride, depth_stride, rank, scale,
+    PER_TOKEN: tl.constexpr, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Gate, up and activation of a tile of one expert's slots."""
@@ -322,8 +342,7 @@ def gated_backward_kernel(
     length,  # D
     expert_stride, column_stride, depth_stride,  # of ``down`` by I and by D
     rank, num_slots,
-    PER_TOKEN: tl.constexpr,
-    GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
+    PER_TOKEN: tl.constexpr, GELU: tl.constexpr, INTERLEAVED: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EVEN: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of gate and up, and of the slots' weights, from those of the tokens."""
@@ -365,8 +384,7 @@ def outer_kernel(
     b,  # rows of ``num_columns`` numbers
     weights,  # [S] factors of the rows of ``a`` by slot, float32; or None
     out,  # [E, num_rows, num_columns] by its strides
-    order, begin,
-    num_rows, num_columns,
+    order, begin, num_rows, num_columns,
     expert_stride, row_stride, column_stride,  # of ``out``
     scale,
     PER_TOKEN: tl.constexpr, A_OF_TOKENS: tl.constexpr, B_OF_TOKENS: tl.constexpr, ADD: tl.constexpr,
@@ -411,9 +429,8 @@ def combine_kernel(
     addend,  # [T, D] or None
     out,  # [T, D]
     width,  # D
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A token's K rows, weighted and added in their order, rounded; then the addend."""
     token = tl.program_id(0).to(tl.int64)
     d = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -495,36 +512,42 @@ def _tables(slots: Slots) -> tuple[Tensor, ...]:
 
 def grouped_product(
     rows: Float[Tensor, "A M"], weight: Float[Tensor, "E N M"], slots: Slots, *, of_tokens: bool = False,
-    to_slots: bool = False, bias: Float[Tensor, "E N"] | None = None, low: Float[Tensor, "S R"] | None = None,
-    low_b: Float[Tensor, "E N R"] | None = None, scale: float = 1.0,
+    to_slots: bool = False, bias: Float[Tensor, "E N"] | None = None, low: LowRankTerm = NO_TERM,
 ) -> Float[Tensor, "S N"]:  # fmt: skip
-    """``row @ weight[expert].T + bias[expert] + scale * low @ low_b[expert].T`` of every slot.
+    """``row @ weight[expert].T + bias[expert] + low`` of every slot.
 
     Args:
         rows: one a place, or one a token with ``of_tokens``; contiguous.
         weight: of any strides.
         slots: sorted.
         to_slots: return rows in the slots' own order, else sorted.
-        low, low_b: of an adapter; ``low`` sorted and contiguous, ``low_b`` of any strides.
+        low: of an adapter.
     """
     _, num_columns, length = weight.shape
     out = torch.empty(slots.count, num_columns, dtype=rows.dtype, device=rows.device)
     tile = _tile(_GROUPED, _LARGE_GROUPED, slots.rows, rows)
-    rank = 0 if low is None else low.shape[1]
     grid = (divided_up(num_columns, tile.columns), slots.expert.shape[0])
     if slots.count:
         grouped_kernel[grid](
-            rows, weight, bias, low, low_b, out, *_tables(slots), num_columns, length, *weight.stride(), rank,
-            *((0, 0, 0) if low_b is None else low_b.stride()), scale, PER_TOKEN=slots.per_token, OF_TOKENS=of_tokens,
-            TO_SLOTS=to_slots, **_launched(tile, slots.rows, length, rank),
+            rows, weight, bias, low.rows, low.b, out, *_tables(slots), num_columns, length, *weight.stride(), low.rank,
+            *((0, 0, 0) if low.b is None else low.b.stride()), low.scale, PER_TOKEN=slots.per_token,
+            OF_TOKENS=of_tokens, TO_SLOTS=to_slots, **_launched(tile, slots.rows, length, low.rank),
         )  # fmt: skip
     return out
 
 
+def low_rank_term(
+    rows: Float[Tensor, "A M"], adapter: LowRank | None, slots: Slots, *, of_tokens: bool = False
+) -> LowRankTerm:
+    """What an adapter adds to ``grouped_product`` of the same rows."""
+    if adapter is None:
+        return NO_TERM
+    return LowRankTerm(grouped_product(rows, adapter.a, slots, of_tokens=of_tokens), adapter.b, adapter.scale)
+
+
 def gated_products(
     x: Float[Tensor, "T D"], weight: Float[Tensor, "E 2I D"], slots: Slots, act: Act, *,
-    bias: Float[Tensor, "E 2I"] | None = None, low: Float[Tensor, "S R"] | None = None, adapter: LowRank | None = None,
-    keeps_both: bool = False,
+    bias: Float[Tensor, "E 2I"] | None = None, low: LowRankTerm = NO_TERM, keeps_both: bool = False,
 ) -> tuple[Float[Tensor, "S I"], Float[Tensor, "S 2I"] | None]:  # fmt: skip
     """Gate, up and activation of every slot, sorted.
 
@@ -536,20 +559,17 @@ def gated_products(
     hidden = torch.empty(slots.count, width, dtype=x.dtype, device=x.device)
     both = torch.empty(slots.count, total, dtype=x.dtype, device=x.device) if keeps_both else None
     tile = _tile(_GATED, _LARGE_GATED, slots.rows, x)
-    rank = 0 if low is None else low.shape[1]
     if slots.count:
         gated_kernel[(divided_up(width, tile.columns), slots.expert.shape[0])](
-            x, weight, bias, low, None if adapter is None else adapter.b, both, hidden, *_tables(slots), width, length,
-            *weight.stride(), rank, 1.0 if adapter is None else adapter.scale, PER_TOKEN=slots.per_token,
-            **_of_act(act), **_launched(tile, slots.rows, length, rank),
+            x, weight, bias, low.rows, low.b, both, hidden, *_tables(slots), width, length, *weight.stride(), low.rank,
+            low.scale, PER_TOKEN=slots.per_token, **_of_act(act), **_launched(tile, slots.rows, length, low.rank),
         )  # fmt: skip
     return hidden, both
 
 
 def gated_products_backward(
     grad: Float[Tensor, "T D"], weights: Float[Tensor, "S"], down: Float[Tensor, "E D I"], both: Float[Tensor, "S 2I"],
-    slots: Slots, act: Act, *, low: Float[Tensor, "S R"] | None = None, adapter: LowRank | None = None,
-    keeps_hidden: bool = False,
+    slots: Slots, act: Act, *, low: LowRankTerm = NO_TERM, keeps_hidden: bool = False,
 ) -> tuple[Float[Tensor, "S 2I"], Float[Tensor, "S"], Float[Tensor, "S I"] | None]:  # fmt: skip
     """Gradients of gate and up (sorted) and of the slots' weights (in their order); the activation's output again.
 
@@ -558,8 +578,7 @@ def gated_products_backward(
         weights: of the slots.
         down: weight of the second product.
         both: gate and up.
-        low: ``scale * grad @ b`` of the second product's adapter, sorted.
-        adapter: of the second product.
+        low: of the second product's adapter: rows ``scale * grad @ b``, and its a [E, R, I]; of scale 1.
         keeps_hidden: return the activation's output, sorted.
     """
     _, length, width = down.shape
@@ -568,13 +587,12 @@ def gated_products_backward(
     grad_both = torch.empty_like(both)
     grad_weights = torch.empty(blocks, slots.count, dtype=torch.float32, device=grad.device)
     hidden = torch.empty(slots.count, width, dtype=grad.dtype, device=grad.device) if keeps_hidden else None
-    rank = 0 if low is None else low.shape[1]
     expert_stride, depth_stride, column_stride = down.stride()
     if slots.count:
         gated_backward_kernel[(blocks, slots.expert.shape[0])](
-            grad, weights, down, low, None if adapter is None else adapter.a, both, hidden, grad_both, grad_weights,
-            *_tables(slots), width, length, expert_stride, column_stride, depth_stride, rank, slots.count,
-            PER_TOKEN=slots.per_token, **_of_act(act), **_launched(tile, slots.rows, length, rank),
+            grad, weights, down, low.rows, low.b, both, hidden, grad_both, grad_weights, *_tables(slots), width, length,
+            expert_stride, column_stride, depth_stride, low.rank, slots.count,
+            PER_TOKEN=slots.per_token, **_of_act(act), **_launched(tile, slots.rows, length, low.rank),
         )  # fmt: skip
     return grad_both, grad_weights.sum(0), hidden
 

@@ -41,11 +41,8 @@ def gate_kernel(
     out,  # [T, I] contiguous
     stride,
     width,  # I
-    GELU: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    GELU: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """A block of a row's columns."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
@@ -68,13 +65,10 @@ def gate_backward_kernel(
     grad_out,  # [T, I] contiguous
     grad_gate,  # [T, I] a row ``grad_stride`` after the other
     grad_up,  # [T, I] likewise
-    stride,
-    grad_stride,
+    stride, grad_stride,
     width,  # I
-    GELU: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    GELU: tl.constexpr, SIGMOID: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """A block of a row's columns."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

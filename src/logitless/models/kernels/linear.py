@@ -83,18 +83,13 @@ def product_kernel(
     num_rows,  # M
     num_columns,  # N
     length,  # K
-    row_stride,
-    out_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    SWAPPED: tl.constexpr,
+    row_stride, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, GROUP: tl.constexpr, SWAPPED: tl.constexpr,
     TMA: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
     PIECES: tl.constexpr,  # of a row of the weight, for prefetching
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of the output."""
     tile = tl.program_id(0)
     num_m = tl.cdiv(num_rows, ROWS)
@@ -218,14 +213,9 @@ def gated_product_kernel(
     num_rows,  # M
     width,  # I
     length,  # K
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    SWAPPED: tl.constexpr,
-    GELU: tl.constexpr,
-    PIECES: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SWAPPED: tl.constexpr, GELU: tl.constexpr,
+    PIECES: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One tile of ``act(rows @ gate.T) * (rows @ up.T)``, rounded as by separate kernels."""
     num_m = tl.cdiv(num_rows, ROWS)
     row_start = tl.program_id(0) % num_m * ROWS
@@ -289,15 +279,11 @@ def low_rank_kernel(
     num_rows,  # M
     num_columns,  # N
     second,  # the column where the second map begins
-    third,
-    rank,
-    low_stride,
-    out_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    third, rank, low_stride, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,  # at least the rank
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of ``out += scale * low @ weight.T``, within one map's columns."""
     after_inputs(OVERLAP)
     num_m = tl.cdiv(num_rows, ROWS)

@@ -44,12 +44,10 @@ def norm_kernel(
     eps,
     length,  # D
     stride,
-    GEMMA: tl.constexpr,
-    ONCE: tl.constexpr,
+    GEMMA: tl.constexpr, ONCE: tl.constexpr,
     AFTER: tl.constexpr,  # norm delta and add it, instead of adding it and norming the sum
-    BLOCK: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One row."""
     after_inputs(OVERLAP)
     row = tl.program_id(0).to(tl.int64) * length
@@ -83,12 +81,9 @@ def norm_backward_kernel(
     eps,
     num_rows,  # T
     length,  # D
-    stride,
-    grad_stride,
-    rows_per_program,
-    GEMMA: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    stride, grad_stride, rows_per_program,
+    GEMMA: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Consecutive rows, one after the other."""
     column = tl.arange(0, BLOCK)
     inside = column < length

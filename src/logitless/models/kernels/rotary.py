@@ -10,7 +10,7 @@ decoding, which both run this kernel, are bitwise identical.
 
 import math
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import triton
@@ -28,8 +28,7 @@ MANY = 256
 TOKENS = 2
 
 
-@dataclass(frozen=True)
-class HeadNorms:
+class HeadNorms(NamedTuple):
     """Norms of queries and keys.
 
     Args:
@@ -62,14 +61,12 @@ def turned_heads(
     target,
     norm_weight,  # [E] or None
     cos,  # [R] of this token's position
-    sin,
-    eps,
+    sin, eps,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,  # E
     ROTARY: tl.constexpr,  # R
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """HEADS heads of one token, side by side."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
@@ -112,10 +109,7 @@ def rotary_kernel(
     sin,  # [P, R]
     query_norm,  # [E] or None
     key_norm,  # [E] or None
-    eps,
-    query_stride,
-    key_stride,
-    value_stride,
+    eps, query_stride, key_stride, value_stride,
     QUERY_HEADS: tl.constexpr,  # H
     KEY_HEADS: tl.constexpr,  # K
     HEADS: tl.constexpr,  # heads a program takes; divides both
@@ -125,7 +119,7 @@ def rotary_kernel(
     GEMMA: tl.constexpr,
     TOKENS: tl.constexpr,  # a program takes; divides T
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Some heads of some tokens: of the query, the key or the value."""
     after_inputs(OVERLAP)
     for token in tl.static_range(TOKENS):
@@ -177,14 +171,9 @@ def turned_back(
     grad_heads,
     norm_weight,  # [E] or None
     cos,  # [R] of this token's position
-    sin,
-    eps,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    sin, eps,
+    HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """Gradient of HEADS heads of one token; returns the norm weight's gradient [BLOCK]."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
@@ -227,19 +216,12 @@ def rotary_backward_kernel(
     key_norm,  # [E] or None
     query_parts,  # [programs, H / HEADS, E] float32, or None
     key_parts,  # [programs, K / HEADS, E] float32, or None
-    eps,
-    query_stride,
-    key_stride,
+    eps, query_stride, key_stride,
     num_rows,  # T
     rows_per_program,
-    QUERY_HEADS: tl.constexpr,
-    KEY_HEADS: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GEMMA: tl.constexpr,
-):
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+):  # fmt: skip
     """Some heads of consecutive tokens."""
     block = tl.program_id(1)
     num_query: tl.constexpr = QUERY_HEADS // HEADS
@@ -337,12 +319,12 @@ def rotate(
     value_out = value.new_empty(rows, heads.key, heads.width) if value_out is None else value_out
     blocks = (heads.query + 2 * heads.key) // heads.together
     tokens = next(count for count in (TOKENS, 1) if rows % count == 0) if rows >= MANY else 1
+    query_norm, key_norm, eps, gemma = norms or (None, None, 0.0, False)
     rotary_kernel[(rows // tokens, blocks)](
-        query, key, value, query_out, key_out, value_out, position, slot, cos, sin,
-        None if norms is None else norms.query, None if norms is None else norms.key,
-        0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), value.stride(0),
+        query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+        query.stride(0), key.stride(0), value.stride(0),
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, TOKENS=tokens, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=gemma, TOKENS=tokens, num_warps=heads.warps,
         **overlapping(query.device),
     )  # fmt: skip
     return query_out, key_out, value_out
@@ -367,15 +349,15 @@ def rotate_backward(
     per_program = divided_up(rows, 2048 if query.is_cuda else 2)
     programs = divided_up(rows, per_program)
     query_parts = key_parts = None
+    query_norm, key_norm, eps, gemma = norms or (None, None, 0.0, False)
     if norms is not None and norm_dtypes is not None:
         query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)
         key_parts = grad.new_empty(programs, heads.key // heads.together, heads.width, dtype=torch.float32)
     rotary_backward_kernel[(programs, blocks)](
-        query, key, grad_query, grad_key, grad_value, grad, position, cos, sin,
-        None if norms is None else norms.query, None if norms is None else norms.key, query_parts, key_parts,
-        0.0 if norms is None else norms.eps, query.stride(0), key.stride(0), rows, per_program,
+        query, key, grad_query, grad_key, grad_value, grad, position, cos, sin, query_norm, key_norm, query_parts,
+        key_parts, eps, query.stride(0), key.stride(0), rows, per_program,
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=norms is not None and norms.gemma, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=gemma, num_warps=heads.warps,
     )  # fmt: skip
     if norm_dtypes is None or query_parts is None or key_parts is None:
         return grad, None, None

@@ -65,13 +65,9 @@ def route_kernel(
     scale,
     K: tl.constexpr,
     EXPERTS: tl.constexpr,  # E, K and the groups rounded up to powers of two
-    CHOSEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    GROUP_SIZE: tl.constexpr,
-):
+    CHOSEN: tl.constexpr, SCORE: tl.constexpr, NORMALIZED: tl.constexpr, GROUPS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr, GROUP_SIZE: tl.constexpr,
+):  # fmt: skip
     """The choice of one token."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)
@@ -119,12 +115,8 @@ def route_backward_kernel(
     grad_logits,  # [T, E]
     num_experts,  # E
     scale,
-    K: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SCORE: tl.constexpr,
-    NORMALIZED: tl.constexpr,
-):
+    K: tl.constexpr, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, SCORE: tl.constexpr, NORMALIZED: tl.constexpr,
+):  # fmt: skip
     """The gradient of one token's logits."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, EXPERTS)

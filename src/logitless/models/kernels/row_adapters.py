@@ -44,12 +44,10 @@ def low_rank_kernel_of_rows(
     num_columns,  # C
     length,  # K
     row_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     EVEN: tl.constexpr,  # whether DEPTH divides K
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of ``x @ a[index].T``."""
     after_inputs(OVERLAP)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -94,15 +92,9 @@ def add_low_rank_kernel_of_rows(
     total,  # N
     skipped,  # columns of b before those of ``out``
     second,  # the column where the second map begins
-    third,
-    rank,
-    low_stride,
-    out_stride,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
+    third, rank, low_stride, out_stride,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
     """One tile of ``out += scale[index] * low @ b[index].T``, within one map's columns."""
     after_inputs(OVERLAP)
     num_m = tl.cdiv(num_rows, ROWS)
@@ -175,10 +167,6 @@ def add_rows_own(
             ROWS=rows, COLUMNS=_COLUMNS, DEPTH=min(64, max(16, power_of_two(rank))), num_warps=4, **overlap,
         )  # fmt: skip
         skipped += out.shape[1]
-
-
-_COLUMNS = 128
-"""Of a tile of the second product, as ``whole_tiles`` has it."""
 
 
 TILES = {64: Tile(16, 64, 128, 4, 4), 1 << 30: Tile(64, 64, 128, 4, 3)}

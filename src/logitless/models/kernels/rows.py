@@ -36,6 +36,11 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
+def as_rows(x: Tensor) -> Tensor:
+    """x [T, heads, width] with heads side by side; a view if possible."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
 def checked_count(num_rows: int) -> int:
     """The smallest checked number of rows that is at least ``num_rows``, which is at most MOST_ROWS.
 

@@ -29,12 +29,11 @@ def sinks_kernel(
     log_sum_exp,  # [T, H] float32
     sinks,  # [H]
     out,  # [T, H * E] contiguous
-    H: tl.constexpr,
-    E: tl.constexpr,
+    H: tl.constexpr, E: tl.constexpr,
     HEADS: tl.constexpr,  # a program takes
     WIDTH: tl.constexpr,  # power of two, at least E
     OVERLAP: tl.constexpr,
-):
+):  # fmt: skip
     """Some heads of one token."""
     after_inputs(OVERLAP)
     token = tl.program_id(0).to(tl.int64)
@@ -60,11 +59,8 @@ def sinks_backward_kernel(
     parts,  # [programs, H] float32, the sinks' gradient over each program's tokens, or None
     num_rows,  # T
     rows_per_program,
-    H: tl.constexpr,
-    E: tl.constexpr,
-    HEADS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    H: tl.constexpr, E: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Some heads of consecutive tokens."""
     first = tl.program_id(0).to(tl.int64) * rows_per_program
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

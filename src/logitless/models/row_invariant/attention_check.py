@@ -65,9 +65,7 @@ class AttentionProblem:
         layout = attention.AttentionLayout.of_sequences([length], device)
         prefill = paged_attention.PrefillLayout(chunks, device)
         for each in (layout, prefill):
-            attention.prepare_tables(
-                each, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=dtype, window=form.window
-            )
+            attention.prepare_tables(each, form, dtype)
         cache = paged_attention.PagedCache.empty(count, heads.key, heads.width, dtype, device)
         cache.write(key, value, prefill.slots)
         num_shared = max(1, length * 5 // 8 // page)

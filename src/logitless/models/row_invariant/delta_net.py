@@ -17,7 +17,7 @@ from torch import Tensor
 
 from logitless.errors import InputError
 from logitless.float32_sums import gradient_dtype
-from logitless.models.activations import can_be_recomputed, recipes_are_kept
+from logitless.models.activations import recipes_are_kept
 from logitless.models.attention import AttentionLayout
 from logitless.models.kernels.convolution import convolution, convolution_backward, convolution_step
 from logitless.models.kernels.delta_gates import (
@@ -39,7 +39,7 @@ from logitless.models.kernels.delta_launch import (
 )
 from logitless.models.one_node import refuse_twice
 from logitless.models.repeated_rows import RepeatedRows
-from logitless.models.row_invariant.functions import Once
+from logitless.models.row_invariant.functions import can_be_recomputed_together
 from logitless.transfer import sent
 
 CHUNK = 64
@@ -266,11 +266,9 @@ class Convolved(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(mixed, weight)
         ctx.rows, ctx.weight_dtype = rows, gradient_dtype(weight)
-        convolved = form.split(convolution(rows.taken(mixed), weight.flatten(1), rows.age))
+        convolved = _convolved(mixed, weight, rows, form)
         if recipes_are_kept():
-            again = Once(partial(_convolved_again, mixed.detach(), weight.detach(), rows, form))
-            for number, out in enumerate(convolved):
-                can_be_recomputed(out, partial(again.part, number))
+            can_be_recomputed_together(convolved, partial(_convolved, mixed.detach(), weight.detach(), rows, form))
         return convolved
 
     @staticmethod
@@ -282,7 +280,7 @@ class Convolved(torch.autograd.Function):
         return rows.summed(of_mixed), of_weight.view_as(weight).to(ctx.weight_dtype), None, None
 
 
-def _convolved_again(mixed: Tensor, weight: Tensor, rows: DeltaRows, form: DeltaForm) -> tuple[Tensor, ...]:
+def _convolved(mixed: Tensor, weight: Tensor, rows: DeltaRows, form: DeltaForm) -> tuple[Tensor, Tensor, Tensor]:
     return form.split(convolution(rows.taken(mixed), weight.flatten(1), rows.age))
 
 

@@ -15,14 +15,17 @@ from torch import Tensor, nn
 
 from logitless.float32_sums import add_product, float32_product, gradient_dtype, sums_in_float32
 from logitless.models.kernels.experts import (
+    NO_TERM,
     Act,
     LowRank,
+    LowRankTerm,
     Slots,
     by_expert,
     combined,
     gated_products,
     gated_products_backward,
     grouped_product,
+    low_rank_term,
     outer_products,
 )
 from logitless.models.kernels.route import Routing, Score, route, route_backward
@@ -41,7 +44,6 @@ SCORES: dict[str, Score] = {
 """How the routers of the supported mixtures score, by model type."""
 
 _ROUTERS = ("gate", "router")
-_WEIGHTS = ("gate_up_proj", "down_proj")
 
 
 class Adapter(NamedTuple):
@@ -127,12 +129,17 @@ class MixtureWeights:
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
-        """What may need a gradient, in the order of ``_Mixture.forward``."""
+        """What may need a gradient, in the order of ``_Mixture``'s arguments."""
         none = None, None
         of_gate_up = none if self.gate_up_adapter is None else self.gate_up_adapter[:2]
         of_down = none if self.down_adapter is None else self.down_adapter[:2]
         biases = self.gate_up_bias, self.down_bias
         return (self.router, self.router_bias, self.gate_up, self.down, *biases, *of_gate_up, *of_down)
+
+    def low_ranks(self, dtype: torch.dtype) -> list[LowRank | None]:
+        """The adapters of both products, by expert."""
+        adapters = self.gate_up_adapter, self.down_adapter
+        return [None if adapter is None else adapter.of(len(self.router), dtype) for adapter in adapters]
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -221,71 +228,52 @@ def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) ->
 
 _X, _SHARED, _ROUTER, _ROUTER_BIAS, _GATE_UP, _DOWN, _GATE_UP_BIAS, _DOWN_BIAS = range(8)
 _GATE_UP_A, _GATE_UP_B, _DOWN_A, _DOWN_B = range(8, 12)
-"""Places of the tensors among the arguments of ``_Mixture.forward``."""
+"""Places of the tensors among the arguments of ``_Mixture``."""
 _NUM_ARGUMENTS = 14
 
 
 class _Mixture(torch.autograd.Function):
+    """The output of (x, shared, ``MixtureWeights.parameters``, the same weights, whether gradients will be wanted)."""
+
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shared: Tensor | None, router: Tensor, router_bias: Tensor | None, gate_up: Tensor,
-        down: Tensor, gate_up_bias: Tensor | None, down_bias: Tensor | None, gate_up_a: Tensor | None,
-        gate_up_b: Tensor | None, down_a: Tensor | None, down_b: Tensor | None, given: MixtureWeights,
-        differentiated: bool,
-    ) -> Tensor:  # fmt: skip
-        form, num_experts = given.form, router.shape[0]
-        logits = product(x, router, router_bias, out_dtype=torch.float32 if form.float32_router else None).contiguous()
+    def forward(ctx: Any, x: Tensor, shared: Tensor | None, *arguments: Any) -> Tensor:
+        *parameters, given, differentiated = arguments
+        form, num_experts = given.form, len(given.router)
+        out_dtype = torch.float32 if form.float32_router else None
+        logits = product(x, given.router, given.router_bias, out_dtype=out_dtype).contiguous()
         weights, chosen = route(logits, form.routing, given.correction)
         if given.chosen is not None:
             given.chosen(logits, weights, chosen)
         slots = Slots.of(chosen, num_experts)
-        first = _adapter(gate_up_a, gate_up_b, given.gate_up_adapter, num_experts, x.dtype)
-        second = _adapter(down_a, down_b, given.down_adapter, num_experts, x.dtype)
-        low = None if first is None else grouped_product(x, first.a, slots, of_tokens=True)
+        first, second = given.low_ranks(x.dtype)
+        low = low_rank_term(x, first, slots, of_tokens=True)
         hidden, both = gated_products(
-            x, _stored(gate_up, form), slots, form.act, bias=gate_up_bias, low=low, adapter=first,
+            x, _stored(given.gate_up, form), slots, form.act, bias=given.gate_up_bias, low=low,
             keeps_both=differentiated,
         )  # fmt: skip
         parts = grouped_product(
-            hidden, _stored(down, form), slots, to_slots=True, bias=down_bias,
-            low=None if second is None else grouped_product(hidden, second.a, slots),
-            low_b=None if second is None else second.b, scale=1.0 if second is None else second.scale,
+            hidden, _stored(given.down, form), slots, to_slots=True, bias=given.down_bias,
+            low=low_rank_term(hidden, second, slots),
         )  # fmt: skip
-        ctx.save_for_backward(
-            x,
-            router,
-            gate_up,
-            down,
-            down_bias,
-            gate_up_a,
-            gate_up_b,
-            down_a,
-            down_b,
-            logits,
-            weights,
-            chosen,
-            both,
-            low,
-        )
+        # the parameters too, so that autograd notices if one is changed before the backward
+        ctx.save_for_backward(x, *parameters, logits, weights, chosen, both, low.rows)
         ctx.given, ctx.slots = given, slots
         return combined(parts, form.routing.experts_per_token, weights.view(-1), shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         refuse_twice()
-        x, router, gate_up, down, down_bias, *factors, logits, weights, chosen, both, low = ctx.saved_tensors
+        x, *_, logits, weights, chosen, both, low_rows = ctx.saved_tensors
         given, slots, needed, grad = ctx.given, ctx.slots, ctx.needs_input_grad, grad.contiguous()
         form = given.form
-        first = _adapter(factors[0], factors[1], given.gate_up_adapter, len(router), x.dtype)
-        second = _adapter(factors[2], factors[3], given.down_adapter, len(router), x.dtype)
+        first, second = given.low_ranks(x.dtype)
         tokens, out = weights.view(-1), _Gradients((None, None, *given.parameters), needed, slots)
         out.found[_SHARED] = grad if needed[_SHARED] else None
         # the second product, and the activation
-        back = None
-        if second is not None:
-            back = grouped_product(grad, second.b.transpose(1, 2), slots, of_tokens=True) * second.scale
+        back = _low_rank_back(grad, second, slots, of_tokens=True)
         grad_both, grad_weights, hidden = gated_products_backward(
-            grad, tokens, _stored(down, form), both, slots, form.act, low=back, adapter=second,
+            grad, tokens, _stored(given.down, form), both, slots, form.act,
+            low=NO_TERM if second is None else LowRankTerm(back, second.a),
             keeps_hidden=bool(needed[_DOWN] or second is not None),
         )  # fmt: skip
         if hidden is not None:
@@ -298,30 +286,36 @@ class _Mixture(torch.autograd.Function):
         # the first product
         out.add(_GATE_UP, grad_both, x, transposed=form.transposed, b_of_tokens=True)
         out.add_bias(_GATE_UP_BIAS, grad_both)
-        low_back = None
-        if first is not None:
-            low_back = grouped_product(grad_both, first.b.transpose(1, 2), slots) * first.scale
+        low_back = _low_rank_back(grad_both, first, slots)
+        if first is not None and low_back is not None:
             out.add_factor_a(_GATE_UP_A, low_back, x, b_of_tokens=True)
-            out.add_factor_b(_GATE_UP_B, grad_both, low, scale=first.scale)
+            out.add_factor_b(_GATE_UP_B, grad_both, low_rows, scale=first.scale)
         # the router
         grad_weights = grad_weights.view_as(weights)
-        if down_bias is not None:
-            of_bias = float32_product(grad, down_bias.to(grad.dtype).t())  # [T, E]
+        if given.down_bias is not None:
+            of_bias = float32_product(grad, given.down_bias.to(grad.dtype).t())  # [T, E]
             grad_weights = grad_weights + of_bias.gather(1, chosen.long())
         grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
         out.add_router(grad_logits, x)
         if needed[_X]:
-            of_router = (grad_logits @ router.to(grad_logits.dtype)).to(x.dtype)
+            of_router = (grad_logits @ given.router.to(grad_logits.dtype)).to(x.dtype)
             parts = grouped_product(
-                grad_both, _stored(gate_up, form).transpose(1, 2), slots, to_slots=True, low=low_back,
-                low_b=None if first is None else first.a.transpose(1, 2),
+                grad_both, _stored(given.gate_up, form).transpose(1, 2), slots, to_slots=True,
+                low=NO_TERM if first is None else LowRankTerm(low_back, first.a.transpose(1, 2)),
             )  # fmt: skip
             out.found[_X] = combined(parts, form.routing.experts_per_token, addend=of_router)
         return tuple(out.found)
 
 
+def _low_rank_back(grad: Tensor, adapter: LowRank | None, slots: Slots, *, of_tokens: bool = False) -> Tensor | None:
+    """The gradient of an adapter's first product, from that of its output."""
+    if adapter is None:
+        return None
+    return grouped_product(grad, adapter.b.transpose(1, 2), slots, of_tokens=of_tokens) * adapter.scale
+
+
 class _Gradients:
-    """Gradients of the arguments of ``_Mixture.forward``, each computed only where it is needed.
+    """Gradients of the arguments of ``_Mixture``, each computed only where it is needed.
 
     Args:
         parameters, needed: by their places.
@@ -393,15 +387,6 @@ def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
     """A weight as [E, N, M]."""
     weight = weight.detach()
     return weight.transpose(1, 2) if form.transposed else weight
-
-
-def _adapter(
-    a: Tensor | None, b: Tensor | None, adapter: Adapter | None, num_experts: int, dtype: torch.dtype
-) -> LowRank | None:
-    """An adapter by expert, of factors as autograd gives them."""
-    if a is None or b is None or adapter is None:
-        return None
-    return Adapter(a.detach(), b.detach(), adapter.scale).of(num_experts, dtype)
 
 
 def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:

@@ -99,17 +99,22 @@ class _NormAfter(torch.autograd.Function):
         return grad, grad_delta, grad_weight, None
 
 
-class Once:
-    """The results of one call, which is made for the first result requested; each is handed out once."""
+def can_be_recomputed_together(outs: tuple[Tensor, ...], make: Callable[[], tuple[Tensor, ...]]) -> None:
+    """``can_be_recomputed`` for all results of one kernel, which runs again when the first of them is requested.
 
-    def __init__(self, make: Callable[[], tuple[Tensor, ...]]) -> None:
-        self._make, self._made = make, dict[int, Tensor]()
+    Args:
+        outs: the results; each is requested once a backward pass.
+        make: recomputes them.
+    """
+    made: dict[int, Tensor] = {}
 
-    def part(self, number: int) -> Tensor:
-        """Result ``number``; request it once a backward pass."""
-        if number not in self._made:
-            self._made = dict(enumerate(self._make()))
-        return self._made.pop(number)
+    def again(number: int) -> Tensor:
+        if number not in made:
+            made.update(enumerate(make()))
+        return made.pop(number)
+
+    for number, out in enumerate(outs):
+        can_be_recomputed(out, partial(again, number))
 
 
 class Rotary(torch.autograd.Function):
@@ -118,19 +123,16 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
-        options: tuple[float, bool], heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+        norms: HeadNorms | None, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        norms = None if query_norm is None or key_norm is None else HeadNorms(query_norm, key_norm, *options)
         raw = () if norms is None else (query, key, query_norm, key_norm)
         ctx.save_for_backward(position, cos, sin, *raw)
-        ctx.heads, ctx.options = heads, options
+        ctx.heads, ctx.norms = heads, norms
         ctx.norm_dtypes = None if norms is None else (gradient_dtype(norms.query), gradient_dtype(norms.key))
         turned = rotate(query, key, value, heads, position, cos, sin, norms)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
-            raw_query, raw_key, raw_value = query.detach(), key.detach(), value.detach()
-            again = Once(partial(rotate, raw_query, raw_key, raw_value, heads, position, cos, sin, norms))
-            for number, out in enumerate(turned):
-                can_be_recomputed(out, partial(again.part, number))
+            raw_heads = query.detach(), key.detach(), value.detach()
+            can_be_recomputed_together(turned, partial(rotate, *raw_heads, heads, position, cos, sin, norms))
         return turned
 
     @staticmethod
@@ -140,9 +142,8 @@ class Rotary(torch.autograd.Function):
         heads = ctx.heads
         grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
         query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
-        norms = HeadNorms(*raw[2:], *ctx.options) if raw else None
         grad, grad_query_norm, grad_key_norm = rotate_backward(
-            query, key, heads, position, cos, sin, norms, *grads,
+            query, key, heads, position, cos, sin, ctx.norms, *grads,
             norm_dtypes=ctx.norm_dtypes if any(ctx.needs_input_grad[3:5]) else None,
         )  # fmt: skip
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)

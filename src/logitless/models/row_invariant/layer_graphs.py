@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float
@@ -28,6 +28,9 @@ from logitless.graph_capture import captured, multiplied_once, side_stream
 from logitless.models.attention import AttentionLayout, prepare_tables
 from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.transfer import sent
+
+if TYPE_CHECKING:
+    from logitless.models.row_invariant.layers import AttentionForm
 
 MOST_WORK = 1 << 41
 """Up to this product of rows and parameters of the layers, launching takes longer than an H200 computes."""
@@ -63,21 +66,6 @@ def rounded_lines(num_lines: int) -> int:
 
 
 @dataclass(frozen=True)
-class Form:
-    """What the tables of a layer's attention depend on.
-
-    Args:
-        num_heads, num_key_heads, width: of its heads.
-        window: tokens that a token attends to; None for all.
-    """
-
-    num_heads: int
-    num_key_heads: int
-    width: int
-    window: int | None
-
-
-@dataclass(frozen=True)
 class HostTables:
     """What attention reads about a packed row, on the CPU.
 
@@ -93,7 +81,7 @@ class HostTables:
 
     @classmethod
     def of(
-        cls, layout: AttentionLayout, forms: Sequence[Form], dtype: torch.dtype, device: torch.device
+        cls, layout: AttentionLayout, forms: Sequence["AttentionForm"], dtype: torch.dtype, device: torch.device
     ) -> "HostTables":
         """Every table that attention of these forms reads forward and backward.
 
@@ -103,10 +91,7 @@ class HostTables:
             dtype, device: of the model; tiles depend on them.
         """
         for form in forms:
-            prepare_tables(
-                layout, num_heads=form.num_heads, num_key_heads=form.num_key_heads, width=form.width, dtype=dtype,
-                window=form.window, gradients=True, device=device,
-            )  # fmt: skip
+            prepare_tables(layout, form, dtype, gradients=True, device=device)
         tables = {name: table for name, table in layout.tables.items() if name[0] in ("query", "key")}
         return cls(tables, layout.branch_rows, layout.positions)
 
@@ -193,7 +178,7 @@ class LayerGraphs:
         self,
         run: Callable[[Tensor, PaddedLayout], Tensor],
         tensors: Callable[[], list[Tensor]],
-        forms: Sequence[Form],
+        forms: Sequence["AttentionForm"],
         kept_bytes: int,
     ) -> None:
         self._run, self._tensors, self._forms, self._kept_bytes = run, tensors, tuple(forms), kept_bytes

@@ -68,7 +68,7 @@ from logitless.models.row_invariant.functions import (
     embedded,
     norm_and_add,
 )
-from logitless.models.row_invariant.layer_graphs import Form, LayerGraphs, PaddedLayout
+from logitless.models.row_invariant.layer_graphs import LayerGraphs, PaddedLayout
 from logitless.models.row_invariant.linear import Projection, lay_end_to_end, project, project_gated
 
 _NORMS = (
@@ -150,8 +150,7 @@ class PackedRows:
         """Rotary positions, then attention within the layout."""
         cos, sin = self.tables.of(form.rope)
         weights = (None, None) if norms is None else (norms.query, norms.key)
-        options = (0.0, False) if norms is None else (norms.eps, norms.gemma)
-        turned = apply(Rotary, query, key, value, *weights, options, form.heads, self.position, cos, sin)
+        turned = apply(Rotary, query, key, value, *weights, norms, form.heads, self.position, cos, sin)
         out, log_sum_exp = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
         return apply(HeadsAsRows, out) if sinks is None else apply(Sinks, out, log_sum_exp, sinks)
 
@@ -500,10 +499,7 @@ class Installation:
             return  # padding rows would be counted among those that the routers send to experts
         if any(isinstance(layer.row_invariant_form, DeltaForm) for layer in layers):
             return  # a graph's launches are fixed, and those of gated delta nets depend on the tree of prompts
-        forms = dict.fromkeys(
-            Form(form.heads.query, form.heads.key, form.heads.width, form.window)
-            for form in (layer.row_invariant_form for layer in layers)
-        )
+        forms = dict.fromkeys(layer.row_invariant_form for layer in layers)
 
         def run(hidden: Tensor, layout: PaddedLayout) -> Tensor:
             assert self.tables is not None, "installed"

@@ -440,24 +440,16 @@ class _Project(torch.autograd.Function):
         if len(grads) > count:  # columns of a single projection
             grad = torch.cat(grads, 1) if grad is None else grad
             grads = (grad,)
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grads[0].new_empty(len(x), weights[0].shape[1])
-            for start, stop, _ in spans or ((0, len(x), ()),):
-                into = _part(grad_x, start, stop)
-                if weight is not None and grad is not None:
-                    torch.mm(_part(grad, start, stop), weight, out=into)
-                    continue
-                torch.mm(_part(grads[0], start, stop), weights[0], out=into)
-                for g, w in zip(grads[1:], weights[1:], strict=True):
-                    into.addmm_(_part(g, start, stop), w)
+        whole = None if weight is None or grad is None else (grad, weight)
+        pairs = list(zip(grads, weights, strict=True)) if whole is None else [whole]
+        grad_x = _of_input(pairs, spans or ((0, len(x), ()),)) if ctx.needs_input_grad[0] else None
         out: list[Tensor | None] = [None] * len(needed)
         summed = len(ctx.summed) == count
         sizes = [w.shape[0] for w in weights]
         if summed and grad is not None:
             add_product(ctx.summed, grad, x)
-        elif weight is not None and grad is not None and all(needed[0 : 2 * count : 2]):
-            out[0 : 2 * count : 2] = (grad.t() @ x).split_with_sizes(sizes)
+        elif whole is not None and all(needed[0 : 2 * count : 2]):
+            out[0 : 2 * count : 2] = (whole[0].t() @ x).split_with_sizes(sizes)
         biases, bias_dtype = needed[1 : 2 * count : 2], ctx.bias_dtypes[0]
         if grad is not None and all(biases) and all(dtype == bias_dtype for dtype in ctx.bias_dtypes):
             out[1 : 2 * count : 2] = grad.sum(0, dtype=bias_dtype).split_with_sizes(sizes)
@@ -482,6 +474,18 @@ class _Project(torch.autograd.Function):
             if needed[place + 1]:
                 out[place + 1] = float32_product(g.t(), low_rank).to(ctx.lora_dtypes[2 * i + 1]) * scale
         return grad_x, None, None, None, *out
+
+
+def _of_input(pairs: Sequence[tuple[Tensor, Tensor]], spans: Sequence[_Place]) -> Tensor:
+    """``sum grad @ weight`` over the pairs of these, by products of a span each."""
+    (grad, weight), *further = pairs
+    found = grad.new_empty(len(grad), weight.shape[1])
+    for start, stop, _ in spans:
+        into = _part(found, start, stop)
+        torch.mm(_part(grad, start, stop), weight, out=into)
+        for g, w in further:
+            into.addmm_(_part(g, start, stop), w)
+    return found
 
 
 def _part(rows: Tensor, start: int, stop: int) -> Tensor:

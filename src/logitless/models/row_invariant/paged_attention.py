@@ -5,8 +5,8 @@ share the pages that it fills; each has its own copy of the page in which the pr
 a group shares once for all of its rows.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -15,8 +15,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import InputError
-from logitless.models.attention import check_heads, cut, forward_tiles, in_order, launches, table
+from logitless.models.attention import check_heads, cut_queries, forward_tiles, launches, table
 from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
+from logitless.models.kernels.rows import as_rows
 from logitless.models.row_invariant.delta_net import PrefilledStates
 
 PAGE = BLOCK
@@ -77,6 +78,7 @@ class PrefillLayout:
 
     chunks: Sequence[Chunk]
     device: torch.device | str = "cpu"
+    _tables: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for chunk in self.chunks:
@@ -114,34 +116,34 @@ class PrefillLayout:
         ).to(self.device)
         return self.page_table[chunk, self.positions // PAGE].long() * PAGE + self.positions % PAGE
 
-    @cached_property
-    def _tables(self) -> dict[Any, Any]:
-        return {}
-
     def states(self, taps: int) -> PrefilledStates:
         """The slots that the chunks continue, of gated delta nets with a convolution of so many taps."""
-        if ("states", taps) not in self._tables:
-            chunks = [(chunk.start, chunk.length, chunk.slot) for chunk in self.chunks]
-            self._tables["states", taps] = PrefilledStates.of(chunks, taps, self.device)
-        found: PrefilledStates = self._tables["states", taps]
+
+        def make() -> PrefilledStates:
+            return PrefilledStates.of([(each.start, each.length, each.slot) for each in self.chunks], taps, self.device)
+
+        found: PrefilledStates = self._kept(("states", taps), make)
         return found
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
         """As of ``AttentionLayout``: line of the page table, positions before the chunk, row, length, token."""
-        key = (tokens, num_key_heads, window)
-        if key not in self._tables:
+
+        def make() -> Tensor:
             start = torch.tensor([chunk.start for chunk in self.chunks])
             length = torch.tensor([chunk.length for chunk in self.chunks])
-            chunk, first = cut(length, tokens)
-            end = start[chunk] + torch.minimum(first + tokens, length[chunk])
-            lowest = torch.zeros_like(end)
-            if window is not None:
-                lowest = (start[chunk] + first - window + 1).clamp(min=0)
-            order = in_order(chunk, end - lowest, num_key_heads)
+            rank = torch.arange(len(self.chunks))
+            chunk, first, order = cut_queries(start, length, rank, tokens, num_key_heads, window)
             columns = (chunk, start[chunk], (length.cumsum(0) - length)[chunk], length[chunk], first)
-            self._tables[key] = table(columns, order, self.device)
-        found: Tensor = self._tables[key]
+            return table(columns, order, self.device)
+
+        found: Tensor = self._kept((tokens, num_key_heads, window), make)
         return found
+
+    def _kept(self, name: Any, make: Callable[[], Any]) -> Any:
+        """The cached result of ``make`` under ``name``."""
+        if name not in self._tables:
+            self._tables[name] = make()
+        return self._tables[name]
 
 
 def prefill_attention(
@@ -177,7 +179,7 @@ def prefill_attention(
             remedy="Make the layout from the chunks of this row.",
         )
     launch = launches()
-    query = launch.as_rows(query)
+    query = as_rows(query)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
     choice, tiles = forward_tiles(layout, launch.Heads.of(query, cache.key), query.dtype, query.device, window)
     output, log_sum_exp = launch.attention_forward_rows(
@@ -295,7 +297,7 @@ def decoding(
             remedy="Make the layout for these rows.",
         )
     launch = launches()
-    query = launch.as_rows(query)
+    query = as_rows(query)
     choice = attention_tiles(launch.Heads.of(query, cache.key).padded, query.dtype, query.device)
     form = launch.Form(query.shape[2] ** -0.5 if scale is None else scale, window, softcap)
     return launch.decoding(

@@ -174,39 +174,30 @@ def check_shapes(
 ) -> Report:  # fmt: skip
     """``self_check`` of (product shape, whether it only has few rows) pairs, forms of layers, and experts."""
     path = _known_path(folder, device)
-    known = _read(path)
-    report = Report(machine(device))
-    start = time.perf_counter()
-    entries: dict[str, Any] = known.setdefault("linear", {})
-    known_forms = known.setdefault("attention", {})
-    unknown = [shape for shape, _ in shapes if shape_name(shape) not in entries]
-    new = [form for form in forms if form_name(form, dtype) not in known_forms]
-    problems = {form_name(form, dtype): _problem(form, dtype, device) for form in new}
-    known_experts = known.setdefault("experts", {})
-    new_experts = [problem for problem in experts if problem.name not in known_experts]
-    attended = [*(problem.launched for problem in problems.values()), *(each.launched for each in new_experts)]
-    others = [] if beside is None else [beside]
-    with _current(device), _compiled(device, attended, compilations(unknown), others) as compiled:
-        attention_compiled, products_compiled, _ = (
-            compiled  # attention compiles longest: products are checked meanwhile
-        )
-        products_compiled()
+    known, report, start = _read(path), Report(machine(device)), time.perf_counter()
+    plans, attended, mixed = (known.setdefault(kind, {}) for kind in ("linear", "attention", "experts"))
+    named_forms = {form_name(form, dtype): form for form in forms}
+    problems = {name: _problem(form, dtype, device) for name, form in named_forms.items() if name not in attended}
+    mixtures = {each.name: each for each in experts if each.name not in mixed}
+    unknown = [shape for shape, _ in shapes if shape_name(shape) not in plans]
+    launches = [each.launched for each in (*problems.values(), *mixtures.values())]
+    groups = launches, compilations(unknown), [] if beside is None else [beside]
+    current = torch.cuda.device(device if device.type == "cuda" else -1)
+    with current, _compiled(device, *groups) as (problems_compiled, products_compiled, _):
+        products_compiled()  # attention compiles longest: products are checked meanwhile
         for shape, few_only in shapes:
             name = shape_name(shape)
-            if name not in entries:
+            if name not in plans:
                 found = check_gated(shape) if shape.gate else check_linear(shape, few_only=few_only)
-                entries[name] = _KNOWN.dump_python(Known(*found))
-            known_shape = _KNOWN.validate_python(entries[name])
+                plans[name] = _KNOWN.dump_python(Known(*found))
+            known_shape = _KNOWN.validate_python(plans[name])
             set_plan(shape, known_shape.plan)
             report.linear[name] = known_shape.finding
-        attention_compiled()
-        for name, problem in problems.items():
-            known_forms[name] = problem.differences()
-        for each in new_experts:
-            known_experts[each.name] = each.differences()
-        report.experts = {each.name: known_experts[each.name] for each in experts}
-        for form in forms:
-            report.attention[form_name(form, dtype)] = known_forms[form_name(form, dtype)]
+        problems_compiled()
+        attended.update({name: problem.differences() for name, problem in problems.items()})
+        mixed.update({name: problem.differences() for name, problem in mixtures.items()})
+    report.attention = {name: attended[name] for name in named_forms}
+    report.experts = {each.name: mixed[each.name] for each in experts}
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     report.seconds = time.perf_counter() - start
@@ -493,11 +484,6 @@ def _run_gated(tile: Tile, shape: Shape) -> None:
     gated_product(weight[:16], weight, tile, gelu=gelu, ahead=_asks(tile, shape))
     both = weight.new_empty(16, shape.columns)
     gated(both[:, : shape.columns // 2], both[:, shape.columns // 2 :], gelu=gelu)
-
-
-def _current(device: torch.device) -> torch.cuda.device:
-    """Make this GPU the current device inside; does nothing for a CPU."""
-    return torch.cuda.device(device if device.type == "cuda" else -1)
 
 
 def _call(way: Way, rows: Tensor, bias: Tensor | None, out: Tensor) -> Callable[[Tensor], object]:

@@ -19,7 +19,6 @@ the CPU, under Triton's interpreter and without graphs.
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -29,8 +28,9 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from logitless.errors import ConfigurationError, InputError, TrainingError, UnavailableError
+from logitless.errors import ConfigurationError, TrainingError, UnavailableError
 from logitless.head.api import why_not
+from logitless.head.contract import on_device
 from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.models.modes import evaluating
@@ -39,8 +39,10 @@ from logitless.models.row_invariant.delta_net import CHUNK
 from logitless.models.row_invariant.layers import Installation, install_row_invariant
 from logitless.models.row_invariant.paged_attention import PAGE, Chunk, PrefillLayout
 from logitless.rollout.completions import (
+    check_batch,
     check_prompts,
     made_completions,
+    not_finite,
     stop_ids,
     stop_window,
     with_stop_string,
@@ -95,12 +97,7 @@ class GpuEngine:
         prefill_tokens: int = 16384,
         memory: int | None = None,
     ) -> None:
-        if not 1 <= max_rows <= MOST_ROWS:
-            raise InputError(needed=f"max_rows from 1 to {MOST_ROWS}", given=str(max_rows), remedy="Use 512.")
-        if prefill_tokens < 1:
-            raise InputError(
-                needed="prefill_tokens of at least 1", given=str(prefill_tokens), remedy="Use for example 16384."
-            )
+        check_batch(max_rows, prefill_tokens, MOST_ROWS)
         self.tokenizer, self.max_rows, self.prefill_tokens, self.memory = tokenizer, max_rows, prefill_tokens, memory
         self.updates: Updates | None = None
         self._installations: list[Installation] = []
@@ -178,7 +175,7 @@ class GpuEngine:
         ends = tuple(stop_ids(self.tokenizer, inner, options))
         wanted = _Wanted(prompts, num_samples, options, seed, ends, places, self.updates)
         rows, tokens, part = min(self.max_rows, len(prompts) * num_samples), self.prefill_tokens, 1
-        with torch.no_grad(), evaluating(self._model), _on(self._weight.device):
+        with torch.no_grad(), evaluating(self._model), on_device(self._weight.device):
             rows = self._rows_within_memory(rows)
             self._check_model(wanted, rows)
             while any(wanted.unfinished):
@@ -608,12 +605,9 @@ class _Session:
         column = [each for _, each in rows].index(row)
         ids = np.concatenate([prompt.token_ids, self.tokens[row.slot, :known], token[: number - known, column]])
         where = first_bad_layer(self.model, torch.from_numpy(ids).to(self.device))
-        return TrainingError(
-            needed="finite logits to sample tokens from",
-            given=f"NaN or infinite ones for {len(faults)} of {num_rows} rows, first for token {number + 1} of prompt"
-            f" {prompt.id!r} (sample {row.sample}), with weights of version {self.engine._version}; {where}",
-            remedy="Look for weights that are not finite; lower the learning rate, clip gradients, or use bfloat16 or"
-            " float32 in place of float16.",
+        return not_finite(
+            f"{len(faults)} of {num_rows} rows, first for token {number + 1} of prompt {prompt.id!r} (sample"
+            f" {row.sample}), with weights of version {self.engine._version}; {where}"
         )
 
 
@@ -665,13 +659,3 @@ def _budget(device: torch.device) -> int:
     free, total = torch.cuda.mem_get_info(device)
     allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
     return (min(free + torch.cuda.memory_reserved(device), allowed) - torch.cuda.memory_allocated(device)) // 2
-
-
-@contextmanager
-def _on(device: torch.device) -> Iterator[None]:
-    """Make this the current CUDA device."""
-    if device.type != "cuda":
-        yield
-        return
-    with torch.cuda.device(device):
-        yield

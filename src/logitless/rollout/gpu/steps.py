@@ -23,6 +23,7 @@ from logitless.head.api import token_scores
 from logitless.models.attention import prepare_tables
 from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.kernels.linear import fixed_order_product
+from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.models.lm_head import backbone, lm_head
 from logitless.models.row_invariant.adapters import AdapterStack
 from logitless.models.row_invariant.decoding import PagedRows, prefill
@@ -295,11 +296,7 @@ class Steps:
             if self.states is not None:
                 prompts[-1].states(self.states.forms[0].taps)
             for form in dict.fromkeys(self.forms):
-                heads = form.heads
-                prepare_tables(
-                    prompts[-1], num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=self.dtype,
-                    window=form.window,
-                )  # fmt: skip
+                prepare_tables(prompts[-1], form, self.dtype)
         backbone(self.model).row_invariant.reach(max(self.max_pages * PAGE, MANY + 1))
         self._stop_tokens(sampling.stop_tokens)
         self._histories_of(sampling.options)
@@ -369,20 +366,13 @@ class Steps:
             members[g * self.group_size : g * self.group_size + len(of)] = of
             for row in of:
                 row_pages[row] = shared
-        rest = len(self.group_pages) - len(groups)
-        packed = [
-            *slots,
-            *[self.max_rows] * empty,
-            *row_pages,
-            *[shared for _, shared in groups],
-            *[0] * rest,
-            *members,
-        ]
-        moved = sent(torch.tensor(packed, dtype=torch.int32), self.device)
-        self.slot[:count] = moved[:count]
-        self.row_pages[:count] = moved[count : 2 * count]
-        self.group_pages.copy_(moved[2 * count : 2 * count + len(self.group_pages)])
-        self.members[: len(groups)] = moved[2 * count + len(self.group_pages) :].view(-1, self.group_size)
+        group_pages = [shared for _, shared in groups] + [0] * (len(self.group_pages) - len(groups))
+        lists = [*slots, *[self.max_rows] * empty], row_pages, group_pages, members
+        numbers = sent(torch.tensor([n for each in lists for n in each], dtype=torch.int32), self.device)
+        moved = numbers.split([len(each) for each in lists])  # type: ignore[no-untyped-call]
+        self.slot[:count], self.row_pages[:count] = moved[:2]
+        self.group_pages.copy_(moved[2])
+        self.members[: len(groups)] = moved[3].view(-1, self.group_size)
         torch.index_select(self.slot_pages, 0, self.slot[:count], out=self.page_table[:count])
         torch.index_select(self.slot_key, 0, self.slot[:count], out=self.key[:count])
         torch.index_select(self.slot_adapter, 0, self.slot[:count], out=self.adapter[:count])
@@ -447,7 +437,7 @@ class Steps:
         splits = place.reach // SPLIT
         groups = 0
         if place.groups and self._together(rows, splits):
-            groups = min(_power_of_two(len(place.groups)), len(self.group_pages))
+            groups = min(power_of_two(len(place.groups)), len(self.group_pages))
 
         def step() -> None:
             self._step(rows, splits * SPLIT, groups, sampling)
@@ -514,10 +504,8 @@ class Steps:
             logits = logits_of(hidden[part], self.head, adapters=(self.stack, self.adapter[part]))
             history = None
             if histories:
-                own = {name: values[slot[part]] for name, values in histories.items() if name != "first"}
-                length = None
-                if "first" in histories:
-                    length = self.position[part] - histories["first"][slot[part]]
+                own = {name: values[slot[part]] for name, values in histories.items()}
+                length = self.position[part] - own["first"] if "first" in own else None
                 history = History(own.get("seen"), own.get("counts"), length, ends)
             sampled = sample_tokens(logits, self.key[part], self.position[part], options, history)
             if sampled.logp is not None:
@@ -613,14 +601,10 @@ def bucket(rows: int) -> int:
 
 def _splits(reach: int) -> int:
     """Splits of attention for so many positions, rounded up by at most a third to few different numbers."""
-    splits = -(-reach // SPLIT)
+    splits = divided_up(reach, SPLIT)
     size = 1
     while size < splits:
         if size >= 2 and size + size // 2 >= splits:
             return size + size // 2
         size *= 2
     return size
-
-
-def _power_of_two(count: int) -> int:
-    return 1 << (count - 1).bit_length()

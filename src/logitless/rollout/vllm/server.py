@@ -105,7 +105,9 @@ class VllmServerEngine:
                 pushing.enter_context(watched.lock)
             push = self._sync.push([watched.server for watched in self._watched], weights, version)
             self._weights, self._version, self._probed_before = weights, version, {}
-            self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
+            model = self._sync.model()
+            contexts = (self._patiently(w.server, "its models", lambda s: s.context(model)) for w in self._watched)
+            self._context = min(contexts)
             # saves the trainer's log-probs before the policy is trained further, for later probes
             difference = max(self._probed(watched) for watched in self._watched)
         self.transfer_numbers = {
@@ -115,9 +117,6 @@ class VllmServerEngine:
         }
         if push.changed_fraction is not None:
             self.transfer_numbers["weights/changed_fraction"] = push.changed_fraction
-
-    def _context_of(self, server: VllmServer) -> int:
-        return server.context(self._sync.model())
 
     def _probed(self, watched: _Watched) -> float:
         def ask(prompt: Sequence[int], num_samples: int, options: SamplingOptions, seed: int) -> list[Sampled]:

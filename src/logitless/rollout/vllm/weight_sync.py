@@ -214,10 +214,9 @@ class FolderSync(_InAFolder):
         def load() -> None:
             server.pause(self._mode)
             server.name_weights(Names.while_loading(name))
-            if self._loader == "worker":
-                server.call_workers("load_weight_folder", {"folder": str(self._folder)}, seconds=self._seconds)
-            else:
-                server.call_workers("reload_weights", {"weights_path": str(self._folder)}, seconds=self._seconds)
+            of_worker = self._loader == "worker"
+            method, argument = ("load_weight_folder", "folder") if of_worker else ("reload_weights", "weights_path")
+            server.call_workers(method, {argument: str(self._folder)}, seconds=self._seconds)
             server.forget_prefixes()
             server.name_weights(name)
             server.resume()

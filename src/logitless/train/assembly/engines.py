@@ -24,7 +24,7 @@ from logitless.rollout.vllm.probe import Probe, probe_prompt
 from logitless.rollout.vllm.server import VllmServerEngine
 from logitless.rollout.vllm.weight_sync import AdapterSync, FolderSync, WeightSync
 from logitless.train.assembly.model import copy_that_samples
-from logitless.train.assembly.process import device_of
+from logitless.train.assembly.process import autocast_of, device_of
 from logitless.train.collect.one_client import OneClientANode, ServerEngine
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import (
@@ -181,7 +181,7 @@ def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizer
         tokenizer,
         max_rows=recipe.rollout.max_rows,
         prefill_tokens=recipe.rollout.prefill_tokens,
-        autocast=None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast),
+        autocast=autocast_of(recipe.model),
     )
 
 
@@ -218,12 +218,8 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
 def _probe(recipe: Recipe, section: ProbeSection, tokenizer: PreTrainedTokenizerBase, *, exact: bool) -> Probe:
     """The probe of a recipe; its default bound is narrow if trainer and sampler (``exact``) compute in float32."""
     exact = exact and recipe.model.autocast is None and recipe.model.trained_dtype == "float32"
-    autocast = None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast)
-    return Probe(
-        probe_prompt(tokenizer, section.tokens),
-        section.max_difference or (1e-3 if exact else 0.3),
-        autocast=autocast,
-    )
+    most = section.max_difference or (1e-3 if exact else 0.3)
+    return Probe(probe_prompt(tokenizer, section.tokens), most, autocast=autocast_of(recipe.model))
 
 
 def _gpu_engine(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> Engine:

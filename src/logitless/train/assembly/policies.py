@@ -11,6 +11,7 @@ from logitless.models.lora import frozen_copy
 from logitless.models.value_head import ValueHead
 from logitless.objective.algorithm import Algorithm
 from logitless.train.assembly.algorithm import value_head_of
+from logitless.train.assembly.process import autocast_of
 from logitless.train.learn.policy import AdaptersOff, Policy, Scorer
 from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.recipe.config import Recipe
@@ -25,7 +26,7 @@ def policy_of(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = N
     """
     return Policy(
         model,
-        autocast=None if recipe.model.autocast is None else getattr(torch, recipe.model.autocast),
+        autocast=autocast_of(recipe.model),
         memory_budget=recipe.train.head_memory_budget,
         value_head=value_head,
         share_prompts=recipe.train.share_prompts,

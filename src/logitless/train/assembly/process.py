@@ -61,6 +61,11 @@ def named_device(name: str, key: str, default: str) -> torch.device:
     return device
 
 
+def autocast_of(section: ModelSection) -> torch.dtype | None:
+    """The dtype of the products under ``model.autocast``; None: that of the weights."""
+    return None if section.autocast is None else getattr(torch, section.autocast)
+
+
 _SDPA: dict[str, tuple[Callable[[bool], Any], Callable[[], Any]]] = {
     "flash": (torch.backends.cuda.enable_flash_sdp, torch.backends.cuda.flash_sdp_enabled),
     "efficient": (torch.backends.cuda.enable_mem_efficient_sdp, torch.backends.cuda.mem_efficient_sdp_enabled),

@@ -25,7 +25,7 @@ from logitless.train.assembly.process import device_of, runs_kernels
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.engine import GPU_FUSED, GPU_HERE, gpu
 from logitless.train.recipe.model import WHOLE_LAYERS, ModelSection
-from logitless.train.recipe.rule import Machine, Processes, Rule, check, unmet
+from logitless.train.recipe.rule import Machine, Processes, Rule, check, recipe_of, unmet
 
 LAYERS, ENGINE = "model.layers", "rollout.engine"
 
@@ -145,11 +145,7 @@ class Placed:
         return "its weights are to be sharded" if on_host else ""
 
 
-def _recipe(placed: Placed) -> Recipe:
-    return placed.recipe
-
-
-_placed = gpu.on(_recipe)
+_placed = gpu.on(recipe_of)
 _HERE: Rule[Placed] = GPU_HERE.on(lambda placed: placed.machine)
 
 GPU_RULES: tuple[Rule[Placed], ...] = (
@@ -165,7 +161,7 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
         given=lambda _: "its layers are not row-invariant ones",
         remedy="Leave model.layers at auto; the run says what keeps them.",
     ),
-    GPU_FUSED.on(_recipe),
+    GPU_FUSED.on(recipe_of),
 )
 """What the engine ``gpu`` needs of a policy; ``auto`` chooses it where all of them hold."""
 

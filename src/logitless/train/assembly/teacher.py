@@ -15,15 +15,9 @@ from logitless.head.contract import on_device
 from logitless.models.gguf import gguf_file
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model, load_tokenizer
-from logitless.train.assembly.layers import (
-    LAYER_RULES,
-    SELF_CHECK,
-    Fitted,
-    in_words,
-    layers_in_words,
-    no_row_invariant,
-)
+from logitless.train.assembly.layers import LAYER_RULES, SELF_CHECK, Fitted, in_words, layers_in_words, no_row_invariant
 from logitless.train.assembly.model import install_checked
+from logitless.train.assembly.policies import policy_of
 from logitless.train.assembly.process import device_of, named_device
 from logitless.train.assembly.resolve import against_whole
 from logitless.train.learn.policy import AdaptersOff, Itself, Policy
@@ -44,9 +38,9 @@ def teacher_of(
     policy: Policy,
     arrangement: Arrangement,
     *,
-    start: Policy | None = None,
-    prompts: TeacherPrompts | None = None,
-    models: Mapping[str, nn.Module] = {},
+    start: Policy | None,
+    prompts: TeacherPrompts | None,
+    models: Mapping[str, nn.Module],
 ) -> Teacher | None:
     """The teachers of a recipe, frozen; None without one.
 
@@ -76,12 +70,7 @@ def teacher_of(
         with on_device(device):
             model = models[source] if source in models else teacher_model(recipe, source, device)
             _exchange_layers(recipe, model, arrangement)
-            return Policy(
-                model,
-                autocast=policy.autocast,
-                memory_budget=recipe.train.head_memory_budget,
-                share_prompts=recipe.train.share_prompts,
-            )
+            return policy_of(recipe, model)
 
     of_source = {source: model_of(source) for source in dict.fromkeys(section.sources.values())}
     in_order = [of_source[source] for source in section.sources.values()]

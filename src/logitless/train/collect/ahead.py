@@ -30,7 +30,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import CheckpointError, DataError
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
-from logitless.rollout.environment import Driver, Environment, play
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
@@ -42,7 +42,7 @@ from logitless.train.collect.replay import check_same_block
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
-from logitless.types import Episode, Prompt
+from logitless.types import Prompt
 
 
 def collector_of(
@@ -159,47 +159,35 @@ class CollectedBlocks:
         Raises:
             DataError: the block is missing or damaged, or its prompts are others.
         """
-        file = self._file(block)
-        with self._reading(block):
-            row = json.loads(file.read_bytes())
+        with self._reading(block) as row:
             prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
             if row["schema_number"] == 1:  # lists in the JSON itself
                 groups = [group_of_json(*each) for each in zip(prompts, row["groups"], strict=True)]
             else:
-                groups = decode_groups(prompts, row["groups"], file.with_suffix(".numbers").read_bytes())
+                numbers = self._file(block).with_suffix(".numbers").read_bytes()
+                groups = decode_groups(prompts, row["groups"], numbers)
             return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
 
     def begun_after(self, block: int) -> int:
-        """Number of trained blocks whose weights sampled the block.
-
-        Raises:
-            DataError: the block is missing or damaged.
-        """
-        with self._reading(block):
-            return int(json.loads(self._file(block).read_bytes())["begun_after"])
+        """Number of trained blocks whose weights sampled the block; errors of these three are those of ``read``."""
+        with self._reading(block) as row:
+            return int(row["begun_after"])
 
     def exact(self, block: int) -> bool:
-        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say.
-
-        Raises:
-            DataError: the block is missing or damaged.
-        """
-        with self._reading(block):
-            return bool(json.loads(self._file(block).read_bytes()).get("exact", False))
+        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say."""
+        with self._reading(block) as row:
+            return bool(row.get("exact", False))
 
     def drawn(self, block: int) -> DrawnVersions:
-        """Which weights drew which tokens of a block that was sampled in flight.
-
-        Raises:
-            DataError: the block is missing or damaged, or was not sampled in flight.
-        """
-        with self._reading(block):
-            return DrawnVersions(json.loads(self._file(block).read_bytes())["in_flight"])
+        """Which weights drew which tokens of a block that was sampled in flight."""
+        with self._reading(block) as row:
+            return DrawnVersions(row["in_flight"])
 
     @contextmanager
-    def _reading(self, block: int) -> Iterator[None]:
+    def _reading(self, block: int) -> Iterator[dict[str, Any]]:
+        """A block's JSON; inside, what it lacks is an error about the log."""
         try:
-            yield
+            yield json.loads(self._file(block).read_bytes())
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 needed=f"block {block + 1} in the log {self.folder}",
@@ -310,31 +298,17 @@ class ScheduledCollector(Collector):
 
     def _sample(self, block: int, length_factor: float) -> JudgedBlock:
         """Sample a block; zero-signal groups are refilled one by one if several threads may ask the engine."""
-        engine, environment, options = self.engine, self.environment, self.options
+        engine, options = self.engine, self.options
         at_once = engine.prompts_at_once if isinstance(engine, ConcurrentEngine) else 1
-        if options.zero_signal != "refill" or at_once == 1 or isinstance(environment, Driver):
+        if options.zero_signal != "refill" or at_once == 1 or isinstance(self.environment, Driver):
             return Collector.next(self, block, length_factor=length_factor)
-        sampling = self.sampling(length_factor)
-
-        def sample(prompt: Prompt, environment: Environment, refill: int) -> list[Episode]:
-            [episodes] = play(
-                engine,
-                [prompt],
-                environment,
-                num_samples=options.completions_per_prompt,
-                options=sampling,
-                seed=derived_seed(self.seed, "rollout", block, refill),
-                limits=options.limits,
-            )
-            return episodes
-
         sampled = refilled_as_they_come(
+            self.sampler,
             [self.prompts[i] for i in self.order.next(options.prompts_per_block)],
             lambda: self.prompts[self.order.next(1)[0]],
-            sample,
-            environment,
-            self.rewards,
-            unscored=options.unscored,
+            options.completions_per_prompt,
+            self.sampling(length_factor),
+            seed_of=lambda refill: derived_seed(self.seed, "rollout", block, refill),
             max_refills=options.max_refills,
             at_once=at_once,
         )

@@ -8,8 +8,7 @@ batch, which changes fewer than one in a million tokens sampled from float32 log
 
 from collections.abc import Mapping, Sequence
 from copy import copy
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from logitless.data.mixing import MixedOrder
@@ -91,25 +90,26 @@ class Collector:
             length_factor: multiplies ``max_new_tokens``.
         """
         options, sampling = self.options, self.sampling(length_factor)
+        sampler = self.sampler
         sampled, kept, rounds = list[Group](), list[bool](), 0
         limit = 1 + (options.max_refills if options.zero_signal == "refill" else 0)
         while rounds < limit and sum(kept) < options.prompts_per_block:
             prompts = [self.prompts[i] for i in self.order.next(options.prompts_per_block - sum(kept))]
-            judged = partial(
-                sampled_and_judged,
-                *(self.ranks, self.engine, self.environment, prompts, self.rewards),
-                unscored=options.unscored,
-                seed=derived_seed(self.seed, "rollout", block, rounds),
-                limits=options.limits,
-            )
-            groups = judged(num_samples=options.completions_per_prompt, options=sampling)
+            seed = derived_seed(self.seed, "rollout", block, rounds)
+            groups = sampler(prompts, options.completions_per_prompt, sampling, seed=seed)
             if self.greedy_baseline:
-                greedy = judged(num_samples=1, options=sampling.greedy())
+                greedy = sampler(prompts, 1, sampling.greedy(), seed=seed)
                 groups = [replace(g, baseline=b.rewards[0]) for g, b in zip(groups, greedy, strict=True)]
             sampled += groups
             kept += [True] * len(groups) if options.zero_signal == "keep" else have_signal(groups)
             rounds += 1
         return self.checked(JudgedBlock(tuple(sampled), tuple(kept), rounds))
+
+    @property
+    def sampler(self) -> "GroupSampler":
+        """What samples the groups, under the current settings."""
+        options = self.options
+        return GroupSampler(self.engine, self.environment, self.rewards, options.unscored, options.limits, self.ranks)
 
     def checked(self, block: JudgedBlock) -> JudgedBlock:
         """Return the block, after a check that its completions come from weights that the engine was given.
@@ -159,55 +159,58 @@ class Collector:
         self.order.load_state_dict(state)
 
 
-def sampled_and_judged(
-    ranks: Ranks,
-    engine: Engine,
-    environment: Environment | Driver,
-    prompts: Sequence[Prompt],
-    rewards: Sequence[WeightedReward],
-    *,
-    num_samples: int,
-    options: SamplingOptions,
-    unscored: Unscored,
-    seed: int,
-    limits: Limits = Limits(),
-) -> list[Group]:
-    """Sample completions of all prompts and score them; every rank gets all groups, in order. A collective.
+@dataclass(frozen=True)
+class GroupSampler:
+    """Samples completions of prompts and scores them; every rank gets all groups, in order.
 
     Args:
-        ranks: that divide the prompts.
         engine: samples, with the same weights on every rank.
         environment: answers the policy.
-        prompts: the same on every rank, with distinct ids.
         rewards: score completions.
-        num_samples: of each prompt.
         unscored: what happens to a completion that some rewards could not score.
-        seed: of this round.
         limits: of an episode.
-
-    Raises:
-        LogitlessError: on every rank, the error of the one that failed.
+        ranks: that divide the prompts.
     """
-    taking = ranks_that_sample(engine, ranks)
-    mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
-    groups: list[Group] = []
-    with failing_together(ranks, "completions, sampled and judged"):
-        with together(engine):
-            episodes: list[list[Episode]] = []
-            if not mine:
-                pass
-            elif isinstance(environment, Driver):
-                mine, episodes = environment.episodes(
-                    engine, mine, num_samples=num_samples, options=options, seed=seed, limits=limits
-                )
-            else:
-                episodes = play(
-                    engine, mine, environment, num_samples=num_samples, options=options, seed=seed, limits=limits
-                )
-        if mine:
-            groups = judge(mine, episodes, rewards, unscored=unscored)
-    if ranks.world == 1:
-        return groups
-    rest, numbers = encode_groups(groups)
-    of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
-    return in_order([decode_groups(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])
+
+    engine: Engine
+    environment: Environment | Driver
+    rewards: Sequence[WeightedReward]
+    unscored: Unscored
+    limits: Limits = field(default_factory=Limits)
+    ranks: Ranks = field(default_factory=Ranks.alone)
+
+    def __call__(
+        self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
+    ) -> list[Group]:
+        """The groups of the prompts. A collective.
+
+        Args:
+            prompts: the same on every rank, with distinct ids.
+            num_samples: of each prompt.
+            options: of sampling.
+            seed: of this round.
+
+        Raises:
+            LogitlessError: on every rank, the error of the one that failed.
+        """
+        ranks, engine, environment = self.ranks, self.engine, self.environment
+        taking = ranks_that_sample(engine, ranks)
+        mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
+        how: Any = {"num_samples": num_samples, "options": options, "seed": seed, "limits": self.limits}
+        groups: list[Group] = []
+        with failing_together(ranks, "completions, sampled and judged"):
+            with together(engine):
+                episodes: list[list[Episode]] = []
+                if not mine:
+                    pass
+                elif isinstance(environment, Driver):
+                    mine, episodes = environment.episodes(engine, mine, **how)
+                else:
+                    episodes = play(engine, mine, environment, **how)
+            if mine:
+                groups = judge(mine, episodes, self.rewards, unscored=self.unscored)
+        if ranks.world == 1:
+            return groups
+        rest, numbers = encode_groups(groups)
+        of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
+        return in_order([decode_groups(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])

@@ -2,17 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from logitless.distributed.ranks import Ranks
-from logitless.rewards.reward import Unscored, WeightedReward
+from logitless.rewards.reward import WeightedReward
 from logitless.rewards.statistics import reward_statistics
 from logitless.rewards.wilson import wilson_interval
 from logitless.rollout.engine import Engine
-from logitless.rollout.environment import Driver, Environment, Limits
+from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
-from logitless.train.collect.collector import sampled_and_judged
+from logitless.train.block import sampling_numbers
+from logitless.train.collect.collector import GroupSampler
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.evaluation import EvaluationSection, HeldOutSection, pass_at_ks
 from logitless.train.record.metrics import Numbers
@@ -47,22 +48,12 @@ class Evaluation:
     """Evaluates held-out sets.
 
     Args:
-        engine: samples with the weights that it was last given.
-        environment: answers the policy.
+        sampler: whose engine samples with the weights that it was last given.
         sets: of held-out prompts.
-        rewards: score completions.
-        unscored: what happens to a completion that some rewards could not score.
-        ranks: that divide the prompts; every rank gets the same metrics.
-        limits: of an episode.
     """
 
-    engine: Engine
-    environment: Environment | Driver
+    sampler: GroupSampler
     sets: Sequence[HeldOut]
-    rewards: Sequence[WeightedReward]
-    unscored: Unscored
-    ranks: Ranks = field(default_factory=Ranks.alone)
-    limits: Limits = field(default_factory=Limits)
 
     def due(self, done: int, blocks: int) -> Sequence[HeldOut]:
         """The sets that are due after ``done`` of ``blocks`` blocks: all before the first and after the last block."""
@@ -77,26 +68,11 @@ class Evaluation:
         """
         found: Numbers = {}
         for each in sets:
-            groups = self._sampled(each)
+            groups = self.sampler(each.prompts, each.num_samples, each.sampling, seed=each.seed)
             if see is not None:
                 see(groups)
             found |= self._metrics(each, groups)
         return found
-
-    def _sampled(self, held_out: HeldOut) -> list[Group]:
-        """Sample completions of a set and score them."""
-        return sampled_and_judged(
-            self.ranks,
-            self.engine,
-            self.environment,
-            held_out.prompts,
-            self.rewards,
-            num_samples=held_out.num_samples,
-            options=held_out.sampling,
-            unscored=self.unscored,
-            seed=held_out.seed,
-            limits=self.limits,
-        )
 
     def _metrics(self, held_out: HeldOut, groups: Sequence[Group]) -> Numbers:
         """The metrics of a set.
@@ -104,15 +80,12 @@ class Evaluation:
         Accuracy is the fraction of all completions whose reward reaches ``success_at``: a completion that could not be
         scored is no success. It is NaN if none could be scored. With several samples a prompt there is pass@k, too.
         """
-        completions = [c for g in groups for c in g.completions]
-        rewards = [r for g in groups for r in g.rewards if r is not None]
         correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
+        any_scored = any(reward is not None for group in groups for reward in group.rewards)
         success = success_metrics(correct, held_out.num_samples)
         found: Numbers = {
-            **(success if rewards else dict.fromkeys(success, math.nan)),
-            "reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            "length_mean": sum(c.length for c in completions) / len(completions),
-            "truncated_fraction": sum(c.finish_reason == "length" for c in completions) / len(completions),
+            **(success if any_scored else dict.fromkeys(success, math.nan)),
+            **sampling_numbers(groups),
             "prompts": len(held_out.prompts),
         }
         for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
@@ -132,7 +105,7 @@ def evaluation_of(
     """The evaluation of a recipe; greedy by default.
 
     Args:
-        engine, environment, rewards, ranks: of ``Evaluation``.
+        engine, environment, rewards, ranks: of ``GroupSampler``.
         prompts: by name of the set: ``held_out`` of the data section, and each of ``evaluation.sets``. Empty sets are
             left out.
     """
@@ -154,7 +127,7 @@ def evaluation_of(
         for name, options in sections.items()
         if prompts[name]
     ]
-    return Evaluation(engine, environment, sets, rewards, rollout.unscored, ranks, rollout.limits)
+    return Evaluation(GroupSampler(engine, environment, rewards, rollout.unscored, rollout.limits, ranks), sets)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

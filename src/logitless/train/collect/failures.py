@@ -40,14 +40,9 @@ class Failures:
 
     def new(self, groups: Sequence[Group]) -> list[str]:
         """New messages about the verdicts of these groups."""
-        by_reward: dict[str, list[Verdict]] = {}
-        for group in groups:
-            for verdicts in group.verdicts:
-                for name, verdict in verdicts.items():
-                    by_reward.setdefault(name, []).append(verdict)
         return [
             message
-            for name, verdicts in by_reward.items()
+            for name, verdicts in verdicts_by_reward(groups).items()
             for message in (*self._errors(name, verdicts), *self._deadline(name, verdicts))
         ]
 
@@ -89,15 +84,21 @@ def shown(verdict: Verdict) -> str:
     return "\n".join(part for part in (verdict.message.strip(), verdict.traceback.strip()) if part) or verdict.status
 
 
+def verdicts_by_reward(groups: Sequence[Group]) -> dict[str, list[Verdict]]:
+    """All verdicts of these groups, by the reward's name."""
+    found: dict[str, list[Verdict]] = {}
+    for name, verdict in (each for group in groups for verdicts in group.verdicts for each in verdicts.items()):
+        found.setdefault(name, []).append(verdict)
+    return found
+
+
 def first_failures(groups: Sequence[Group]) -> dict[str, str]:
     """The first failure of each reward that failed, in one line, by the reward's name."""
-    found: dict[str, str] = {}
-    for group in groups:
-        for verdicts in group.verdicts:
-            for name, verdict in verdicts.items():
-                if verdict.failed and name not in found:
-                    found[name] = in_a_line(verdict)
-    return found
+    first = {
+        name: next((verdict for verdict in verdicts if verdict.failed), None)
+        for name, verdicts in verdicts_by_reward(groups).items()
+    }
+    return {name: in_a_line(verdict) for name, verdict in first.items() if verdict is not None}
 
 
 def in_a_line(verdict: Verdict) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from logitless.rollout.arrays import Arrays, taking
+from logitless.train.store.stored_block import tuples
 from logitless.types import Completion, Group, Prompt, Verdict
 
 
@@ -46,7 +47,7 @@ def group_of_json(prompt: Prompt, group: Mapping[str, Any], array: Callable[[Any
     return Group(
         read,
         tuple(Completion.of_json(each, array) for each in group["completions"]),
-        tuple({name: Verdict(**_tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
+        tuple({name: Verdict(**tuples(verdict)) for name, verdict in of.items()} for of in group["verdicts"]),
         tuple(group["rewards"]),
         tuple(tuple(of) for of in group["turn_rewards"]),
         tuple(tuple(of) for of in group["conversations"]),
@@ -65,11 +66,3 @@ def decode_groups(prompts: Sequence[Prompt], rest: Sequence[Mapping[str, Any]], 
     """The groups that ``encode_groups`` encoded, one of each prompt."""
     take = taking(numbers)
     return [group_of_json(prompt, group, take) for prompt, group in zip(prompts, rest, strict=True)]
-
-
-def _tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: _tuple(value) for name, value in fields.items()}
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(_tuple(inner) for inner in value) if isinstance(value, list) else value

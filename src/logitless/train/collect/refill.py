@@ -13,50 +13,56 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
-from logitless.rewards.reward import Unscored, WeightedReward, judge
-from logitless.rollout.environment import Environment, Reply, replies_of
+from logitless.rewards.reward import judge
+from logitless.rollout.environment import Driver, Environment, Reply, play, replies_of
+from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import JudgedBlock, have_signal
+from logitless.train.collect.collector import GroupSampler
 from logitless.types import Completion, Episode, Group, Prompt
-
-Sample = Callable[[Prompt, Environment, int], list[Episode]]
-"""(prompt, environment, number of the refill in the block, 0 for its first prompts) -> episodes of the prompt."""
 
 
 def refilled_as_they_come(
+    sampler: GroupSampler,
     first: Sequence[Prompt],
     another: Callable[[], Prompt],
-    sample: Sample,
-    environment: Environment,
-    rewards: Sequence[WeightedReward],
+    num_samples: int,
+    options: SamplingOptions,
     *,
-    unscored: Unscored,
+    seed_of: Callable[[int], int],
     max_refills: int,
     at_once: int,
 ) -> JudgedBlock:
     """Sample a block with one thread for each prompt.
 
     Args:
+        sampler: whose engine several threads may ask, and whose environment is no driver; one thread at a time calls
+            that. Rewards score in the calling thread.
         first: P prompts, one for each slot.
         another: gives the next prompt.
-        sample: samples the episodes of a prompt; called by several threads at once.
-        environment: answers the policy; called by one thread at a time.
-        rewards: score completions, in the calling thread.
-        unscored: of ``judge``.
+        num_samples, options: of ``GroupSampler``.
+        seed_of: of the number of the refill in the block, 0 for its first prompts.
         max_refills: of a slot.
         at_once: most prompts at a time.
     """
-    shared = OneAtATime(environment)
+    assert not isinstance(sampler.environment, Driver)
+    shared = OneAtATime(sampler.environment)
     prompts: list[Prompt] = []
     groups: dict[int, Group] = {}
     refills: list[int] = []
     with ThreadPoolExecutor(min(len(first), at_once), "logitless-episodes") as pool:
         waiting: dict[Future[list[Episode]], int] = {}
 
+        def sample(prompt: Prompt, number: int) -> list[Episode]:
+            seed = seed_of(max(0, number + 1 - len(first)))
+            how: Any = {"num_samples": num_samples, "options": options, "seed": seed, "limits": sampler.limits}
+            [episodes] = play(sampler.engine, [prompt], shared, **how)
+            return episodes
+
         def begin(prompt: Prompt, refill: int) -> None:
             number = len(prompts)
             prompts.append(prompt)
             refills.append(refill)
-            waiting[pool.submit(sample, prompt, shared, max(0, number + 1 - len(first)))] = number
+            waiting[pool.submit(sample, prompt, number)] = number
 
         try:
             for prompt in first:
@@ -64,7 +70,8 @@ def refilled_as_they_come(
             while waiting:
                 done = sorted(wait(waiting, return_when=FIRST_COMPLETED).done, key=waiting.__getitem__)
                 numbers = [waiting.pop(future) for future in done]
-                found = judge([prompts[n] for n in numbers], [f.result() for f in done], rewards, unscored=unscored)
+                asked, episodes = [prompts[n] for n in numbers], [future.result() for future in done]
+                found = judge(asked, episodes, sampler.rewards, unscored=sampler.unscored)
                 for number, group, has_signal in zip(numbers, found, have_signal(found), strict=True):
                     groups[number] = group
                     if not has_signal and refills[number] < max_refills:

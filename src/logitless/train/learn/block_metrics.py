@@ -1,6 +1,5 @@
 """Metrics of a block: rewards, verdicts, groups, lengths, advantages and values."""
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 from typing import get_args
@@ -11,7 +10,7 @@ import torch
 from logitless.objective.advantage import Estimator, num_clipped
 from logitless.objective.value import explained_variance
 from logitless.rewards.statistics import reward_statistics
-from logitless.train.block import JudgedBlock, ScoredBlock, have_signal, reward_or_nan
+from logitless.train.block import JudgedBlock, ScoredBlock, have_signal, reward_or_nan, sampling_numbers
 from logitless.train.record.metrics import Numbers
 from logitless.types import Group, VerdictStatus
 
@@ -61,16 +60,12 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
         if source in ("", "train"):
             continue
         of_source = [g for g in groups if g.prompt.source == source]
-        completions = [c for g in of_source for c in g.completions]
-        rewards = [r for g in of_source for r in g.rewards if r is not None]
-        found |= {
-            f"source/{source}/prompts": len(of_source),
-            f"source/{source}/reward_mean": math.fsum(rewards) / len(rewards) if rewards else math.nan,
-            f"source/{source}/zero_signal_fraction": 1 - sum(have_signal(of_source)) / len(of_source),
-            f"source/{source}/length_mean": sum(c.length for c in completions) / len(completions),
-            f"source/{source}/truncated_fraction": sum(c.finish_reason == "length" for c in completions)
-            / len(completions),
+        numbers = {
+            "prompts": len(of_source),
+            "zero_signal_fraction": 1 - sum(have_signal(of_source)) / len(of_source),
+            **sampling_numbers(of_source),
         }
+        found |= {f"source/{source}/{name}": number for name, number in numbers.items()}
     return found
 
 

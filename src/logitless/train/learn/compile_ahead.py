@@ -5,7 +5,6 @@ they would wait for each other; here threads compile all of them at once.
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -45,7 +44,15 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
 
     padded = decoder.row_invariant.graphs is not None  # rows that CUDA graphs train are; longer ones are not
     kinds = [(group, rows) for group in _GROUPS for rows in dict.fromkeys((False, padded))]
-    passes = [_pass(policy, *kind, backend, temperature, entropy_gradient) for kind in kinds]
+
+    def read(hidden: Tensor, token: Tensor) -> None:
+        scores = token_scores(
+            hidden, policy.head(), token, temperature=temperature, backend=backend, memory_budget=policy.memory_budget
+        )
+        results = [scores.logp, scores.entropy] if entropy_gradient else [scores.logp]
+        torch.autograd.backward(results, [torch.zeros_like(x) for x in results])
+
+    passes = [_pass(policy, *kind, read) for kind in kinds]
     parameters = [p for p in policy.model.parameters() if p.requires_grad]
     before = [p.grad for p in parameters]
     # Kernels are collected in the calling thread only, so the backward pass must run in this one.
@@ -57,14 +64,15 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
 
 
 def _pass(
-    policy: Policy, group: PromptGroup, padded: bool, backend: Backend, temperature: float, entropy_gradient: bool
+    policy: Policy, group: PromptGroup, padded: bool, read: Callable[[Tensor, Tensor], None]
 ) -> Callable[[], None]:
     """A forward and a backward pass over one group; its tables are copied to the device here.
 
     Args:
-        policy, backend, temperature, entropy_gradient: of ``compile_training_kernels``.
+        policy: of ``compile_training_kernels``.
         group: the whole packed row.
         padded: whether the row is padded to the length of a CUDA graph.
+        read: the head's part, from hidden states and targets.
     """
     from logitless.models.row_invariant.delta_net import DeltaForm, DeltaRows  # needs Triton
 
@@ -75,29 +83,14 @@ def _pass(
         if isinstance(form, DeltaForm):
             DeltaRows.of(layout, form.taps)
             continue
-        heads = form.heads
-        prepare_tables(
-            layout, num_heads=heads.query, num_key_heads=heads.key, width=heads.width, dtype=decoder.norm.weight.dtype,
-            window=form.window, gradients=True,
-        )  # fmt: skip
+        prepare_tables(layout, form, decoder.norm.weight.dtype, gradients=True)
     decoder.row_invariant.reach(layout.longest)
     token = torch.zeros(layout.num_tokens, dtype=torch.long, device=policy.device)
-    return partial(
-        _forward_and_backward, policy, layout, token, 1 + max(map(kinds.index, set(kinds))), backend, temperature,
-        entropy_gradient,
-    )  # fmt: skip
+    num_layers = 1 + max(map(kinds.index, set(kinds)))
 
+    def run() -> None:
+        positions = layout.positions.long()[None]
+        hidden = decoder(input_ids=token[None], position_ids=positions, packed_layout=layout, num_layers=num_layers)
+        read(hidden.last_hidden_state[0], token)
 
-def _forward_and_backward(
-    policy: Policy, layout: AttentionLayout, token: Tensor, num_layers: int, backend: Backend, temperature: float,
-    entropy_gradient: bool,
-) -> None:  # fmt: skip
-    decoder: Any = backbone(policy.model)
-    positions = layout.positions.long()[None]
-    hidden = decoder(input_ids=token[None], position_ids=positions, packed_layout=layout, num_layers=num_layers)
-    scores = token_scores(
-        hidden.last_hidden_state[0], policy.head(), token, temperature=temperature, backend=backend,
-        memory_budget=policy.memory_budget,
-    )  # fmt: skip
-    results = [scores.logp, scores.entropy] if entropy_gradient else [scores.logp]
-    torch.autograd.backward(results, [torch.zeros_like(x) for x in results])
+    return run

@@ -9,7 +9,7 @@ All randomness comes from the run's seed and the counters in ``Progress``, so th
 resumes bitwise.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import asdict, dataclass, field, replace
@@ -44,12 +44,11 @@ from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
     MicroBatch,
     MicroBatchOutput,
+    OptimizerStep,
     backward,
     on_host,
     saved_by_packing,
-    step_batch,
     step_numbers,
-    zero_advantage_output,
 )
 from logitless.train.learn.teacher import Teacher
 from logitless.train.optim.master_weights import MasterAdamW
@@ -57,12 +56,7 @@ from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import Numbers
-from logitless.train.store.checkpoint import (
-    optimizer_tensors,
-    parameter_tensors,
-    restore_optimizer,
-    restore_parameters,
-)
+from logitless.train.store.checkpoint import optimizer_tensors, parameter_tensors, restore_optimizer, restore_parameters
 from logitless.train.store.stored_block import load_block, stored_block
 from logitless.types import Group, TokenBatch, TokenScores
 
@@ -87,10 +81,6 @@ class Progress:
     skipped: int = 0
     skipped_in_a_row: int = 0
     halvings: list[int] = field(default_factory=list)
-
-    def clear(self) -> None:
-        """Reset all counters."""
-        vars(self).update(vars(Progress()))
 
 
 @dataclass(frozen=True)
@@ -128,7 +118,7 @@ class Learner:
         ranks: that train the policy together.
 
     Attributes:
-        tokens_per_rank: tokens of the last step on each rank that has sequences of its own.
+        by_rank: metrics of the last step with a number for each rank; none on a single rank.
         halved: a message if the last step halved its micro-batches because memory was short; else None.
         parity: metrics of the parity gate if the last step computed its ``logp_old``; None if scoring did.
         advantage_state: of an advantage that reads several blocks, after the last block begun.
@@ -147,7 +137,7 @@ class Learner:
         ranks: Ranks = Ranks.alone(),
     ) -> None:
         self.ranks = ranks
-        self.tokens_per_rank: tuple[int, ...] = ()
+        self.by_rank: dict[str, list[int]] = {}
         self.halved: str | None = None
         self.parity: Numbers | None = None
         self.recipe, self.algorithm, self.policy, self.reference = recipe, algorithm, policy, reference
@@ -184,12 +174,7 @@ class Learner:
         return block if self.teacher is None else self.teacher.attached(block, groups)
 
     def score(
-        self,
-        packed: PackedBlock,
-        groups: Sequence[Group],
-        sampled: TokenScores | None = None,
-        *,
-        rescore: bool = False,
+        self, packed: PackedBlock, groups: Sequence[Group], sampled: TokenScores | None = None, *, rescore: bool = False
     ) -> ScoredBlock:
         """Compute log-probs under policy, reference and teacher, and advantages.
 
@@ -225,18 +210,7 @@ class Learner:
             logp_ref=logp_ref,
             state=self.advantage_state,
         )
-        advantage, logp_teacher, distillation = found.advantage, None, self.algorithm.distillation
-        if distillation is not None and distillation.alone:
-            advantage = torch.zeros_like(advantage)
-        if self.teacher is not None and distillation is not None and self.algorithm.teacher_in_advantage:
-            with self.teacher.on_device():
-                logp_teacher = self._scores(self.teacher, packed, trained).logp
-            added = teacher_advantage(logp_teacher, packed.packed.logp_sampler, distillation.advantage)
-            if packed.packed.teacher is not None:
-                added = added.masked_fill(packed.packed.teacher < 0, 0.0)
-            if distillation.gamma:
-                added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
-            advantage = advantage + added
+        advantage, logp_teacher = self._taught(found.advantage, packed, trained)
         return ScoredBlock(
             **vars(packed),
             logp_old=old.logp,
@@ -250,6 +224,24 @@ class Learner:
             value_target=found.value_target,
             advantage_state=found.state,
         )
+
+    def _taught(
+        self, advantage: Tensor, packed: PackedBlock, rows: Sequence[Sequence[int]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """The advantages with what a teacher adds to them, and its log-probs; None if it adds nothing."""
+        distillation = self.algorithm.distillation
+        if distillation is not None and distillation.alone:
+            advantage = torch.zeros_like(advantage)
+        if self.teacher is None or distillation is None or not self.algorithm.teacher_in_advantage:
+            return advantage, None
+        with self.teacher.on_device():
+            logp = self._scores(self.teacher, packed, rows).logp
+        added = teacher_advantage(logp, packed.packed.logp_sampler, distillation.advantage)
+        if packed.packed.teacher is not None:
+            added = added.masked_fill(packed.packed.teacher < 0, 0.0)
+        if distillation.gamma:
+            added = added * prefix_weight(added, packed.packed.sequence, distillation.gamma)
+        return advantage + added, logp
 
     def _scores(self, scorer: Scorer, packed: PackedBlock, rows: Sequence[Sequence[int]], **more: bool) -> TokenScores:
         """A scoring pass over these rows of this rank."""
@@ -326,12 +318,17 @@ class Learner:
         """Whether there is a block with steps left."""
         return self._current is not None
 
+    @property
+    def _now(self) -> _InTraining:
+        if self._current is None:
+            raise ValueError("no block in training: call begin first")
+        return self._current
+
     # --- training on it
 
     def step(self) -> Numbers:
         """Take the next optimizer step of the block in training; returns its metrics."""
-        if self._current is None:
-            raise ValueError("no block in training: call begin first")
+        begun = self._now
         if self._is_first_step:
             self._is_first_step = False
             compile_training_kernels(
@@ -341,43 +338,44 @@ class Learner:
                 entropy_gradient=self.algorithm.objective.entropy_bonus is not None,
             )
         progress, self.halved = self.progress, None
-        if self.sampler_weights is not None and progress.epoch == progress.step_in_epoch == 0:
-            self._hold(self.sampler_weights, self._current)
+        is_first = progress.epoch == progress.step_in_epoch == 0
+        # They are read again by later steps of this block, or by blocks that they sample ahead.
+        is_read = self.recipe.rollout.staleness > 0 or sum(map(len, begun.plans)) > 1
+        if self.sampler_weights is not None and is_first and is_read:
+            self.sampler_weights.hold(self.version)
         place: Numbers = {"block": progress.block + 1, "epoch": progress.epoch + 1}
-        while (record := self._attempt(self._current)) is None:
-            self._halve(self._current)
-        now, plan = self._current, self._current.plans[progress.epoch]
+        while (record := self._attempt()) is None:
+            self._halve()
+        now = self._now
         progress.step_in_epoch += 1
-        if progress.step_in_epoch == len(plan):
+        if progress.step_in_epoch == len(now.plans[progress.epoch]):
             self.controllers.end_epoch(now.block.packed.num_sequences)
             progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
         if progress.epoch == len(now.plans):
             self.end_block()
         return {"step": progress.step, **place, **record}
 
-    def _hold(self, held: SamplerWeights, now: _InTraining) -> None:
-        """Hold the weights before a block's first step, if they are read again.
-
-        By later steps of this block, or by blocks that they sample ahead.
-        """
-        if self.recipe.rollout.staleness or sum(map(len, now.plans)) > 1:
-            held.hold(self.version)
-
-    def _attempt(self, now: _InTraining) -> Numbers | None:
+    def _attempt(self) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
+        now = self._now
         if now.packing != self._packing(now.block):  # halved since the block began, or in a resumed run
             now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
         plan = now.plans[self.progress.epoch]
         step = plan[self.progress.step_in_epoch]
-        parts = (now.block.packed, now.tokens, step, self.algorithm.objective, self.algorithm.weighting)
-        options: Any = {"dropped": now.dropped, "num_steps": len(plan), "statistics": now.statistics}
         places = self._places(len(step.micro_batches))
         own = [place for place in places if place is not None]
-        mine = step_batch(*parts, **options, scores_itself=self._scores_itself(now.block), places=own)
-        zero_advantage_numbers = partial(
-            zero_advantage_output, *parts, **options, device=self.policy.device, ranks=self.ranks
+        whole = OptimizerStep(
+            now.block.packed,
+            now.tokens,
+            step,
+            self.algorithm.objective,
+            self.algorithm.weighting,
+            now.dropped,
+            num_steps=len(plan),
+            statistics=now.statistics,
         )
-        record = self._optimize(dict(zip(own, mine, strict=True)), places, step, zero_advantage_numbers, now)
+        mine = whole.micro_batches(own, scores_itself=self._scores_itself(now.block))
+        record = self._optimize(whole, dict(zip(own, mine, strict=True)), places)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
             record["optimizer/sequences"] += len(step.dead)
@@ -385,7 +383,7 @@ class Learner:
             record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
         return record
 
-    def _halve(self, now: _InTraining) -> None:
+    def _halve(self) -> None:
         """Free the gradients, and halve micro-batches from this step on.
 
         Raises:
@@ -395,9 +393,9 @@ class Learner:
             parameter.grad = None
         if self.policy.device.type == "cuda":
             torch.cuda.empty_cache()
-        before = now.packing.tokens_per_row
+        before = self._now.packing.tokens_per_row
         self.progress.halvings.append(self.progress.step)
-        after = self._packing(now.block).tokens_per_row
+        after = self._packing(self._now.block).tokens_per_row
         if after == before:
             raise TrainingError(
                 needed="memory for the longest sequence in a row of its own",
@@ -424,17 +422,12 @@ class Learner:
         return list(self.ranks.rows_of(range(num_rows)))
 
     def _optimize(
-        self,
-        mine: Mapping[int, MicroBatch],
-        places: Sequence[int | None],
-        step: StepPlan,
-        zero_advantage_numbers: Callable[[], MicroBatchOutput | None],
-        now: _InTraining,
+        self, whole: OptimizerStep, mine: Mapping[int, MicroBatch], places: Sequence[int | None]
     ) -> Numbers | None:
-        recipe, progress, ranks = self.recipe, self.progress, self.ranks
+        recipe, progress, ranks, step = self.recipe, self.progress, self.ranks, whole.plan
         self.policy.release()  # weights that were gathered for sampling
         try:
-            outputs = self._gradients(mine, places, now.statistics)
+            outputs = self._gradients(mine, places)
         except torch.OutOfMemoryError:
             if ranks.world > 1:  # a retry needs all ranks, and the others have gone on
                 raise
@@ -443,7 +436,7 @@ class Learner:
         numbers: dict[str, Tensor] = {}
 
         def diagnose() -> None:
-            dead = zero_advantage_numbers()
+            dead = whole.zero_advantage_output(self.policy.device, ranks)
             numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
             routing, coefficient = [sums for each in outputs for sums in each.routing], self.router_coefficient
             numbers.update(routing_numbers(routing, self.policy, coefficient=coefficient, ranks=ranks))
@@ -461,11 +454,10 @@ class Learner:
         progress.step += 1
         progress.skipped += not taken
         progress.skipped_in_a_row = 0 if taken else progress.skipped_in_a_row + 1
-        self.tokens_per_rank = tuple(
-            ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())])).tolist()
-        )
+        tokens = ranks.gather(torch.tensor([sum(b.tokens.num_tokens for b in mine.values())]))
+        self.by_rank = {"parallel/tokens_per_rank": tokens.tolist()} if ranks.world > 1 else {}
         read = [s for row in step.micro_batches for s in row]
-        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine], now.block)
+        self.parity = self._parity_of_step(outputs, [step.micro_batches[place] for place in mine])
         record = (
             on_host(numbers)
             | (self.parity or {})
@@ -477,23 +469,21 @@ class Learner:
                 "optimizer/skipped_steps": progress.skipped,
             }
         )
-        self.controllers.after_step(record, now.tokens, read, taken=taken)
+        self.controllers.after_step(record, whole.tokens, read, taken=taken)
         return record
 
     def _scores_itself(self, block: ScoredBlock) -> bool:
         """Whether the next step's training pass gives its ``logp_old``."""
         return block.scores_itself and self.progress.step_in_epoch == 0
 
-    def _parity_of_step(
-        self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]], block: ScoredBlock
-    ) -> Numbers | None:
+    def _parity_of_step(self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]]) -> Numbers | None:
         """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other.
 
         Args:
             outputs: of this rank's micro-batches.
             rows: the sequences of each.
-            block: in training.
         """
+        block = self._now.block
         if not self._scores_itself(block) or self.recipe.rollout.sampling.filters_distribution:
             return None
         found = [required(each.logp_old, "logp_old").float().cpu() for each in outputs]
@@ -504,9 +494,7 @@ class Learner:
         logp[self.ranks.gather(places)] = self.ranks.gather(own)
         return parity_metrics(block.packed, logp)
 
-    def _gradients(
-        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], statistics: BlockStatistics | None
-    ) -> list[MicroBatchOutput]:
+    def _gradients(self, mine: Mapping[int, MicroBatch], places: Sequence[int | None]) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed over all ranks."""
         ranks, router_loss = self.ranks, None
         if self.router_coefficient:
@@ -516,28 +504,23 @@ class Learner:
         if self.recipe.parallel.deterministic:
             if router_loss is not None:  # a rank may have no micro-batch
                 router_loss.settle()
-            return self._summed_in_order(mine, places, statistics, router_loss)
+            return self._summed_in_order(mine, places, router_loss)
         labels = [ranks.data_rank] if ranks.data_rank else []
-        outputs = self._backward(list(mine.values()), statistics, ranks.gather, router_loss, *labels)
+        outputs = self._backward(list(mine.values()), ranks.gather, router_loss, *labels)
         if ranks.world > 1:  # not otherwise: collecting the parameters takes a millisecond
             ranks.sum_gradients(self.policy.named_parameters().values())
         return outputs
 
     def _backward(
-        self,
-        micro_batches: Sequence[MicroBatch],
-        statistics: BlockStatistics | None,
-        gather: GatherOverRanks,
-        router_loss: RouterLoss | None,
-        *labels: int,
+        self, micro_batches: Sequence[MicroBatch], gather: GatherOverRanks, router_loss: RouterLoss | None, *labels: int
     ) -> list[MicroBatchOutput]:
-        recipe, distillation = self.recipe, self.algorithm.distillation
+        recipe, distillation, now = self.recipe, self.algorithm.distillation, self._now
         teacher = None if distillation is None or not distillation.weight else self.teacher
         seed = derived_seed(recipe.seed, "dropout", self.progress.step, *labels)
         how: Any = {"temperature": recipe.rollout.sampling.temperature, "backend": recipe.train.training_backend}
         centering = None
-        if self.sampler_weights is not None and self._current is not None:
-            since = self.version - self._current.block.version
+        if self.sampler_weights is not None:
+            since = self.version - now.block.version
             centering = partial(self.sampler_weights.centering, version=self.version, since=since, **how)
         with (
             seeded(seed, self.policy.device) if has_dropout(recipe) else nullcontext(),
@@ -551,7 +534,7 @@ class Learner:
                 **how,
                 beta=self.controllers.beta_in_loss,
                 entropy_coefficient=self.controllers.entropy_coefficient,
-                statistics=statistics,
+                statistics=now.statistics,
                 seed=derived_seed(recipe.seed, "step", self.progress.step, *labels),
                 value_loss=self.algorithm.value_loss,
                 observations=self.algorithm.observations,
@@ -563,11 +546,7 @@ class Learner:
             )
 
     def _summed_in_order(
-        self,
-        mine: Mapping[int, MicroBatch],
-        places: Sequence[int | None],
-        statistics: BlockStatistics | None,
-        router_loss: RouterLoss | None,
+        self, mine: Mapping[int, MicroBatch], places: Sequence[int | None], router_loss: RouterLoss | None
     ) -> list[MicroBatchOutput]:
         """Forward and backward of this rank's micro-batches; gradients are summed along the tree of all ranks.
 
@@ -578,7 +557,7 @@ class Learner:
         outputs, total = list[MicroBatchOutput](), TreeSum()
         for place in places:
             if place is not None:
-                outputs += self._backward([mine[place]], statistics, one_rank, router_loss, place)
+                outputs += self._backward([mine[place]], one_rank, router_loss, place)
             total.add([p.grad for p in parameters])
             for p in parameters:
                 p.grad = None
@@ -602,11 +581,6 @@ class Learner:
             )
         return f"step {progress.step} skipped: its gradient is not finite" if progress.skipped_in_a_row else None
 
-    @property
-    def by_rank(self) -> dict[str, tuple[int, ...]]:
-        """Metrics of the last step with a number for each rank; none on a single rank."""
-        return {"parallel/tokens_per_rank": self.tokens_per_rank} if self.ranks.world > 1 else {}
-
     # --- weights and state
 
     @property
@@ -627,7 +601,7 @@ class Learner:
         if isinstance(self.optimizer, MasterAdamW):
             self.optimizer.check_whole()
         parameters = self.policy.held()
-        tensors = parameter_tensors(parameters) | optimizer_tensors(parameters, self.optimizer)
+        tensors = {**parameter_tensors(parameters), **optimizer_tensors(parameters, self.optimizer)}
         if self.sampler_weights is not None:
             tensors |= self.sampler_weights.tensors()
         return tensors if self._current is None else tensors | stored_block(self._current.block)[0]
@@ -679,11 +653,7 @@ class Learner:
                 step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
             )
         rows = rows_by_rank(
-            step,
-            block.groups,
-            block.packed.inputs,
-            num_ranks=self.ranks.data_world,
-            packing=self._packing(block),
+            step, block.groups, block.packed.inputs, num_ranks=self.ranks.data_world, packing=self._packing(block)
         )
         return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
 
@@ -702,6 +672,29 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )
+
+
+def halvings(before: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Steps at which a run halved its micro-batches, for a resumed run to halve them at the same steps.
+
+    Where the count falls, the run was resumed with another micro-batch size, and earlier halvings do not count.
+
+    Args:
+        before: those of the checkpoint.
+        records: lines of ``metrics.jsonl`` after the checkpoint.
+
+    Example:
+        >>> halvings([1], [{"step": 2, "optimizer/halvings": 1}, {"step": 3, "optimizer/halvings": 3}, {"step": 3}])
+        [1, 2, 2]
+        >>> halvings([1], [{"step": 3, "optimizer/halvings": 0}])
+        []
+    """
+    found = list(before)
+    for record in records:
+        if "optimizer/halvings" in record:
+            count = int(record["optimizer/halvings"])
+            found = [] if count < len(found) else found + [record["step"] - 1] * (count - len(found))
+    return found
 
 
 def has_dropout(recipe: Recipe) -> bool:

@@ -229,10 +229,9 @@ class Policy:
             batch = nothing_to_score()  # a forward pass all the same: other ranks need this one's shards
             batch = replace(batch, observed=batch)
         inputs = self._read(batch)
-        hidden = self._hidden(inputs)
-        head = self.head()
+        hidden, head = self._hidden(inputs), self.head()
         rows, target, places = self._own(hidden, inputs, batch.target)
-        of_head = rows if self.autocast is None else rows.to(self.autocast)
+        of_head = self._for_head(rows)
         read = partial(self._scored, of_head, head, target, backend)
         scores = read(temperature)
         if sum_squares:
@@ -248,19 +247,11 @@ class Policy:
         if centering is not None:
             centred, kl = centering(of_head, head)
             scores = replace(scores, centering=centred, kl_sampler=kl)
-        if self.sequence is not None and places is not None:
-            columns = {name: each for name, each in vars(scores).items() if each is not None}
-            stacked = torch.stack(list(columns.values()), 1)
-            found = pieced_together(stacked, places.to(self.device), batch.num_tokens, self.sequence)
-            scores = TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
+        scores = self._of_all_ranks(scores, places, batch.num_tokens)
         if observed and batch.observed is not None:
             rows, target, places = self._own(hidden, self._read(batch.observed), batch.observed.target)
-            of_head = rows if self.autocast is None else rows.to(self.autocast)
-            logp = self._scored(of_head, head, target, backend, temperature).logp
-            if self.sequence is not None and places is not None:
-                size = batch.observed.num_tokens
-                logp = pieced_together(logp[:, None], places.to(self.device), size, self.sequence).squeeze(1)
-            scores = replace(scores, observed=logp)
+            found = self._scored(self._for_head(rows), head, target, backend, temperature)
+            scores = replace(scores, observed=self._of_all_ranks(found, places, batch.observed.num_tokens).logp)
         return scores
 
     def _own(
@@ -278,6 +269,18 @@ class Policy:
         """logp and entropy of targets from their hidden rows."""
         read = token_scores_of_all if self.all_rows and is_sharded(head.weight) else token_scores
         return read(rows, head, target, temperature=temperature, backend=backend, memory_budget=self.memory_budget)
+
+    def _for_head(self, rows: Tensor) -> Tensor:
+        return rows if self.autocast is None else rows.to(self.autocast)
+
+    def _of_all_ranks(self, scores: TokenScores, places: Tensor | None, num_tokens: int) -> TokenScores:
+        """The scores of all tokens, from those of this rank's ``places`` where ranks split the rows."""
+        if self.sequence is None or places is None:
+            return scores
+        columns = {name: each for name, each in vars(scores).items() if each is not None}
+        own = torch.stack(list(columns.values()), 1)
+        found = pieced_together(own, places.to(self.device), num_tokens, self.sequence)
+        return TokenScores(**dict(zip(columns, found.unbind(1), strict=True)))
 
     def hidden_and_head(self, batch: PackedBatch) -> tuple[Tensor, LMHead]:
         """The hidden states [N, D] that predict the batch's targets, and the LM head that reads them.

@@ -25,7 +25,8 @@ from logitless.train.learn.policy import Scorer
 from logitless.train.recipe.training import Backend
 from logitless.types import Completion, Group, PackedBatch, TokenScores
 
-_COLUMNS = ("logp", "entropy", "value", "sum_squares")
+_FURTHER = ("value", "sum_squares")
+_COLUMNS = ("logp", "entropy", *_FURTHER)
 
 
 def scores_of(
@@ -54,22 +55,23 @@ def scores_of(
         CPU tensors, float32, of all tokens in the batch's order, on every rank; NaN for sequences that are in no row.
         ``value`` and ``sum_squares`` if the scorer gives them.
     """
-    has = dict.fromkeys(_COLUMNS, False)
+    given = set[str]()
     places, scored = [torch.zeros(0, dtype=torch.long)], [torch.zeros(0, len(_COLUMNS))]
     with torch.no_grad():
         for sequences in micro_batches:
             scores = scorer.scores(batch.take(sequences), temperature=temperature, backend=backend, **more)
-            found = [getattr(scores, name) for name in _COLUMNS]
-            has = {name: known or each is not None for (name, known), each in zip(has.items(), found, strict=True)}
-            absent = torch.full_like(scores.logp, torch.nan, dtype=torch.float32)
-            scored.append(torch.stack([absent if v is None else v.float() for v in found], dim=1))
+            found = {name: each for name in _COLUMNS if (each := getattr(scores, name)) is not None}
+            given |= found.keys()
+            absent = torch.full_like(scores.logp, torch.nan)
+            scored.append(torch.stack([found.get(name, absent).float() for name in _COLUMNS], dim=1))
             places.append(batch.tokens_of(sequences))
     values = torch.full((batch.num_tokens, len(_COLUMNS)), torch.nan)
     on_host = torch.cat([each.cpu() for each in scored])  # waits for the device, after all rows were launched
     values[ranks.gather(torch.cat(places))] = ranks.gather(on_host)
-    logp, entropy, value, squares = (column.contiguous() for column in values.unbind(1))
-    given = [ranks.any(has[name]) for name in ("value", "sum_squares")]  # this rank may have no row
-    return TokenScores(logp, entropy, value if given[0] else None, sum_squares=squares if given[1] else None)
+    logp, entropy, *further = (column.contiguous() for column in values.unbind(1))
+    # This rank may have no row.
+    known = {name: each for name, each in zip(_FURTHER, further, strict=True) if ranks.any(name in given)}
+    return TokenScores(logp, entropy, **known)
 
 
 def sampled_scores(

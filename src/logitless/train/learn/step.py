@@ -13,6 +13,7 @@ their log-probs of the scoring pass to the step's metrics.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -84,158 +85,140 @@ class MicroBatchOutput:
     @property
     def loss(self) -> Float[Tensor, ""]:
         """The sum of all, differentiable."""
-        loss = self.policy.loss
-        for each in (self.value, self.distillation, self.observations):
-            loss = loss if each is None else loss + each.loss
+        further = [each.loss for name in _FURTHER_TERMS if (each := getattr(self, name)) is not None]
+        loss = sum(further, self.policy.loss)
         return loss if self.router is None else loss + self.router
 
     def detached(self) -> "MicroBatchOutput":
         """The same numbers without the graph that leads to them."""
-        parts = {name: getattr(self, name) for name in ("policy", "value", "distillation", "observations")}
+        parts = {name: getattr(self, name) for name in ("policy", *_FURTHER_TERMS)}
         freed: dict[str, Any] = {
             name: replace(each, loss=each.loss.detach()) for name, each in parts.items() if each is not None
         }
         return replace(self, **freed, router=None if self.router is None else self.router.detach())
 
 
-def step_batch(
-    packed: PackedBatch,
-    tokens: TokenBatch,
-    plan: StepPlan,
-    objective: Objective,
-    weighting: Weighting,
-    *,
-    dropped: Sequence[bool],
-    num_steps: int,
-    statistics: BlockStatistics | None,
-    scores_itself: bool = False,
-    places: Sequence[int] | None = None,
-) -> list[MicroBatch]:
-    """The micro-batches of a step with their token weights, which are normalised over the whole step.
+_FURTHER_TERMS = ("value", "distillation", "observations")
+"""Fields of ``MicroBatchOutput`` with terms of the loss beside the objective's, in the order of the sum."""
+
+
+@dataclass(frozen=True)
+class OptimizerStep:
+    """The tokens of one optimizer step, whose weights are normalised over the whole step.
 
     Args:
         packed: all sequences of the block.
         tokens: the same with scores and advantages; with ``value_target`` they get weights of the value loss too.
         plan: the step's sequences in rows, over all ranks; a row may be empty.
         objective: its entropy bonus has weights of its own.
+        weighting: how token losses are averaged.
         dropped: one flag a sequence of the block: True for truncated completions whose tokens have weight 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
-        scores_itself: whether the training pass gives ``logp_old``.
-        places: indices of the plan's rows that this rank reads; None: all.
-
-    Returns:
-        A micro-batch for each row that is read, on the CPU.
+        statistics: of the block, or None.
     """
-    weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
-    rows = [plan.micro_batches[place] for place in places] if places is not None else plan.micro_batches
-    parts = [replace(tokens.take(row), token_weight=weights(weighting, row)) for row in rows]
-    if scores_itself:
-        parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
-    bonus = objective.entropy_bonus
-    further: dict[str, Any] = {}
-    if bonus is not None and bonus.scope == "micro_batch":
-        further["entropy_weight"] = [weights(MicroBatchTokenMean(), row) for row in rows]
-    if parts and (tokens.value_target is not None or (bonus is not None and bonus.scope != "micro_batch")):
-        every = plan.micro_batches  # these weights are made of the whole step's tokens
-        whole = tokens.take([s for row in every for s in row])
-        whole = replace(whole, token_weight=torch.cat([weights(weighting, row) for row in every]))
-        sizes = [sum(packed.inputs.source_counts[s] for s in row) for row in every]
 
-        def split(of_whole: Tensor) -> list[Tensor]:
-            of_rows = torch.split(of_whole, sizes)
-            return list(of_rows) if places is None else [of_rows[place] for place in places]
+    packed: PackedBatch
+    tokens: TokenBatch
+    plan: StepPlan
+    objective: Objective
+    weighting: Weighting
+    dropped: Sequence[bool]
+    num_steps: int = 1
+    statistics: BlockStatistics | None = None
 
-        if bonus is not None and bonus.scope != "micro_batch":
-            further["entropy_weight"] = split(objective.entropy_weight(whole, block=statistics))
-        if tokens.value_target is not None:
-            further["value_weight"] = split(value_weight(whole))
-    weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
-    said = 0 if packed.observed is None else sum(packed.observed.inputs.source_counts[s] for s in plan.sequences)
-    observed_weight = 1 / max(said, 1)
-    return [
-        MicroBatch(packed.take(row), part, scores_itself, observed_weight)
-        for row, part in zip(rows, weighted, strict=True)
-    ]
+    def micro_batches(self, places: Sequence[int] | None = None, *, scores_itself: bool = False) -> list[MicroBatch]:
+        """The micro-batches of the step, on the CPU.
 
+        Args:
+            places: indices of the plan's rows that this rank reads; None: all.
+            scores_itself: whether the training pass gives ``logp_old``.
+        """
+        packed, tokens, every = self.packed, self.tokens, self.plan.micro_batches
+        rows = every if places is None else [every[place] for place in places]
+        parts = [replace(tokens.take(row), token_weight=self._weights(self.weighting, row)) for row in rows]
+        if scores_itself:
+            parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
+        bonus = self.objective.entropy_bonus
+        further: dict[str, Any] = {}
+        if bonus is not None and bonus.scope == "micro_batch":
+            further["entropy_weight"] = [self._weights(MicroBatchTokenMean(), row) for row in rows]
+        if parts and (tokens.value_target is not None or (bonus is not None and bonus.scope != "micro_batch")):
+            # These weights are made of the whole step's tokens.
+            whole = tokens.take([s for row in every for s in row])
+            whole = replace(whole, token_weight=torch.cat([self._weights(self.weighting, row) for row in every]))
+            sizes = [sum(packed.inputs.source_counts[s] for s in row) for row in every]
 
-def zero_advantage_output(
-    packed: PackedBatch,
-    tokens: TokenBatch,
-    plan: StepPlan,
-    objective: Objective,
-    weighting: Weighting,
-    *,
-    dropped: Sequence[bool],
-    num_steps: int,
-    statistics: BlockStatistics | None,
-    device: torch.device | str = "cpu",
-    ranks: Ranks = Ranks.alone(),
-) -> MicroBatchOutput | None:
-    """What the step's zero-advantage sequences add to its metrics: loss and gradient 0, log-probs of the scoring pass.
+            def split(of_whole: Tensor) -> list[Tensor]:
+                of_rows = torch.split(of_whole, sizes)
+                return list(of_rows) if places is None else [of_rows[place] for place in places]
 
-    Args:
-        packed, tokens, plan, objective, weighting, dropped, num_steps, statistics: of ``step_batch``.
-        device: of the other outputs.
-        ranks: that divide the sequences.
+            if bonus is not None and bonus.scope != "micro_batch":
+                further["entropy_weight"] = split(self.objective.entropy_weight(whole, block=self.statistics))
+            if tokens.value_target is not None:
+                further["value_weight"] = split(value_weight(whole))
+        weighted = [replace(part, **{name: of[i] for name, of in further.items()}) for i, part in enumerate(parts)]
+        said = (
+            0 if packed.observed is None else sum(packed.observed.inputs.source_counts[s] for s in self.plan.sequences)
+        )
+        taken = zip(rows, weighted, strict=True)
+        return [MicroBatch(packed.take(row), part, scores_itself, 1 / max(said, 1)) for row, part in taken]
 
-    Returns:
-        The part of this rank; None if the step has no such sequence.
-    """
-    if not plan.dead:
-        return None
-    mine = list(ranks.rows_of(plan.dead))
-    weights = _weights_of(packed, tokens, plan, weighting, dropped=dropped, num_steps=num_steps)
-    part = replace(tokens.take(mine), token_weight=weights(weighting, mine)).to(device)
-    logp = required(part.logp_old, "logp_old")
-    centering = torch.zeros_like(logp) if objective.score_centering else None  # which the advantage of 0 multiplies
-    with torch.no_grad():
-        output = objective(logp, part.entropy_old, part, centering=centering, block=statistics)
-    return MicroBatchOutput(replace(output, grad_logp=torch.zeros_like(output.token_loss)))
+    def zero_advantage_output(
+        self, device: torch.device | str = "cpu", ranks: Ranks = Ranks.alone()
+    ) -> MicroBatchOutput | None:
+        """What zero-advantage sequences add to the step's metrics: loss and gradient 0, log-probs of the scoring pass.
 
+        Args:
+            device: of the other outputs.
+            ranks: that divide the sequences.
 
-def _weights_of(
-    packed: PackedBatch,
-    tokens: TokenBatch,
-    plan: StepPlan,
-    weighting: Weighting,
-    *,
-    dropped: Sequence[bool],
-    num_steps: int,
-) -> Callable[[Weighting, Sequence[int]], Tensor]:
-    """A function that gives the weights of some sequences under a weighting, with the totals of the algorithm's."""
-    counts = packed.inputs.source_counts
-    runs = _turn_counts(packed) if weighting.counts_turns else []
-    over = range(packed.num_sequences) if weighting.spans_block else plan.sequences
+        Returns:
+            The part of this rank; None if the step has no such sequence.
+        """
+        if not self.plan.dead:
+            return None
+        mine = list(ranks.rows_of(self.plan.dead))
+        part = replace(self.tokens.take(mine), token_weight=self._weights(self.weighting, mine)).to(device)
+        logp = required(part.logp_old, "logp_old")
+        # The advantage of 0 multiplies it.
+        centering = torch.zeros_like(logp) if self.objective.score_centering else None
+        with torch.no_grad():
+            output = self.objective(logp, part.entropy_old, part, centering=centering, block=self.statistics)
+        return MicroBatchOutput(replace(output, grad_logp=torch.zeros_like(output.token_loss)))
 
-    def counted(each: Weighting, sequences: Sequence[int]) -> tuple[tuple[int, ...], list[bool]]:
+    def _weights(self, weighting: Weighting, sequences: Sequence[int]) -> Tensor:
+        """The token weights of some sequences under a weighting, with the totals of the step's own."""
+        numbers, flags = self._counted(weighting, sequences)
+        return weighting(numbers, self._totals, flags, self.tokens.advantage.dtype)
+
+    @cached_property
+    def _totals(self) -> Totals:
+        spans_block = self.weighting.spans_block
+        return replace(
+            Totals.of(
+                *self._counted(self.weighting, range(self.packed.num_sequences) if spans_block else self.plan.sequences)
+            ),
+            num_steps=float(self.num_steps) if spans_block else 1.0,
+            num_micro_batches=max(1, sum(bool(row) for row in self.plan.micro_batches)),
+        )
+
+    def _counted(self, weighting: Weighting, sequences: Sequence[int]) -> tuple[tuple[int, ...], list[bool]]:
         """Trained tokens of each sequence or turn, whichever the weighting counts, and whether it is dropped."""
-        of_each = [runs[s] for s in sequences] if each.counts_turns else [counts[s : s + 1] for s in sequences]
-        flags = [dropped[s] for s, of in zip(sequences, of_each, strict=True) for _ in of]
+        counts = self._turns if weighting.counts_turns else [(n,) for n in self.packed.inputs.source_counts]
+        of_each = [counts[s] for s in sequences]
+        flags = [self.dropped[s] for s, of in zip(sequences, of_each, strict=True) for _ in of]
         return tuple(n for of in of_each for n in of), flags
 
-    totals = replace(
-        Totals.of(*counted(weighting, over)),
-        num_steps=float(num_steps) if weighting.spans_block else 1.0,
-        num_micro_batches=max(1, sum(bool(row) for row in plan.micro_batches)),
-    )
-
-    def weights(each: Weighting, row: Sequence[int]) -> Tensor:
-        numbers, flags = counted(each, row)
-        return each(numbers, totals, flags, tokens.advantage.dtype)
-
-    return weights
-
-
-def _turn_counts(packed: PackedBatch) -> list[tuple[int, ...]]:
-    """Numbers of trained tokens of each turn that has some, for each sequence."""
-    sequence = packed.sequence.cpu()
-    action = turn_index(sequence, packed.turn.cpu())
-    sizes = torch.bincount(action)
-    owner = sequence[sizes.cumsum(0) - sizes].tolist()
-    found: list[list[int]] = [[] for _ in range(packed.num_sequences)]
-    for s, size in zip(owner, sizes.tolist(), strict=True):
-        found[s].append(size)
-    return [tuple(of_turns) for of_turns in found]
+    @cached_property
+    def _turns(self) -> list[tuple[int, ...]]:
+        """Numbers of trained tokens of each turn that has some, for each sequence."""
+        sequence = self.packed.sequence.cpu()
+        sizes = torch.bincount(turn_index(sequence, self.packed.turn.cpu()))
+        owner = sequence[sizes.cumsum(0) - sizes].tolist()
+        found: list[list[int]] = [[] for _ in range(self.packed.num_sequences)]
+        for s, size in zip(owner, sizes.tolist(), strict=True):
+            found[s].append(size)
+        return [tuple(of_turns) for of_turns in found]
 
 
 def backward(
@@ -245,10 +228,10 @@ def backward(
     *,
     temperature: float,
     backend: Backend,
-    beta: float,
-    entropy_coefficient: float | None,
-    statistics: BlockStatistics | None,
     seed: int,
+    beta: float = 0.0,
+    entropy_coefficient: float | None = None,
+    statistics: BlockStatistics | None = None,
     value_loss: ValueLoss | None = None,
     observations: Observations | None = None,
     gather: GatherOverRanks = one_rank,
@@ -261,11 +244,12 @@ def backward(
 
     Args:
         policy: whose parameters get gradients.
-        micro_batches: of ``step_batch``.
+        micro_batches: of ``OptimizerStep``.
         temperature: of sampling; it divides the logits in the loss too.
+        seed: for objectives that choose tokens at random in each micro-batch.
         beta: coefficient of the KL in the loss.
         entropy_coefficient: of an adaptive entropy bonus.
-        seed: for objectives that choose tokens at random in each micro-batch.
+        statistics: of the block, for objectives that read them.
         value_loss: of the algorithm, for a policy with a value head.
         observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.
@@ -311,17 +295,17 @@ def backward(
         )
         output = MicroBatchOutput(
             policy_output,
-            None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
-            scores.logp.detach() if batch.scores_itself else None,
-            None if router_loss is None else router_loss.share(routing),
-            tuple(each.detach() for each in routing),
-            None
+            value=None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
+            logp_old=scores.logp.detach() if batch.scores_itself else None,
+            router=None if router_loss is None else router_loss.share(routing),
+            routing=tuple(each.detach() for each in routing),
+            distillation=None
             if scores.divergence is None or distillation is None
             else distillation.loss(scores.divergence, tokens, scores.tails),
-            None
+            observations=None
             if observations is None
             else observations(required(scores.observed, "observed"), batch.observed_weight),
-            scores.kl_sampler,
+            kl_sampler=scores.kl_sampler,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()
@@ -339,26 +323,22 @@ def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone
         ranks: that train together; every rank gets the metrics of the whole step.
     """
     numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
-    values = [each.value for each in outputs if each.value is not None]
-    if values:
-        numbers |= value_diagnostics(values, gather=ranks.gather)
-        of_values = torch.stack([each.loss.detach() for each in values]).double().sum()
-        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_values)
-    said = [each.observations for each in outputs if each.observations is not None]
-    if said:
-        numbers |= observation_diagnostics(said, gather=ranks.gather)
-        of_said = torch.stack([each.loss.detach() for each in said]).double().sum()
-        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_said)
+    terms: dict[str, Callable[..., dict[str, Tensor]]] = {
+        "value": value_diagnostics,
+        "observations": observation_diagnostics,
+        "distillation": distillation_diagnostics,
+    }
+    for name, diagnostics in terms.items():
+        found = [each for output in outputs if (each := getattr(output, name)) is not None]
+        if found:
+            numbers |= diagnostics(found, gather=ranks.gather)
+            loss = torch.stack([each.loss.detach() for each in found]).double().sum()
+            numbers["loss/total"] = numbers["loss/total"] + ranks.sum(loss)
     apart = [(each.kl_sampler, each.policy.trained) for each in outputs if each.kl_sampler is not None]
     if apart:
         sums = [torch.stack([torch.where(trained, kl, 0.0).double().sum(), trained.sum()]) for kl, trained in apart]
         total, count = ranks.sum(torch.stack(sums).sum(0))
         numbers["kl_sampler/mean"] = total / count.clamp(min=1)
-    taught = [each.distillation for each in outputs if each.distillation is not None]
-    if taught:
-        numbers |= distillation_diagnostics(taught, gather=ranks.gather)
-        of_teacher = torch.stack([each.loss.detach() for each in taught]).double().sum()
-        numbers["loss/total"] = numbers["loss/total"] + ranks.sum(of_teacher)
     return numbers
 
 

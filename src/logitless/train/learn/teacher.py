@@ -28,6 +28,9 @@ from logitless.train.recipe.teacher import TeacherSection
 from logitless.train.recipe.training import Backend
 from logitless.types import Group, LMHead, PackedBatch, TokenDivergence, TokenScores, TruncatedDivergence
 
+Model: TypeAlias = Policy | Itself | ServedTeacher
+"""One teacher: a model with weights of its own, the policy in one of its modes, or a server's."""
+
 Divergences: TypeAlias = Callable[[Tensor, LMHead], tuple[Float[Tensor, "N"], Float[Tensor, "N 2"] | None]]
 """(a policy's hidden states [N, D] for the targets of a batch, its head) -> divergence of each token from a teacher,
 and the ``tails`` of ``TokenScores``."""
@@ -46,7 +49,7 @@ class Teacher:
 
     def __init__(
         self,
-        models: Sequence[Policy | Itself | ServedTeacher],
+        models: Sequence[Model],
         section: TeacherSection,
         prompts: TeacherPrompts | None = None,
         *,
@@ -147,7 +150,7 @@ class Teacher:
         return divergence
 
     def _comparison(
-        self, model: Policy | Itself | ServedTeacher, part: PackedBatch, temperature: float, options: Mapping[str, Any]
+        self, model: Model, part: PackedBatch, temperature: float, options: Mapping[str, Any]
     ) -> Callable[[Tensor, LMHead], TokenDivergence | TruncatedDivergence]:
         """Let a model read its part of a batch; returns the function that compares the policy with it.
 
@@ -210,7 +213,7 @@ class Teacher:
             self._heads[model] = replace(head, weight=head.weight.to(device), bias=bias)
         return self._heads[model]
 
-    def _parts(self, batch: PackedBatch) -> Iterator[tuple[Policy | Itself | ServedTeacher, Tensor, PackedBatch]]:
+    def _parts(self, batch: PackedBatch) -> Iterator[tuple[Model, Tensor, PackedBatch]]:
         """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
         if batch.teacher is None:
             yield self.models[0], torch.arange(0), batch
@@ -249,7 +252,7 @@ class Teacher:
         return of_sampling if self.section.temperature is None else self.section.temperature
 
 
-def _current(model: Policy | Itself | ServedTeacher) -> AbstractContextManager[object]:
+def _current(model: Model) -> AbstractContextManager[object]:
     """Make the GPU of a model the current one inside, as its kernels need it."""
     return on_device(model.device) if isinstance(model, Policy) else nullcontext()
 

@@ -15,6 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from logitless.head.contract import on_device
 from logitless.transfer import sent
 
 CHUNK = 2**16
@@ -71,7 +72,7 @@ def gradient_norm(chunks: Int[Tensor, "C 3"], gradients: Sequence[Tensor]) -> Fl
 
     addresses, aligned = _addresses([gradients], chunks.device)
     parts = torch.empty(len(chunks), dtype=torch.float32, device=chunks.device)
-    with _on(chunks.device):
+    with on_device(chunks.device):
         squares_kernel[(len(chunks),)](addresses, chunks, parts, ALIGNED=aligned, BLOCK=1024)
     return parts.double().sum().sqrt().float()
 
@@ -107,7 +108,7 @@ def fused_update(
 
     device = gradients[0].device
     addresses, aligned = _addresses([masters, gradients, exp_avgs, exp_avg_sqs, copies], device)
-    with _on(device):
+    with on_device(device):
         adamw_kernel[(len(chunks),)](
             addresses,
             chunks,
@@ -264,7 +265,3 @@ def _addresses(columns: Sequence[Sequence[Tensor]], device: torch.device) -> tup
     numbers = torch.tensor([[t.data_ptr() for t in part] for part in columns])
     aligned = not bool((numbers % 16).any())
     return sent(numbers, device), aligned
-
-
-def _on(device: torch.device) -> AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -239,11 +239,9 @@ class MasterAdamW(torch.optim.AdamW):
         self.check_whole()
         self._is_amid_update = True
         for group in self.param_groups:
-            given = [(master, gradients.get(master)) for master in group["params"]]
-            updated = [(master, gradient) for master, gradient in given if gradient is not None]
-            if not updated:
+            masters = [master for master in group["params"] if master in gradients]
+            if not masters:
                 continue
-            masters = [master for master, _ in updated]
             states = [self._state_of(master) for master in masters]
             counters = [state["step"] for state in states]
             torch._foreach_add_(counters, 1)
@@ -256,7 +254,7 @@ class MasterAdamW(torch.optim.AdamW):
                 update(
                     self._table(pieces_of if self.on_host else chunks_of, of_step),
                     of_step,
-                    [updated[place][1] for place in places],
+                    [gradients[master] for master in of_step],
                     [states[place]["exp_avg"] for place in places],
                     [states[place]["exp_avg_sq"] for place in places],
                     [self.lowered[master] for master in of_step],

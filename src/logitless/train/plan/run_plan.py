@@ -120,7 +120,7 @@ def plan_of(recipe: Recipe) -> Plan:
     )
 
 
-def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None = None) -> dict[str, int]:
+def memory(recipe: Recipe, model: nn.Module, value_head: ValueHead | None) -> dict[str, int]:
     """Bytes of a single process by part (``memory_of_rank``), as if all parts were held at the same time.
 
     No moment of a step holds all of them; the difference makes up for fragmentation. A resumed run holds no more: its

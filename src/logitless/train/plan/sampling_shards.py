@@ -66,4 +66,5 @@ def room_of(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     total = torch.cuda.get_device_properties(device).total_memory
-    return int(total * torch.cuda.get_per_process_memory_fraction(device))
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(total * torch.cuda.get_per_process_memory_fraction(index))

@@ -150,7 +150,7 @@ def traffic_of_rank(
     return parts
 
 
-def forecast_text(recipe: Recipe, found: Forecast, sampling: str = "", shards: str = "") -> str:
+def forecast_text(recipe: Recipe, found: Forecast, sampling: str, shards: str) -> str:
     """The forecast as text.
 
     Args:

@@ -15,15 +15,7 @@ from logitless.objective.presets import PRESETS
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting
-from logitless.train.recipe.rule import (
-    Composed,
-    Processes,
-    Rule,
-    Setting,
-    given,
-    needs_whole_weights,
-    refusal,
-)
+from logitless.train.recipe.rule import Composed, Processes, Rule, Setting, given, needs_whole_weights, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -131,11 +123,11 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"rollout.engine: {recipe.rollout.engine.name}",
         remedy="Set algorithm.correction in its place.",
     ),
-    centering.needs(
+    centering.about(
+        "rollout.in_flight",
         "no rollout.in_flight keep, whose keys and values are of no single model",
-        holds=lambda recipe: recipe.rollout.in_flight != "keep",
-        given=lambda _: "rollout.in_flight: keep",
-        remedy="Set it to recompute.",
+        lambda in_flight: in_flight != "keep",
+        "Set it to recompute.",
     ),
     centering.excludes("model.lora.dropout"),
 )
@@ -173,8 +165,7 @@ COMPOSED_RULES: tuple[Rule[Composed], ...] = (
         remedy="Set rollout.zero_signal: keep.",
     ),
     Setting[Composed](
-        "algorithm.surrogate of the reference",
-        lambda composed: composed.algorithm.objective.surrogate.reads_reference,
+        "algorithm.surrogate of the reference", lambda composed: composed.algorithm.objective.surrogate.reads_reference
     ).needs(
         "a reference",
         holds=lambda composed: composed.recipe.reads_reference,

@@ -8,7 +8,7 @@ from logitless.data.sources import RESERVED_SOURCES, DataOptions, TrainingData
 from logitless.models.reward_model import RewardModel
 from logitless.rewards.options import RewardOptions
 from logitless.rollout.environments.options import pays
-from logitless.train.recipe.rule import Rule, Setting
+from logitless.train.recipe.rule import Rule, Setting, given
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=_unknown_reward_sources,
         remedy="Correct the name, or leave `sources` out for a reward that judges everything.",
     ),
-    Setting["Recipe"]("rewards", lambda recipe: bool(recipe.rewards)).needs(
+    given("rewards").needs(
         "for each source of data a reward that is not a gate",
         given=_sources_without_reward,
         remedy="Add the name to `sources` of a reward, or leave `sources` out.",

@@ -3,20 +3,13 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from logitless.errors import UnavailableError
 from logitless.rollout.vllm.api import request_settings
-from logitless.train.recipe.rule import (
-    Machine,
-    Processes,
-    Rule,
-    Setting,
-    needs_gpu,
-    refusal,
-)
+from logitless.train.recipe.rule import Machine, Processes, Rule, Setting, chosen, given, needs_gpu, recipe_of, refusal
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -219,14 +212,9 @@ AnyEngine: TypeAlias = (
 # --- rules ----------------------------------------------------------------------------------------------------------
 
 
-def _server(recipe: "Recipe") -> VllmServerEngineSection | None:
-    engine = recipe.rollout.engine
-    return engine if isinstance(engine, VllmServerEngineSection) else None
-
-
-def _recorded(recipe: "Recipe") -> RecordedEngineSection | None:
-    engine = recipe.rollout.engine
-    return engine if isinstance(engine, RecordedEngineSection) else None
+def _engine(recipe: "Recipe") -> Any:
+    """The section, for a rule about one of its variants."""
+    return recipe.rollout.engine
 
 
 def _backends(recipe: "Recipe") -> tuple[str, str]:
@@ -238,12 +226,12 @@ def _not_applied_by_vllm(recipe: "Recipe") -> str:
     return "; ".join(filter(None, (refusal(partial(request_settings, each, ())) for each in recipe.samplings)))
 
 
-recorded = Setting["Recipe"]("rollout.engine recorded", lambda recipe: _recorded(recipe) is not None)
+recorded = chosen("rollout.engine.name", "recorded")
 of_column = Setting["Recipe"]("rollout.engine.column", lambda recipe: recipe.rollout.engine.recorded_column is not None)
-gpu = Setting["Recipe"]("rollout.engine gpu", lambda recipe: recipe.rollout.engine.bitwise)
-server = Setting["Recipe"]("rollout.engine vllm_server", lambda recipe: _server(recipe) is not None)
-in_flight = Setting["Recipe"]("rollout.engine.in_flight", lambda recipe: recipe.rollout.engine.changes_in_flight)
-adapter = Setting["Recipe"]("rollout.engine.weights adapter", lambda recipe: recipe.rollout.engine.takes_adapters)
+gpu = given("rollout.engine.bitwise", "rollout.engine gpu")
+server = chosen("rollout.engine.name", "vllm_server")
+in_flight = given("rollout.engine.changes_in_flight", "rollout.engine.in_flight")
+adapter = given("rollout.engine.takes_adapters", "rollout.engine.weights adapter")
 
 GPU_FUSED = gpu.needs(
     "the head's fused backend, whose log-probs it gives",
@@ -257,8 +245,8 @@ _FOLDER = "Set rollout.engine.weights: {name: folder}."
 RULES: tuple[Rule["Recipe"], ...] = (
     recorded.needs(
         "one of path and column",
-        holds=lambda recipe: bool((e := _recorded(recipe)) and (e.path is None) != (e.column is None)),
-        given=lambda recipe: "both" if (e := _recorded(recipe)) and e.path else "neither",
+        holds=lambda recipe: (_engine(recipe).path is None) != (_engine(recipe).column is None),
+        given=lambda recipe: "both" if _engine(recipe).path else "neither",
         remedy="Name a file of `logitless sample` as path, or the column of data.train that holds texts.",
     ),
     of_column.needs(
@@ -267,11 +255,11 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: str(recipe.rollout.completions_per_prompt),
         remedy="Set it to 1.",
     ),
-    gpu.needs(
+    gpu.about(
+        "model.layers",
         "model.layers: row_invariant or auto, through which it decodes",
-        holds=lambda recipe: recipe.model.layers != "transformers",
-        given=lambda recipe: f"model.layers: {recipe.model.layers}",
-        remedy="Leave model.layers out.",
+        lambda layers: layers != "transformers",
+        "Leave model.layers out.",
     ),
     gpu.excludes("model.lora.dropout"),
     GPU_FUSED,
@@ -282,13 +270,13 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     server.needs(
         "one of api_key_file and api_key_variable",
-        holds=lambda recipe: not ((engine := _server(recipe)) and engine.api_key_file and engine.api_key_variable),
+        holds=lambda recipe: not (_engine(recipe).api_key_file and _engine(recipe).api_key_variable),
         given=lambda _: "both",
         remedy="Leave one of them out.",
     ),
     server.needs(
         "rollout.engine.model where model.source is a config",
-        holds=lambda recipe: isinstance(recipe.model.source, str) or bool((e := _server(recipe)) and e.model),
+        holds=lambda recipe: isinstance(recipe.model.source, str) or bool(_engine(recipe).model),
         given=lambda _: "model: null",
         remedy="Name the model as the servers do (--served-model-name).",
     ),
@@ -305,7 +293,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    gpu.on(lambda processes: processes.recipe).needs(
+    gpu.on(recipe_of).needs(
         "whole weights or parallel.sampling_shards",
         holds=lambda processes: not processes.arrangement.is_sharded or processes.recipe.parallel.has_copy,
         given=lambda processes: f"weights sharded over {processes.arrangement.weights}",

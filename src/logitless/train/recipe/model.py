@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
-from logitless.train.recipe.rule import Rule, Setting, given, needs_gpu, needs_package, needs_whole_weights
+from logitless.train.recipe.rule import Rule, Setting, chosen, given, needs_gpu, needs_package, needs_whole_weights
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -61,8 +61,7 @@ class ModelSection(Section):
         "evaluation, environments, `sample` and `serve-engine`",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto",
-        description="of frozen weights (LoRA's base, the reference); auto: as `trained_dtype`, float32 on a CPU",
+        "auto", description="of frozen weights (LoRA's base, the reference); auto: as `trained_dtype`, float32 on a CPU"
     )
     trained_dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
@@ -148,7 +147,7 @@ def _model(recipe: "Recipe") -> ModelSection:
 quantize = given("model.quantize")
 layers = row_invariant.on(_model)
 lora = given("model.lora")
-flex = Setting["Recipe"]("model.attention flex_attention", lambda recipe: recipe.model.attention == "flex_attention")
+flex = chosen("model.attention", "flex_attention")
 
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("model.dtype", lambda recipe: recipe.model.dtype not in ("auto", "float32")).needs(
@@ -157,7 +156,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: f"{recipe.model.dtype} with full fine-tuning and no kl",
         remedy="Leave it out, or set model.autocast to make products in bfloat16.",
     ),
-    Setting["Recipe"]("model.trained_dtype bfloat16", lambda recipe: recipe.model.trained_dtype == "bfloat16").excludes(
+    chosen("model.trained_dtype", "bfloat16").excludes(
         "model.autocast",
         ", for the products have the dtype of the weights",
         remedy="Leave model.autocast out: products of bfloat16 weights are in bfloat16 as they are.",

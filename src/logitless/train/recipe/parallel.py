@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from logitless.train.recipe.rule import Processes, Rule, Setting, needs_whole_weights
+from logitless.train.recipe.rule import Processes, Rule, Setting, chosen, given, needs_whole_weights, recipe_of
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -72,9 +72,10 @@ def _num_that_sample(processes: Processes) -> int:
     return processes.recipe.parallel.num_sampling or processes.world
 
 
-deterministic = Setting["Recipe"]("parallel.deterministic", lambda recipe: recipe.parallel.deterministic)
+deterministic = given("parallel.deterministic")
+all_rows = chosen("parallel.vocabulary", "all_rows")
 shards = Setting["Recipe"]("parallel.sampling_shards", lambda recipe: recipe.parallel.sampling_shards != "auto")
-sampling = Setting["Recipe"]("parallel.sampling", lambda recipe: recipe.parallel.num_sampling > 0)
+sampling = given("parallel.num_sampling", "parallel.sampling")
 
 RULES: tuple[Rule["Recipe"], ...] = (
     sampling.needs(
@@ -103,30 +104,28 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    sampling.on(lambda processes: processes.recipe).needs(
+    sampling.on(recipe_of).needs(
         "a further process to train",
         holds=lambda processes: processes.world > 0,
         given=lambda processes: f"{processes.world + processes.recipe.parallel.num_sampling} in all",
         remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling.",
     ),
     needs_whole_weights(
-        sampling,
-        " that trains, which are sent from one place",
-        "Leave parallel.shard and parallel.sequence out.",
+        sampling, " that trains, which are sent from one place", "Leave parallel.shard and parallel.sequence out."
     ),
-    shards.on(lambda processes: processes.recipe).needs(
+    shards.on(recipe_of).needs(
         "parallel.sampling, or weights that parallel.shard cuts",
         holds=lambda processes: processes.arrangement.is_sharded or processes.recipe.parallel.num_sampling > 0,
         given=lambda processes: processes.arrangement.words,
         remedy="Leave it out, or set parallel.shard.",
     ),
-    shards.on(lambda processes: processes.recipe).needs(
+    shards.on(recipe_of).needs(
         "a divisor of the processes that sample",
         holds=lambda processes: _num_that_sample(processes) % int(processes.recipe.parallel.sampling_shards) == 0,
         given=lambda processes: f"{processes.recipe.parallel.sampling_shards} of {_num_that_sample(processes)}",
         remedy="Leave it at auto, or set it to the number of processes.",
     ),
-    Setting[Processes]("parallel.deterministic", lambda processes: processes.recipe.parallel.deterministic).needs(
+    deterministic.on(recipe_of).needs(
         "1, 2, 4, 8, ... processes, for it sums along a binary tree",
         holds=lambda processes: processes.arrangement.world.bit_count() == 1,
         given=lambda processes: str(processes.arrangement.world),
@@ -138,9 +137,7 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         given=lambda processes: f"model.attention: {processes.recipe.model.attention}",
         remedy="Leave model.attention out.",
     ),
-    Setting[Processes](
-        "parallel.vocabulary all_rows", lambda processes: processes.recipe.parallel.vocabulary == "all_rows"
-    ).needs(
+    all_rows.on(recipe_of).needs(
         "one copy of the weights",
         holds=lambda processes: processes.arrangement.replicate == 1,
         given=lambda processes: f"parallel.replicate={processes.arrangement.replicate}",

@@ -12,6 +12,7 @@ from logitless.train.recipe.engine import AnyEngine, AutoEngineSection
 from logitless.train.recipe.rule import (
     Rule,
     Setting,
+    chosen,
     given,
     needs_one_process,
     needs_package,
@@ -56,8 +57,7 @@ class RolloutSection(Section):
     )
     limits: Limits = Field(default_factory=Limits, description="of an episode, where there is an environment")
     staleness: NonNegativeInt = Field(
-        0,
-        description="blocks that are sampled ahead of training, each by weights so many blocks old; 0: on policy",
+        0, description="blocks that are sampled ahead of training, each by weights so many blocks old; 0: on policy"
     )
     in_flight: Literal["keep", "recompute"] | None = Field(
         None,
@@ -73,8 +73,7 @@ class RolloutSection(Section):
     )
     max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
     unscored: Unscored = Field(
-        "leave_out",
-        description="a completion that a function could not score: sum the others, or drop the completion",
+        "leave_out", description="a completion that a function could not score: sum the others, or drop the completion"
     )
 
     @property
@@ -91,7 +90,7 @@ def _longest_turn(recipe: "Recipe") -> int:
     return max(each.max_new_tokens for each in recipe.samplings)
 
 
-parity = Setting["Recipe"]("rollout.parity", lambda recipe: recipe.rollout.parity.has_threshold)
+parity = given("rollout.parity.has_threshold", "rollout.parity")
 staleness = Setting["Recipe"](
     "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
 )
@@ -127,7 +126,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: str(recipe.rollout.sampling.temperature),
         remedy="Sample at temperature 1, or set evaluation.sampling for greedy evaluation.",
     ),
-    Setting["Recipe"]("rollout.zero_signal drop or refill", lambda recipe: recipe.rollout.zero_signal != "keep").needs(
+    chosen("rollout.zero_signal", "drop", "refill").needs(
         "at least two completions a prompt, for their rewards to differ",
         holds=lambda recipe: recipe.rollout.completions_per_prompt > 1,
         given=lambda recipe: f"rollout.completions_per_prompt={recipe.rollout.completions_per_prompt}",
@@ -155,9 +154,6 @@ PROCESS_RULES = (
     ),
 )
 
-harness = Setting["Recipe"](
-    "rollout.environment harness",
-    lambda recipe: recipe.rollout.environment is not None and recipe.rollout.environment.name == "harness",
-)
+harness = chosen("rollout.environment.name", "harness")
 
 MACHINE_RULES = (needs_package(harness, "starlette", "serve", None),)

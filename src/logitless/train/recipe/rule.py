@@ -22,14 +22,6 @@ Subject = TypeVar("Subject")
 Whole = TypeVar("Whole")
 
 
-def _always(_: Any) -> bool:
-    return True
-
-
-def _nothing(_: Any) -> tuple[str, ...]:
-    return ()
-
-
 def value_at(recipe: Any, key: str) -> Any:
     """The value of a key in a recipe or section; None below a section that is left out."""
     for name in key.split("."):
@@ -37,9 +29,24 @@ def value_at(recipe: Any, key: str) -> Any:
     return recipe
 
 
-def given(key: str) -> "Setting[Recipe]":
-    """The setting of a key: neither null nor false, 0 or empty."""
-    return Setting(key, lambda recipe: bool(value_at(recipe, key)))
+def given(key: str, words: str = "") -> "Setting[Recipe]":
+    """The setting of a key, or of a property of a section: neither null nor false, 0 or empty.
+
+    Args:
+        words: of the setting; empty: the key.
+    """
+    return Setting(words or key, lambda recipe: bool(value_at(recipe, key)))
+
+
+def chosen(key: str, *values: str) -> "Setting[Recipe]":
+    """The setting of a key to one of these values.
+
+    Example:
+        >>> chosen("rollout.engine.name", "gpu", "auto").words
+        'rollout.engine gpu or auto'
+    """
+    words = f"{key.removesuffix('.name')} {' or '.join(values)}"
+    return Setting(words, lambda recipe: value_at(recipe, key) in values)
 
 
 def _shown(value: Any) -> str:
@@ -58,7 +65,7 @@ class Setting(Generic[Subject]):
     """
 
     words: str
-    when: Callable[[Subject], bool] = _always
+    when: Callable[[Subject], bool] = lambda _: True
     of: str = ""
 
     def needs(
@@ -68,7 +75,7 @@ class Setting(Generic[Subject]):
         given: Callable[[Subject], str],
         remedy: str,
         holds: Callable[[Subject], bool] | None = None,
-        instead: Callable[[Subject], tuple[str, ...]] = _nothing,
+        instead: Callable[[Subject], tuple[str, ...]] = lambda _: (),
         kind: type[LogitlessError] = ConfigurationError,
     ) -> "Rule[Subject]":
         """The rule that this setting needs something; the arguments are those of ``Rule``.
@@ -79,17 +86,18 @@ class Setting(Generic[Subject]):
 
     def keeps(self, key: str, value: Any, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
         """The rule that this setting needs a key to have a value."""
-        return self._about(key, f"{key}: {_shown(value)}{why}", lambda found: found == value, remedy)
+        return self.about(key, f"{key}: {_shown(value)}{why}", lambda found: found == value, remedy)
 
     def excludes(self, key: str, why: str = "", *, remedy: str = "") -> "Rule[Subject]":
         """The rule that this setting needs a key to be left out: null, false, 0 or empty."""
-        return self._about(key, f"no {key}{why}", lambda found: not found, remedy)
+        return self.about(key, f"no {key}{why}", lambda found: not found, remedy)
 
     def requires(self, key: str, why: str = "", *, remedy: str) -> "Rule[Subject]":
         """The rule that this setting needs a key to be given."""
-        return self._about(key, f"{key}{why}", bool, remedy)
+        return self.about(key, f"{key}{why}", bool, remedy)
 
-    def _about(self, key: str, needed: str, holds: Callable[[Any], bool], remedy: str) -> "Rule[Subject]":
+    def about(self, key: str, needed: str, holds: Callable[[Any], bool], remedy: str) -> "Rule[Subject]":
+        """The rule that this setting needs something of the value of a key."""
         name = key.removeprefix(self.of)
         return self.needs(
             needed,
@@ -215,6 +223,12 @@ class Composed:
     algorithm: Algorithm
 
 
+def recipe_of(subject: Any) -> "Recipe":
+    """The recipe of a subject that has one, for ``Setting.on``."""
+    recipe: Recipe = subject.recipe
+    return recipe
+
+
 def is_installed(package: str) -> bool:
     """Whether a package can be imported here."""
     return importlib.util.find_spec(package) is not None
@@ -231,7 +245,7 @@ def refusal(check_part: Callable[[], Any]) -> str:
 
 def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that does not work with sharded weights."""
-    return setting.on(_of_processes).needs(
+    return setting.on(recipe_of).needs(
         f"all weights on every process{why}",
         holds=lambda processes: not processes.arrangement.is_sharded,
         given=lambda processes: f"weights sharded over {processes.arrangement.weights}",
@@ -239,19 +253,9 @@ def needs_whole_weights(setting: Setting["Recipe"], why: str, remedy: str) -> Ru
     )
 
 
-def needs_whole_sequences(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
-    """The rule of a setting that does not work where several processes share each sequence."""
-    return setting.on(_of_processes).needs(
-        f"whole sequences on every process{why}",
-        holds=lambda processes: processes.arrangement.sequence == 1,
-        given=lambda processes: f"sequences shared by {processes.arrangement.sequence}",
-        remedy=remedy,
-    )
-
-
 def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule[Processes]:
     """The rule of a setting that works in a single process only."""
-    return setting.on(_of_processes).needs(
+    return setting.on(recipe_of).needs(
         f"one process{why}",
         holds=lambda processes: processes.arrangement.world == 1,
         given=lambda processes: str(processes.arrangement.world),
@@ -261,7 +265,7 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
 
 def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: str | None = None) -> Rule[Machine]:
     """The rule of a setting that needs a GPU, and a package where one is named."""
-    return setting.on(_of_machine).needs(
+    return setting.on(recipe_of).needs(
         needed,
         given=lambda machine: machine.lacks(package),
         remedy=f"Set {instead.replace('=', ': ')}.",
@@ -272,7 +276,7 @@ def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: st
 def needs_package(setting: Setting["Recipe"], package: str, extra: str, instead: str | None) -> Rule[Machine]:
     """The rule of a setting that needs a package, which an extra of logitless installs."""
     install = f"pip install 'logitless[{extra}]'"
-    return setting.on(_of_machine).needs(
+    return setting.on(recipe_of).needs(
         package,
         holds=lambda _: is_installed(package),
         given=lambda _: "none installed",
@@ -280,11 +284,3 @@ def needs_package(setting: Setting["Recipe"], package: str, extra: str, instead:
         instead=lambda _: () if instead is None else (instead,),
         kind=UnavailableError,
     )
-
-
-def _of_processes(processes: Processes) -> "Recipe":
-    return processes.recipe
-
-
-def _of_machine(machine: Machine) -> "Recipe":
-    return machine.recipe

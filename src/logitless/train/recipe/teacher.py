@@ -13,7 +13,7 @@ from logitless.train.recipe.rule import (
     Setting,
     given,
     needs_one_process,
-    needs_whole_sequences,
+    recipe_of,
     value_at,
 )
 from logitless.train.recipe.section import Section
@@ -49,10 +49,7 @@ class TeacherSection(Section):
         "auto", description="auto: as `model.trained_dtype: auto`"
     )
     layers: Literal["auto", "transformers", "row_invariant"] = Field("auto", description="see `model.layers`")
-    place: str = Field(
-        "device",
-        description="`host`: its weights wait there between uses; `cuda:1`: it runs there",
-    )
+    place: str = Field("device", description="`host`: its weights wait there between uses; `cuda:1`: it runs there")
     divergence: Divergence | None = Field(None, description="a term of the loss; None: no term")
     top_k: int | None = Field(None, ge=1, description="how many likeliest tokens a server's divergence tells apart")
     beta: float | None = Field(
@@ -60,8 +57,7 @@ class TeacherSection(Section):
     )
     weight: PositiveFloat = Field(1.0, description="of the divergence")
     advantage: NonNegativeFloat = Field(
-        0.0,
-        description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none",
+        0.0, description="coefficient of `logp_teacher - logp_sampler` in advantages; `true` is 1, 0: none"
     )
     gamma: NonNegativeFloat = Field(
         0.0, description="how much more the first token's advantage counts than the last one's"
@@ -115,13 +111,18 @@ def _teaches_alone(recipe: "Recipe") -> bool:
     return recipe.teacher is not None and (recipe.teacher.alone or without)
 
 
+def _temperature(recipe: "Recipe") -> float:
+    return _teacher(recipe).temperature or recipe.rollout.sampling.temperature
+
+
 def _has(source: str) -> Setting["Recipe"]:
     return Setting(f"teacher.source {source}", lambda recipe: recipe.teacher is not None and recipe.teacher.has(source))
 
 
 teacher, divergence, top_k = given("teacher"), given("teacher.divergence"), given("teacher.top_k")
-server = Setting["Recipe"](
-    "teacher.source of a server", lambda recipe: recipe.teacher is not None and recipe.teacher.has_server
+server = given("teacher.has_server", "teacher.source of a server")
+of_server = Setting["Recipe"](
+    "teacher.divergence from a server", lambda recipe: server.when(recipe) and divergence.when(recipe)
 )
 
 RULES: tuple[Rule["Recipe"], ...] = (
@@ -164,10 +165,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
         given=lambda recipe: ", ".join(f"{key}: {value}" for key, value in _own(recipe).items()),
         remedy="Leave them out; it has the weights of the policy or of the server.",
     ),
-    Setting["Recipe"](
-        "teacher.divergence from a server",
-        lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
-    ).requires(
+    of_server.requires(
         "teacher.top_k",
         "; all other tokens count as one",
         remedy="Set teacher.top_k: 20, the most that vLLM gives without --max-logprobs; or set teacher.advantage: true "
@@ -175,20 +173,20 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     top_k.needs(
         "a divergence from a server",
-        holds=lambda recipe: server.when(recipe) and _teacher(recipe).divergence is not None,
+        holds=of_server.when,
         given=lambda recipe: f"divergence: {_teacher(recipe).divergence}, source: {_teacher(recipe).source}",
         remedy="Leave teacher.top_k out: other teachers are compared over the whole vocabulary.",
     ),
-    top_k.needs(
+    top_k.about(
+        "train.training_backend",
         "no fused training_backend, which has no kernel for it",
-        holds=lambda recipe: recipe.train.training_backend != "fused",
-        given=lambda recipe: f"train.training_backend: {recipe.train.training_backend}",
-        remedy="Leave train.training_backend at auto.",
+        lambda backend: backend != "fused",
+        "Leave train.training_backend at auto.",
     ),
     server.needs(
         "temperature 1, at which it gives log-probs",
-        holds=lambda recipe: (_teacher(recipe).temperature or recipe.rollout.sampling.temperature) == 1,
-        given=lambda recipe: f"{_teacher(recipe).temperature or recipe.rollout.sampling.temperature}",
+        holds=lambda recipe: _temperature(recipe) == 1,
+        given=lambda recipe: str(_temperature(recipe)),
         remedy="Set teacher.temperature: 1.",
     ),
     given("teacher.column").needs(
@@ -200,15 +198,14 @@ RULES: tuple[Rule["Recipe"], ...] = (
 )
 
 PROCESS_RULES: tuple[Rule[Processes], ...] = (
-    needs_whole_sequences(
-        divergence,
-        ", for the teacher's hidden states are not cut",
-        "Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
+    divergence.on(recipe_of).needs(
+        "whole sequences on every process, for the teacher's hidden states are not cut",
+        holds=lambda processes: processes.arrangement.sequence == 1,
+        given=lambda processes: f"sequences shared by {processes.arrangement.sequence}",
+        remedy="Leave parallel.sequence at 1, or set teacher.advantage in place of divergence.",
     ),
     needs_one_process(
-        Setting["Recipe"](
-            "teacher.place of a device", lambda recipe: recipe.teacher is not None and bool(recipe.teacher.device)
-        ),
+        given("teacher.device", "teacher.place of a device"),
         ", for other processes train on the other devices",
         "Set teacher.place: device or host.",
     ),

@@ -10,6 +10,7 @@ from logitless.train.recipe.rule import (
     Machine,
     Rule,
     Setting,
+    chosen,
     given,
     needs_gpu,
     needs_one_process,
@@ -91,8 +92,7 @@ class TrainSection(Section):
         "(docs/performance.md); None: no limit",
     )
     cuda_graphs: bool = Field(
-        True,
-        description="train short rows of small models by CUDA graphs, in up to an eighth of the GPU's memory",
+        True, description="train short rows of small models by CUDA graphs, in up to an eighth of the GPU's memory"
     )
 
 
@@ -102,12 +102,6 @@ class TrainSection(Section):
 def _longest(recipe: "Recipe") -> int:
     """Tokens that the model reads of the longest prompt and completion; the last one is sampled and never read."""
     return recipe.data.max_prompt_tokens + recipe.rollout.longest_completion - 1
-
-
-def _moments(*names: str) -> Setting["Recipe"]:
-    return Setting(
-        f"train.optimizer.moments {' or '.join(names)}", lambda recipe: recipe.train.optimizer.moments in names
-    )
 
 
 def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
@@ -130,8 +124,10 @@ def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
     )
 
 
+_MOMENTS = "train.optimizer.moments"
+
 activation_memory = given("train.activation_memory")
-host, eight_bit = _moments("host"), _moments("8bit")
+host, eight_bit = chosen(_MOMENTS, "host"), chosen(_MOMENTS, "8bit")
 
 RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("train.tokens_per_micro_batch").needs(
@@ -144,14 +140,14 @@ RULES: tuple[Rule["Recipe"], ...] = (
     ),
     activation_memory.excludes("model.gradient_checkpointing", ", which saves them too"),
     activation_memory.excludes("model.compile"),
-    _moments("8bit", "host").keeps(
+    chosen(_MOMENTS, "8bit", "host").keeps(
         "train.optimizer.implementation", "auto", ", for torch.optim.AdamW has no such moments"
     ),
-    host.needs(
+    host.about(
+        "model.trained_dtype",
         "model.trained_dtype: bfloat16, whose masters go to the host",
-        holds=lambda recipe: recipe.model.trained_dtype != "float32",
-        given=lambda recipe: f"model.trained_dtype: {recipe.model.trained_dtype}",
-        remedy="Set it, or leave moments at float32.",
+        lambda dtype: dtype != "float32",
+        "Set it, or leave moments at float32.",
     ),
     host.excludes("parallel.deterministic", remedy="Leave it out, or leave moments at float32."),
 )

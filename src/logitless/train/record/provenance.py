@@ -11,7 +11,6 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,8 +35,8 @@ def record_start(
     device: torch.device,
     *,
     step: int,
-    changed: Mapping[str, Any] = MappingProxyType({}),
-    parent: Mapping[str, Any] | None = None,
+    changed: Mapping[str, Any],
+    parent: Mapping[str, Any] | None,
 ) -> None:
     """Add this start to ``provenance.json``.
 

@@ -115,7 +115,7 @@ def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: C
             break
         if first < block:
             last = path
-            _write(path, _rows_before(_read(path), block), write)
+            _write(path, _read(path).filter(pyarrow.compute.field("block") < block), write)
             break
         path.unlink()
     if last is not None and not _is_full(last):
@@ -241,10 +241,6 @@ def _damaged(path: Path, error: Exception) -> DataError:
         given=str(error),
         remedy="Delete this file; a run never leaves such.",
     )
-
-
-def _rows_before(table: pyarrow.Table, block: int) -> pyarrow.Table:
-    return table.filter(pyarrow.compute.field("block") < block)
 
 
 def _write(path: Path, table: pyarrow.Table, write: Callable[[Path, bytes], None]) -> None:

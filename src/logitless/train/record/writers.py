@@ -14,12 +14,7 @@ from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 from logitless.errors import UnavailableError
-from logitless.train.recipe.writers import (
-    MlflowSection,
-    TrackioSection,
-    WandbSection,
-    WriterSection,
-)
+from logitless.train.recipe.writers import MlflowSection, TrackioSection, WandbSection, WriterSection
 from logitless.train.record.metrics import Record
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, get_args
 
@@ -402,14 +402,8 @@ def _over_blocks(rollouts: _Rollouts) -> str:
             cards.append(_card(title, "Each column is the histogram of one block.", _histograms(by_block)))
     if rollouts.passed:
         rates = [[by_block.get(block) for block in rollouts.blocks] for by_block in rollouts.passed.values()]
-        plot = heat_map(
-            rates,
-            x=rollouts.blocks,
-            x_label="block",
-            y_label="",
-            y_names=list(rollouts.passed),
-            value_label="pass rate",
-        )
+        names = list(rollouts.passed)
+        plot = heat_map(rates, x=rollouts.blocks, y_label="", y_names=names, value_label="pass rate")
         cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
     return grid_of("Blocks", cards)
 
@@ -429,7 +423,6 @@ def _histograms(by_block: Mapping[int, Sequence[float]]) -> str | None:
     return heat_map(
         [list(row) for row in zip(*columns, strict=True)],
         x=list(by_block),
-        x_label="block",
         y_label="reward",
         y_edges=[low + width * edge for edge in range(_HISTOGRAM_BINS + 1)],
         value_label="share of the block",
@@ -495,7 +488,8 @@ def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
     chosen = [blocks[round((len(blocks) - 1) * number / max(1, count - 1))] for number in range(count)]
     links, pages = [], []
     for block in chosen:
-        groups = list(_by_group(folder.read_block(block)))[:_GROUPS_OF_BLOCK]
+        by_group = groupby(folder.read_block(block), key=lambda row: (row.get("group"), row["prompt_id"]))
+        groups = [list(group) for _, group in islice(by_group, _GROUPS_OF_BLOCK)]
         names = [f"block-{block}-group-{number}" for number in range(1, len(groups) + 1)]
         described = (
             f'<a href="#{name}">group {number}, {_rewards_in_words(group)}</a>'
@@ -506,11 +500,6 @@ def _group_pages(folder: RunFolder, blocks: Sequence[int]) -> str:
     note = "Some groups with all their completions; any other: <code>logitless show RUN --block N --group N</code>"
     listed = f"<p class=note>{note}</p><ul class=groups>{''.join(links)}</ul>"
     return f"<section id=groups><h2>Groups</h2>{listed}</section>{''.join(pages)}"
-
-
-def _by_group(rows: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    for _, group in groupby(rows, key=lambda row: (row.get("group"), row["prompt_id"])):
-        yield list(group)
 
 
 def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:

@@ -118,18 +118,17 @@ def heat_map(
     rows: Sequence[Sequence[Number | None]],
     *,
     x: Sequence[Number],
-    x_label: str,
     y_label: str,
     y_edges: Sequence[Number] | None = None,
     y_names: Sequence[str] | None = None,
     value_label: str,
 ) -> str:
-    """A heat map. The first row is at the bottom for ``y_edges`` and at the top for ``y_names``.
+    """A heat map over blocks. The first row is at the bottom for ``y_edges`` and at the top for ``y_names``.
 
     Args:
         rows: of ``len(x)`` values in [0, 1]; None is blank.
-        x: ascending; long ones are averaged over equal stretches.
-        x_label, y_label: of the axes.
+        x: numbers of blocks, ascending; long ones are averaged over equal stretches.
+        y_label: of the other axis.
         y_edges: ``len(rows) + 1`` numbers between which the rows lie; or
         y_names: one name a row.
         value_label: of the colours.
@@ -138,7 +137,7 @@ def heat_map(
         An ``<svg>`` document.
 
     Example:
-        >>> svg = heat_map([[0.5, None]], x=[1, 2], x_label="block", y_label="", y_names=["a"], value_label="rate")
+        >>> svg = heat_map([[0.5, None]], x=[1, 2], y_label="", y_names=["a"], value_label="rate")
         >>> svg.count("<svg")
         1
     """
@@ -152,7 +151,7 @@ def heat_map(
     edges = numpy.array([*starts, x[-1] + 1], dtype=float) - 0.5
     height = 2.9 if y_names is None else max(1.6, 0.9 + 0.24 * len(rows))
     with _figure(height, {"axes.grid": False}) as figure:
-        axes = _axes(figure, x_label, y_label)
+        axes = _axes(figure, "block", y_label)
         row_edges = numpy.arange(len(rows) + 1, dtype=float) if y_edges is None else numpy.array(y_edges, dtype=float)
         mesh = axes.pcolormesh(edges, row_edges, numpy.ma.masked_invalid(thinned), cmap="Blues", vmin=0.0, vmax=1.0)
         mesh.set_rasterized(len(columns) * len(rows) > 2000)

@@ -45,7 +45,7 @@ LARGEST_FILE = 2**30
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
 _FOLDER_1 = re.compile(r"step-(\d+)")
-_HIDDEN = (".saving-", ".removing-")
+_SAVING, _REMOVING = ".saving-", ".removing-"
 
 
 def nothing() -> None:
@@ -65,6 +65,11 @@ class Checkpoint:
     folder: Path
     tensors: Mapping[str, Tensor]
     state: Mapping[str, Any]
+
+    @property
+    def has_values(self) -> bool:
+        """Whether it holds a value head."""
+        return any(name.startswith("parameter/value_head.") for name in self.tensors)
 
 
 class BackgroundSaver:
@@ -115,23 +120,23 @@ class BackgroundSaver:
         """
         self.wait()
         final = self.root / folder_name(block, step)
-        if final.exists():  # saved already, or by an earlier start of the same run
+        if not self._begins(final):
             return
-        content = json.dumps(state).encode()
-        stream = reading_stream(tensors)
+        mine = {name: tensor for name, tensor in tensors.items() if self._writes(tensor)}
+        content, stream = json.dumps(state).encode(), reading_stream(mine)
 
         def write() -> None:
             try:
-                partial = create_partial(final)
-                with torch.cuda.stream(stream):
-                    index = write_pieces(partial, tensors)
-                settle()
-                put_in_place(partial, final, index, content, self.keep, best)
+                index = self._write(final, mine, stream)
+                if index is not None:
+                    settle()
+                    put_in_place(final, index, content, self.keep, best)
             except OSError as error:
-                shutil.rmtree(partial, ignore_errors=True)
                 self._error = cannot_write(final, error, CheckpointError)
             except Exception as error:
                 self._error = error
+            finally:
+                self._is_over()
 
         self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
         self._thread.start()
@@ -148,6 +153,32 @@ class BackgroundSaver:
         if self._error is not None:
             error, self._error = self._error, None
             raise error
+
+    def _begins(self, final: Path) -> bool:
+        """Whether there is something to save; not if it is saved already, or by an earlier start of the same run."""
+        return not final.exists()
+
+    def _writes(self, tensor: Tensor) -> bool:
+        """Whether this rank writes a tensor."""
+        del tensor
+        return True
+
+    def _write(
+        self, final: Path, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream | None
+    ) -> dict[str, Any] | None:
+        """Write the tensors on a stream; returns the index of all of them, None if another rank puts it in place."""
+        create_partial(final)
+        with torch.cuda.stream(stream):
+            return write_pieces(partial_of(final), tensors)
+
+    def _is_over(self) -> None:
+        """Called in the thread after everything, an error included."""
+        if self._error is not None:
+            self._remove_partial()
+
+    def _remove_partial(self) -> None:
+        for partial in self.root.glob(f"{_SAVING}*"):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
@@ -185,7 +216,7 @@ def is_first(folder: Path) -> bool:
 def clear_remains(root: Path) -> None:
     """Remove what an interrupted save or removal left; the caller holds the run's lock."""
     for path in root.glob(".*"):
-        if path.name.startswith(_HIDDEN):
+        if path.name.startswith((_SAVING, _REMOVING)):
             shutil.rmtree(path)
 
 
@@ -295,7 +326,7 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._index)
 
 
-def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
     """Trained parameters as ``parameter/<name>``; frozen ones are left out.
 
     Example:
@@ -311,7 +342,7 @@ def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[
     Raises:
         CheckpointError: the checkpoint is of another model.
     """
-    trained = {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
+    trained = parameter_tensors(parameters)
     stored = {name for name in tensors if name.startswith("parameter/")}
     if trained.keys() != stored:
         differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
@@ -368,10 +399,8 @@ def restore_optimizer(
 
 def random_tensors() -> dict[str, Tensor]:
     """State of torch's and NumPy's global generators, which code of others may use."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    keys = torch.tensor(numpy_state["state"]["key"].tolist())
-    states = {"random/torch": torch.get_rng_state(), "random/numpy": keys}
+    _, keys, *_ = _numpy_state()
+    states = {"random/torch": torch.get_rng_state(), "random/numpy": torch.tensor(keys.tolist())}
     if torch.cuda.is_available():
         states["random/cuda"] = torch.cuda.get_rng_state()
     return states
@@ -379,11 +408,14 @@ def random_tensors() -> dict[str, Tensor]:
 
 def random_state() -> dict[str, Any]:
     """State of Python's global generator, and the scalars of NumPy's."""
-    numpy_state = np.random.get_state(legacy=False)
-    assert isinstance(numpy_state, dict)
-    scalars = {"pos": int(numpy_state["state"]["pos"]), "has_gauss": int(numpy_state["has_gauss"])}
+    _, _, pos, has_gauss, of_numpy = _numpy_state()
     version, internal, gauss = random.getstate()
-    return {"python": [version, list(internal), gauss], "numpy": {**scalars, "gauss": float(numpy_state["gauss"])}}
+    scalars = {"pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(of_numpy)}
+    return {"python": [version, list(internal), gauss], "numpy": scalars}
+
+
+def _numpy_state() -> Any:
+    return np.random.get_state()
 
 
 def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
@@ -417,19 +449,23 @@ def folder_name(block: int, step: int) -> str:
     return f"block-{block:06d}-step-{step:06d}"
 
 
-def create_partial(final: Path) -> Path:
-    """Create the empty hidden folder in which a checkpoint is written before it is renamed to ``final``.
+def partial_of(final: Path) -> Path:
+    """The hidden folder in which a checkpoint is written before it is renamed to ``final``."""
+    return final.with_name(f"{_SAVING}{final.name}")
+
+
+def create_partial(final: Path) -> None:
+    """Create ``partial_of`` a checkpoint, empty.
 
     Raises:
         CheckpointError: the disk is not writable.
     """
-    partial = final.with_name(f".saving-{final.name}")
+    partial = partial_of(final)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     except OSError as error:
         raise cannot_write(final, error, CheckpointError) from error
-    return partial
 
 
 def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
@@ -467,15 +503,13 @@ def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "
     return index
 
 
-def put_in_place(
-    partial: Path, final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None = None
-) -> None:
+def put_in_place(final: Path, index: Mapping[str, Any], state: bytes, keep: int, best: str | None) -> None:
     """Write the index and the state, rename the folder, and delete all but the latest ``keep`` and ``best``.
 
     Raises:
         OSError: the disk is full or not writable.
     """
-    age = _age(final.name)
+    partial, age = partial_of(final), _age(final.name)
     assert age is not None
     described = {
         "schema_number": SCHEMA_NUMBER,
@@ -492,7 +526,7 @@ def put_in_place(
     for old in checkpoints(final.parent)[:-keep]:
         if old.name == best:
             continue
-        removed = old.rename(old.with_name(f".removing-{old.name}"))  # first, so that no half checkpoint is ever seen
+        removed = old.rename(old.with_name(f"{_REMOVING}{old.name}"))  # first, so that no half checkpoint is ever seen
         shutil.rmtree(removed)
 
 

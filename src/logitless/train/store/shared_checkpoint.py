@@ -9,10 +9,9 @@ torch.distributed.checkpoint, whose metadata is a pickle and runs code when it i
 """
 
 import json
-import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,18 +22,11 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.sharding import is_sharded, is_spare_copy
 from logitless.errors import CheckpointError
 from logitless.train.store.atomic import cannot_write, write_atomically
-from logitless.train.store.checkpoint import (
-    create_partial,
-    folder_name,
-    nothing,
-    put_in_place,
-    reading_stream,
-    write_pieces,
-)
+from logitless.train.store.checkpoint import BackgroundSaver, create_partial, partial_of, write_pieces
 
 
-class SharedSaver:
-    """``BackgroundSaver`` for several ranks; its methods are collectives.
+class SharedSaver(BackgroundSaver):
+    """``BackgroundSaver`` for several ranks; its methods are collectives, and of ``state`` the first rank's is stored.
 
     The folder appears when the last rank has written its part. In ``wait`` the ranks exchange errors: a full disk on
     one of them ends all of them.
@@ -46,68 +38,48 @@ class SharedSaver:
     """
 
     def __init__(self, root: Path, *, keep: int, ranks: Ranks) -> None:
-        self.root, self.keep, self.ranks = root, keep, ranks
-        self._thread: threading.Thread | None = None
+        super().__init__(root, keep=keep)
+        self.ranks = ranks
         self._wrote, self._given_up = threading.Event(), threading.Event()
-        self._error: Exception | None = None
 
-    def save(
-        self,
-        *,
-        block: int,
-        step: int,
-        tensors: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-        best: str | None = None,
-        settle: Callable[[], None] = nothing,
-    ) -> None:
-        """Begin to write; of ``state`` the first rank's is stored.
-
-        Args:
-            block, step, tensors, state, best, settle: of ``BackgroundSaver.save``.
+    def _begins(self, final: Path) -> bool:
+        """Let the first rank create the folder.
 
         Raises:
-            CheckpointError: the save before this one failed on some rank, or the folder cannot be made.
+            CheckpointError: the folder cannot be made.
         """
-        self.wait()
-        final, begin, failed = self.root / folder_name(block, step), False, None
-        if self.ranks.is_first and not final.exists():  # else saved already, or by an earlier start of the same run
+        begins, failed = False, None
+        if self.ranks.is_first and super()._begins(final):
             try:
                 create_partial(final)
-                begin = True
+                begins = True
             except CheckpointError as error:
                 failed = error.given
-        begin, failed = self.ranks.broadcast_object((begin, failed))
+        begins, failed = self.ranks.broadcast_object((begins, failed))
         if failed is not None:
             raise cannot_write(final, failed, CheckpointError)
-        if not begin:
-            return
-        mine = {name: tensor for name, tensor in tensors.items() if self._writes(tensor)}
-        content, stream = json.dumps(state).encode(), reading_stream(mine)
         self._wrote, self._given_up = threading.Event(), threading.Event()
+        return begins
 
-        def write() -> None:
-            partial = final.with_name(f".saving-{final.name}")
-            try:
-                with torch.cuda.stream(stream):
-                    index = write_pieces(partial, mine, prefix=f"tensors-of-{self.ranks.rank}")
-                part = partial / f"part-{self.ranks.rank}.json"
-                whole_part = part.with_name(f".whole-{part.name}")
-                write_atomically(whole_part, json.dumps(index).encode())
-                whole_part.replace(part)  # from now on the first rank may rename the folder
-                self._wrote.set()
-                if self.ranks.is_first and (whole := self._index_of_all(partial)) is not None:
-                    settle()
-                    put_in_place(partial, final, whole, content, self.keep, best)
-            except OSError as error:
-                self._error = cannot_write(final, error, CheckpointError)
-            except Exception as error:
-                self._error = error
-            finally:
-                self._wrote.set()
+    def _writes(self, tensor: Tensor) -> bool:
+        """Each shard is written once, and what all ranks have by the first."""
+        return not is_spare_copy(tensor) if is_sharded(tensor) else self.ranks.is_first
 
-        self._thread = threading.Thread(target=write, name="checkpoint", daemon=True)
-        self._thread.start()
+    def _write(
+        self, final: Path, tensors: Mapping[str, Tensor], stream: torch.cuda.Stream | None
+    ) -> dict[str, Any] | None:
+        partial = partial_of(final)
+        with torch.cuda.stream(stream):
+            index = write_pieces(partial, tensors, prefix=f"tensors-of-{self.ranks.rank}")
+        part = partial / f"part-{self.ranks.rank}.json"
+        whole_part = part.with_name(f".whole-{part.name}")
+        write_atomically(whole_part, json.dumps(index).encode())
+        whole_part.replace(part)  # from now on the first rank may rename the folder
+        self._wrote.set()
+        return self._index_of_all(partial) if self.ranks.is_first else None
+
+    def _is_over(self) -> None:
+        self._wrote.set()  # where this rank failed before: ``wait`` finds the error
 
     def wait(self) -> None:
         """Wait until the checkpoint is written by all ranks.
@@ -127,8 +99,7 @@ class SharedSaver:
         if failed is not None:
             self._error = None
             if self.ranks.is_first:
-                for partial in self.root.glob(".saving-*"):
-                    shutil.rmtree(partial, ignore_errors=True)
+                self._remove_partial()
             raise CheckpointError(
                 needed="a checkpoint of all ranks",
                 given=failed,
@@ -139,10 +110,6 @@ class SharedSaver:
         """The error of the first rank that has one, in words; None if none has. A collective."""
         said = self.ranks.all_gather_object(None if self._error is None else str(self._error))
         return next((f"on rank {rank}: {text}" for rank, text in enumerate(said) if text is not None), None)
-
-    def _writes(self, tensor: Tensor) -> bool:
-        """Whether this rank writes a tensor: each shard is written once, and what all ranks have by the first."""
-        return not is_spare_copy(tensor) if is_sharded(tensor) else self.ranks.is_first
 
     def _index_of_all(self, partial: Path) -> dict[str, Any] | None:
         """Wait for the parts of all ranks, and merge them into the index; None if another rank failed."""

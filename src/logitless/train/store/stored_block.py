@@ -30,7 +30,7 @@ def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> Score
         state: from JSON, which has lists in place of tuples.
     """
     of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
-    return _built(ScoredBlock, _PREFIX, {**of_block, **{name: _tuples(value) for name, value in state.items()}})
+    return _built(ScoredBlock, _PREFIX, {**of_block, **tuples(state)})
 
 
 def _flat(stage: Any, prefix: str) -> dict[str, Any]:
@@ -56,5 +56,15 @@ def _built(kind: type[_Stage], prefix: str, values: Mapping[str, Any]) -> _Stage
     return kind(**given)
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(inner) for inner in value) if isinstance(value, list) else value
+def tuples(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields from JSON, with tuples in place of lists at every depth.
+
+    Example:
+        >>> tuples({"kept": [True, [1]]})
+        {'kept': (True, (1,))}
+    """
+
+    def read(value: Any) -> Any:
+        return tuple(map(read, value)) if isinstance(value, list) else value
+
+    return {name: read(value) for name, value in fields.items()}

@@ -79,15 +79,9 @@ def sample_kernel(
     position,  # [R] int32
     best,  # [R, parts] int64
     columns,  # V
-    stride,
-    tiles,
-    temperature,
-    SCALED: tl.constexpr,
-    NOISE: tl.constexpr,
-    FILTER: tl.constexpr,
-    FAST: tl.constexpr,
-    QUARTER: tl.constexpr,
-):
+    stride, tiles, temperature,
+    SCALED: tl.constexpr, NOISE: tl.constexpr, FILTER: tl.constexpr, FAST: tl.constexpr, QUARTER: tl.constexpr,
+):  # fmt: skip
     """The best column of some tiles of one row."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     where = tl.load(position + row)
@@ -127,11 +121,9 @@ def finish_kernel(
     token,  # [R] int64, written, as all below
     logp,  # [R] float32 or None
     finite,  # [R] bool
-    parts,
-    stride,
-    temperature,
+    parts, stride, temperature,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     """One row: its token, whether the logits were finite, and the token's log-prob."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
@@ -187,17 +179,9 @@ def filter_kernel(
     logits,  # [R, V]
     lowest,  # [R] float32
     log_normaliser,  # [R] float32
-    columns,
-    stride,
-    temperature,
-    top_k,
-    top_p,
-    log_min_p,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    MIN_P: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    columns, stride, temperature, top_k, top_p, log_min_p,
+    TOP_K: tl.constexpr, TOP_P: tl.constexpr, MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row: the lowest logit over temperature that is kept, and the log-sum-exp of those kept."""
     place = tl.program_id(0).to(tl.int64)
     row = logits + place * stride

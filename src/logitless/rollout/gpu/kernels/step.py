@@ -20,10 +20,9 @@ def begin_kernel(
     place,  # [R] int32, at least 0
     cache_row,  # [R] int64, where its key and value go; -1: nowhere
     step,  # [1] int64, of the steps between two looks
-    max_pages,
-    num_steps,
+    max_pages, num_steps,
     PAGE: tl.constexpr,
-):
+):  # fmt: skip
     """One row."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(slot + row)
@@ -53,12 +52,9 @@ def end_kernel(
     log,  # [steps, 2, log_rows] int32: token, and what became of the row
     hidden,  # [R, D]
     log_hidden,  # [steps, log_rows, D]
-    num_ends,
-    log_rows,
-    D: tl.constexpr,
-    ENDS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    num_ends, log_rows,
+    D: tl.constexpr, ENDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """One row: log its token and flags, and update its slot. Flags: 1 sampled, 2 from finite logits, 4 finished."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.load(slot + row)
