@@ -105,7 +105,7 @@ class VllmServerEngine:
                 pushing.enter_context(watched.lock)
             push = self._sync.push([watched.server for watched in self._watched], weights, version)
             self._weights, self._version, self._probed_before = weights, version, {}
-            self._context = min(self._patiently(w.server, "its models", self._context_of) for w in self._watched)
+            self._context = min(self._patiently(w.server, "a list of models", self._context_of) for w in self._watched)
             # saves the trainer's log-probs before the policy is trained further, for later probes
             difference = max(self._probed(watched) for watched in self._watched)
         self.transfer_numbers = {
@@ -256,7 +256,6 @@ class VllmServerEngine:
                 raise
 
         def between(fault: Fault) -> None:
-            logger.warning("%s: %s; asking again", watched.server.url, fault)
             if isinstance(fault, UnusableAnswer):
                 return
             try:
