@@ -326,5 +326,7 @@ def _remedy(status: int) -> str:
     if status == 401:
         return "Give rollout.engine the server's key (api_key_file, api_key_variable); a teacher's server has none."
     if status in (403, 404):
-        return "Start the server with the flags that docs/servers.md lists; rollout.engine.model names the engine's model."
+        return (
+            "Start the server with the flags that docs/servers.md lists; rollout.engine.model names the engine's model."
+        )
     return "Correct what the server reports."

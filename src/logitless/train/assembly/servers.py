@@ -1,7 +1,8 @@
-"""The servers that a recipe names, each asked once before anything is sampled: a run should not wait for one in vain."""
+"""The servers that a recipe names, each asked once before anything is sampled: no run waits for one in vain."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from logitless.errors import EngineError
 from logitless.http_client import HttpClient, PassingFault, Patience
@@ -36,7 +37,7 @@ def check_servers(recipe: Recipe, prompts: Sequence[Prompt]) -> None:
         model = None if isinstance(section.weights, AdapterWeightsSection) else served_model(recipe, section)
         for server in servers_of(section, seconds=PROBE_SECONDS):
             with _answering("rollout.engine.urls", server.url):
-                _ONCE.until_done(lambda at=server: at.context(model), what="a list of models", where=server.url)
+                _ONCE.until_done(partial(server.context, model), what="a list of models", where=server.url)
     sources = () if recipe.teacher is None else dict.fromkeys(recipe.teacher.sources.values())
     for url in filter(is_address, sources):
         with _answering("teacher.source", url):

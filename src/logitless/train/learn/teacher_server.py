@@ -18,6 +18,7 @@ from logitless.types import PackedBatch, Prompt, TokenScores
 
 T = TypeVar("T")
 
+
 class ServedTeacher:
     """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone.
 
