@@ -324,7 +324,7 @@ def _times(attempts: int) -> str:
 
 def _remedy(status: int) -> str:
     if status == 401:
-        return "Give rollout.engine the server's key (api_key_file, api_key_variable); a teacher's server has none."
+        return "Give its key in api_key_file or api_key_variable of rollout.engine; a teacher's server must have none."
     if status in (403, 404):
         return (
             "Start the server with the flags that docs/servers.md lists; rollout.engine.model names the engine's model."

@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], command._option_string_actions, n=1)
         command.error(f"unknown arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]!r}?" if near else ""))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "urllib3", "filelock", "absl"):
+    for noisy in ("httpx", "urllib3", "filelock", "absl", "torch._subclasses.fake_tensor"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with patient_output():
         try:
