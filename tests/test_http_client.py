@@ -167,7 +167,7 @@ def _failing(*faults):
 QUICK = Patience(give_up_seconds=30.0, first_wait_seconds=0.0)
 
 
-def test_passing_faults_are_repeated_with_a_call_in_between():
+def test_passing_faults_are_repeated_with_a_call_in_between_and_logged(caplog):
     seen = []
     done = QUICK.until_done(
         _failing(PassingFault("a"), PassingFault("b")),
@@ -176,6 +176,7 @@ def test_passing_faults_are_repeated_with_a_call_in_between():
         between=lambda fault: seen.append(str(fault)),
     )
     assert (done, seen) == ("done", ["a", "b"])
+    assert [line.partition("; asking again for x")[0] for line in caplog.messages] == ["y: a", "y: b"]
 
 
 def test_a_refusal_is_not_repeated():

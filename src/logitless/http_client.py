@@ -6,6 +6,7 @@ Redirects are not followed and proxies not used, so that an API key goes to the 
 import http.client
 import ipaddress
 import json
+import logging
 import os
 import socket
 import ssl
@@ -19,6 +20,8 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from logitless.errors import ConfigurationError, EngineError
+
+logger = logging.getLogger("logitless")
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 16
@@ -188,7 +191,7 @@ class Patience:
         between: Callable[[Fault], None] | None = None,
         stopped: threading.Event | None = None,
     ) -> T:
-        """The result of the first attempt that succeeds.
+        """The result of the first attempt that succeeds; each further one is logged.
 
         Args:
             attempt: one request.
@@ -200,7 +203,7 @@ class Patience:
             EngineError: a refusal, no success until the deadline, or too many unusable answers.
         """
         stopped = stopped or threading.Event()
-        first, wait, unusable, attempts = None, self.first_wait_seconds, 0, 0
+        begun, first, wait, unusable, attempts = time.monotonic(), None, self.first_wait_seconds, 0, 0
         while True:
             attempts += 1
             try:
@@ -216,13 +219,17 @@ class Patience:
                 first = now if first is None else first
                 unusable = unusable + 1 if isinstance(fault, UnusableAnswer) else 0
                 late = now + wait - first > self.give_up_seconds
-                over = late or unusable >= self.max_unusable or stopped.wait(wait)
+                over = late or unusable >= self.max_unusable
+                if not over:
+                    left = self.give_up_seconds - (now - first)
+                    logger.warning("%s: %s; asking again for %s, for %.0f s more", where, fault, what, left)
+                    over = stopped.wait(wait)
                 if not over and between is not None:
                     between(fault)
                 if over or stopped.is_set():
                     raise EngineError(
                         needed=f"{what} from {where}",
-                        given=f"{fault} ({attempts} attempts in {now - first:.0f} s)",
+                        given=f"{fault} ({_times(attempts)} in {now - begun:.0f} s)",
                         remedy=_UNUSABLE if unusable else _UNREACHABLE,
                     ) from fault
                 wait = min(2 * wait, self.longest_wait_seconds)
@@ -311,9 +318,15 @@ def _message(content: bytes) -> str:
     return f"{text:.500}" or "no message"
 
 
+def _times(attempts: int) -> str:
+    return "1 attempt" if attempts == 1 else f"{attempts} attempts"
+
+
 def _remedy(status: int) -> str:
     if status == 401:
-        return "Give the server's key in api_key_file or api_key_variable of rollout.engine."
+        return "Give its key in api_key_file or api_key_variable of rollout.engine; a teacher's server must have none."
     if status in (403, 404):
-        return "Start the server with the flags that docs/servers.md lists, and name its model in rollout.engine.model."
+        return (
+            "Start the server with the flags that docs/servers.md lists; rollout.engine.model names the engine's model."
+        )
     return "Correct what the server reports."

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
+from logitless.cli.train import _command
 from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.loading import load_recipe
@@ -203,6 +204,17 @@ def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and
     assert program == "logitless"
     assert main(words) == 0
     assert "finished" in capsys.readouterr().out
+
+
+def test_under_torchrun_the_next_command_starts_as_many_processes(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert _command() == "torchrun --nproc-per-node 2 -m logitless train"
+
+
+def test_a_replay_of_no_run_names_the_runs_that_are_there(tmp_path, capsys):
+    assert main(["train", "--replay", str(tmp_path / "nope")]) == 2
+    assert "needed the folder of a run at" in capsys.readouterr().err
 
 
 def test_a_signal_in_the_last_step_of_a_run_leaves_it_complete(tmp_path, capsys, monkeypatch):

@@ -137,7 +137,7 @@ def test_a_prompt_over_the_limit_is_dropped_and_counted_or_an_error(tmp_path):
 
 
 def test_no_prompt_left_is_an_error_with_the_counts(tmp_path):
-    with pytest.raises(DataError, match="2 rows: 1 empty, 1 over 3 tokens"):
+    with pytest.raises(DataError, match=r"2 rows from .*, line 1 on: 1 empty, 1 over 3 tokens"):
         load(tmp_path, {"prompt": ""}, {"prompt": "abcd"}, most=3)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import threading
 from unittest import mock
 
@@ -53,6 +54,20 @@ def test_a_run_on_a_server_says_what_pushes_took_and_how_far_the_two_are_apart(t
     for line in run.read_metrics():
         assert line.get("parity/difference_max", 0.0) < 1e-4
         assert line.get("rollout/lag_max", 0) == 0
+
+
+def test_a_signal_ends_the_wait_for_a_server_that_died_before_the_first_push(tmp_path):
+    served = _served(tmp_path)
+
+    def fail(body):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return failing(503)(body)
+
+    served.faults["/pause"] = [fail] * 1000
+    with serving(served) as url, pytest.raises(KeyboardInterrupt) as stopped:
+        start(_recipe(tmp_path, url))
+    assert stopped.value.args == (signal.SIGTERM,)
+    assert not any((tmp_path / "runs").glob("*"))
 
 
 def _die_from_the_second_block(served):

@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     chosen = next((word for word in given if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
-        near = difflib.get_close_matches(chosen, COMMANDS, n=1)
+        near = difflib.get_close_matches(chosen, COMMANDS, n=1, cutoff=0.7)
         parser.error(f"there is no command {chosen!r}" + (f"; did you mean {near[0]!r}?" if near else ""))
     if arguments is None:  # the whole process is ours: skip garbage collection at its end
         atexit.register(gc.freeze)
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(unknown[0].partition("=")[0], command._option_string_actions, n=1)
         command.error(f"unknown arguments: {' '.join(unknown)}" + (f"; did you mean {near[0]!r}?" if near else ""))
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "urllib3", "filelock", "absl"):
+    for noisy in ("httpx", "urllib3", "filelock", "absl", "torch._subclasses.fake_tensor"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with patient_output():
         try:
@@ -95,9 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise
             print(f"logitless {options.command}: {error}", file=sys.stderr)
             return 2 if isinstance(error, ValueError) else 1
-        except KeyboardInterrupt:
-            print(f"logitless {options.command}: stopped by Ctrl-C", file=sys.stderr)
-            return 128 + signal.SIGINT
+        except KeyboardInterrupt as interrupt:
+            number = signal.Signals(*(interrupt.args or (signal.SIGINT,)))
+            by = "Ctrl-C" if number == signal.SIGINT else number.name
+            print(f"logitless {options.command}: stopped by {by}", file=sys.stderr)
+            return 128 + number
     return status
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -95,10 +96,14 @@ def _choose_recipe(options: argparse.Namespace) -> None:
         raise ConfigurationError(
             needed="a recipe, or a run to --replay, which has its own",
             given="neither" if run is None else "both",
-            remedy="Change keys of the run's recipe with --set.",
+            remedy="Name a YAML file (`logitless recipes` lists some)."
+            if run is None
+            else "Change keys of the run's recipe with --set.",
         )
     if run is not None:
-        run = run.resolve()
+        from logitless.train.record.run_folder import open_run_folder
+
+        run = open_run_folder(run).path.resolve()
         options.recipe, options.numbered = run / "config.yaml", True
         options.overrides = [f"output={run.parent}", f"name={run.name}-replay", *options.overrides]
 
@@ -239,15 +244,25 @@ def _next(
         return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
     if not result.complete and replay is not None:
         others = [each for each in others if not each.startswith("output=")]
-        return f"logitless train --replay {shlex.quote(str(replay))}{_set(others)}"
+        return f"{_command()} --replay {shlex.quote(str(replay))}{_set(others)}"
     if not result.complete:
-        return f"logitless train {recipe}{_set([f'name={name}', *others])} --resume"
+        return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
         show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
         return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
     hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
-    return f"logitless train {recipe}{hotter}{_fork(result.folder)}"
+    return f"{_command()} {recipe}{hotter}{_fork(result.folder)}"
+
+
+def _command() -> str:
+    """How this run was started: by itself, or by torchrun with as many processes a node."""
+    several = "TORCHELASTIC_RUN_ID" in os.environ
+    return (
+        f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m logitless train"
+        if several
+        else "logitless train"
+    )
 
 
 def _fork(folder: "RunFolder") -> str:

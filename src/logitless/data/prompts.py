@@ -171,7 +171,7 @@ def prompts_of_rows(
     if not prompts:
         raise DataError(
             needed="at least one prompt",
-            given=f"{len(rows)} rows: {empty} empty, {dropped} over {max_prompt_tokens} tokens",
+            given=f"{len(rows)} rows from {rows[0].place} on: {empty} empty, {dropped} over {max_prompt_tokens} tokens",
             remedy="Check columns.prompt, or raise max_prompt_tokens.",
         )
     counts = {"rows": len(rows), "prompts": len(prompts), "empty": empty, "too_long": dropped}

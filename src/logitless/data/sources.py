@@ -451,7 +451,7 @@ def _how_to_name(our: str, their: str, columns: Mapping[str, str], theirs: Seque
         return f"Write {our!r} instead of {misspelt[0]!r} in columns."
     if similar := difflib.get_close_matches(their, theirs, n=1):
         return f"Set columns.{our}; did you mean {similar[0]!r}?"
-    return f"Say which column holds it: columns: {{{our}: NAME}}."
+    return f"Say which column holds it: columns: {{{our}: NAME}} in a recipe, --column NAME of `logitless sample`."
 
 
 def nearest(name: str, candidates: Iterable[str]) -> str:

@@ -399,9 +399,10 @@ def _check_path(source: str | Path) -> None:
     looks_local = isinstance(source, Path) or str(source).startswith((".", "/", "~")) or str(source).count("/") > 1
     if looks_local and not path.exists():
         raise ConfigurationError(
-            needed="an existing model folder",
+            needed="an existing folder of a model or tokenizer",
             given=f"{str(source)!r}, which does not exist",
-            remedy="Correct the path, or give a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
+            remedy="Correct the path, which in a recipe starts at its folder: copy what it names along with a recipe "
+            "(`logitless recipes copy` does); or give a hub name such as Qwen/Qwen2.5-0.5B-Instruct.",
         )
     if (path / "config.yaml").exists() and not (path / "config.json").exists():
         raise ConfigurationError(

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, EngineError
 from logitless.http_client import HttpClient, PassingFault, Refusal, api_key
 from logitless.rewards.reward import Batch, Columns, TextReward, column, prompt_text
 from logitless.types import Verdict
@@ -129,6 +129,20 @@ class Judge(TextReward):
         self._client()
         _cache_of(self)
 
+    def probe(self) -> None:
+        """Ask the endpoint for a word, beside cache and budget: before anything is sampled.
+
+        Raises:
+            EngineError: it does not answer, or refuses the model.
+        """
+        found = self._ask(self._body("Reply with one word."), self._client(), _Cache(None))
+        if isinstance(found, Verdict):
+            raise EngineError(
+                needed=f"a judge {self.model!r} at {self.url}, before anything is sampled",
+                given=found.message or "",
+                remedy="Start it, or correct url, model or key of the reward.",
+            )
+
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
         names = self._columns()
@@ -151,14 +165,17 @@ class Judge(TextReward):
         key = api_key(self.api_key_file, self.api_key_variable)
         return HttpClient(self.url, api_key=key, max_bytes=MAX_REPLY_BYTES)
 
-    def _verdict(self, question: str, client: HttpClient, cache: "_Cache") -> Verdict:
+    def _body(self, question: str) -> dict[str, Any]:
         messages = [] if self.system is None else [{"role": "system", "content": self.system}]
-        body = {
+        return {
             "model": self.model,
             "messages": [*messages, {"role": "user", "content": question}],
             "temperature": self.temperature,
             "max_tokens": self.max_tokens,
         }
+
+    def _verdict(self, question: str, client: HttpClient, cache: "_Cache") -> Verdict:
+        body = self._body(question)
         key = hashlib.sha256(json.dumps([self.url, body], sort_keys=True).encode()).hexdigest()
         reply = cache.reply(key)
         if reply is None:

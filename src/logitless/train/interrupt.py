@@ -58,11 +58,11 @@ class Interrupt:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Inside, the first signal raises ``KeyboardInterrupt``: for work that can be discarded."""
+        """Inside, the first signal raises ``KeyboardInterrupt``, with its number: for work that can be discarded."""
         self._at_once = True
         try:
             if self.requested:  # just before
-                raise KeyboardInterrupt
+                raise KeyboardInterrupt(self.signal)
             yield
         finally:
             self._at_once = False
@@ -74,7 +74,7 @@ class Interrupt:
             self.signal = signal.Signals(number)
         if self._at_once or (number == signal.SIGINT and not first):
             self._at_once = False  # a further signal must not interrupt the cleanup
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(number)
         if first:
             words = (
                 f"{signal.Signals(number).name}: stopping after this step; Ctrl-C again stops at once without saving"

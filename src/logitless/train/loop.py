@@ -14,7 +14,7 @@ the results, so that all of them plan and decide alike. Only the first one write
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from signal import Signals
 from types import MappingProxyType
@@ -99,7 +99,8 @@ class Loop:
             EngineError: an engine failed for good; a checkpoint is saved first.
         """
         with self.interrupt.heard():
-            self._sync_weights()
+            with self._at_once():  # nothing to save yet, and a server may keep it waiting
+                self._sync_weights()
             if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
                 found = self._evaluated(self.evaluation.sets)
                 self._watch(found)
@@ -231,13 +232,11 @@ class Loop:
     def _collected(self) -> bool:
         """Collect a block; False if a stop was requested or nothing in it can be trained on.
 
-        A signal discards the block at once, without a trace. With several ranks it does not: the others would wait for
-        the rank that left.
+        A signal discards the block at once, without a trace.
         """
         before = self.collector.state_dict()
         try:
-            at_once = self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
-            with at_once, self.journal.phase("preparation"):
+            with self._at_once(), self.journal.phase("preparation"):
                 judged, block, metrics = next_block(self.collector, self.learner, self.journal)
         except KeyboardInterrupt:
             self.collector.load_state_dict(before)
@@ -254,6 +253,10 @@ class Loop:
             self.learner.begin(block)
         self.without_signal.see(judged.sampled, has_signal=self.learner.in_training)
         return self.learner.in_training
+
+    def _at_once(self) -> AbstractContextManager[None]:
+        """Inside, the first signal interrupts, unless other ranks would wait for this one."""
+        return self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:
         """Report failures of rewards that were not reported before."""

@@ -168,7 +168,7 @@ def test_a_server_that_is_down_ends_a_run_and_a_dry_run_at_once_with_its_address
         pass
     recipe = tiny_recipe(tmp_path, **ALONE, teacher={"source": url, "advantage": 1})
     for start in (run_recipe, dry_run):
-        with pytest.raises(EngineError, match=rf"server at {url} .*Refused.*1 attempts in 0 s.* begin once it answers"):
+        with pytest.raises(EngineError, match=rf"server at {url} .*Refused.*1 attempt in 0 s.* begin once it answers"):
             start(recipe)
     assert not (tmp_path / "runs").exists()
 

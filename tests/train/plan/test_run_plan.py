@@ -1,5 +1,6 @@
 """The plan by hand, without weights and without a run folder."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -234,10 +235,18 @@ def test_a_plan_of_disk_is_what_a_run_leaves(tmp_path):
 def test_a_disk_that_is_too_small_is_found_before_the_run_and_shown_in_the_plan(tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=1000))
     recipe = tiny_recipe(tmp_path)
-    assert "a start here is refused: 1.0 KiB are free" in dry_run(recipe)
+    assert re.search(r"a start here is refused: needed .* given 1\.0 KiB free", dry_run(recipe))
     with pytest.raises(UnavailableError, match=r"[KM]iB at .*tiny.*checkpoint\.keep"):
         start(recipe)
     assert not any((tmp_path / "runs").glob("*"))
+
+
+def test_an_output_that_cannot_be_written_is_found_before_the_run_and_shown_in_the_plan(tmp_path):
+    (tmp_path / "file").write_text("")
+    recipe = tiny_recipe(tmp_path, output=str(tmp_path / "file"))
+    assert "file, which is a file. Choose another `output`" in dry_run(recipe)
+    with pytest.raises(UnavailableError, match="which is a file"):
+        start(recipe)
 
 
 def test_a_device_that_is_absent_is_found_too(tmp_path, monkeypatch):

@@ -51,20 +51,24 @@ class VllmServer:
 
     # --- samples
 
-    def context(self, model: str) -> int:
+    def context(self, model: str | None) -> int:
         """The most tokens of prompt and completion together.
+
+        Args:
+            model: None for any.
 
         Raises:
             EngineError: it does not serve the model.
         """
         served = self.models()
-        if model not in served:
+        if model is not None and model not in served:
             raise EngineError(
                 needed=f"a server of the model {model!r} at {self.url}",
                 given=f"one of {', '.join(map(repr, served)) or 'none'}",
                 remedy="Set rollout.engine.model, or start the server with --served-model-name.",
             )
-        limits = [limit for limit in (served[model], *served.values()) if limit is not None]  # an adapter has none
+        named = () if model is None else (served[model],)
+        limits = [limit for limit in (*named, *served.values()) if limit is not None]  # an adapter has none
         if not limits:
             raise UnusableAnswer(f"models without max_model_len: {served!r:.200}")
         return limits[0]

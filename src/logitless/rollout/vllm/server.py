@@ -106,7 +106,9 @@ class VllmServerEngine:
             push = self._sync.push([watched.server for watched in self._watched], weights, version)
             self._weights, self._version, self._probed_before = weights, version, {}
             model = self._sync.model()
-            contexts = (self._patiently(w.server, "its models", lambda s: s.context(model)) for w in self._watched)
+            contexts = (
+                self._patiently(w.server, "a list of models", lambda s: s.context(model)) for w in self._watched
+            )
             self._context = min(contexts)
             # saves the trainer's log-probs before the policy is trained further, for later probes
             difference = max(self._probed(watched) for watched in self._watched)
@@ -255,7 +257,6 @@ class VllmServerEngine:
                 raise
 
         def between(fault: Fault) -> None:
-            logger.warning("%s: %s; asking again", watched.server.url, fault)
             if isinstance(fault, UnusableAnswer):
                 return
             try:

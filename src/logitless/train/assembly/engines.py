@@ -185,11 +185,26 @@ def engine_here(recipe: Recipe, model: nn.Module, tokenizer: PreTrainedTokenizer
     )
 
 
-def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+def servers_of(section: VllmServerEngineSection, *, seconds: float) -> list[VllmServer]:
+    """The servers that a recipe names.
+
+    Args:
+        seconds: the most time of a request.
+
+    Raises:
+        ConfigurationError: something else than an address, or no key where one is named.
+    """
     key = api_key(section.api_key_file, section.api_key_variable)
-    servers = [VllmServer(HttpClient(url, api_key=key, seconds=section.request_seconds)) for url in section.urls]
-    patience = Patience(give_up_seconds=section.give_up_seconds)
-    served = section.model or str(recipe.model.source)
+    return [VllmServer(HttpClient(url, api_key=key, seconds=seconds)) for url in section.urls]
+
+
+def served_model(recipe: Recipe, section: VllmServerEngineSection) -> str:
+    """The servers' name of the model."""
+    return section.model or str(recipe.model.source)
+
+
+def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: PreTrainedTokenizerBase) -> Engine:
+    patience, served = Patience(give_up_seconds=section.give_up_seconds), served_model(recipe, section)
     match section.weights:
         case FolderWeightsSection() as folder:
             sync: WeightSync = FolderSync(
@@ -206,7 +221,7 @@ def _vllm_servers(recipe: Recipe, section: VllmServerEngineSection, tokenizer: P
             sync = AdapterSync(patience, root=None if path is None else Path(path))
     dtypes = {recipe.model.trained_dtype, getattr(section.weights, "dtype", None)}
     return VllmServerEngine(
-        servers,
+        servers_of(section, seconds=section.request_seconds),
         sync,
         tokenizer,
         probe=_probe(recipe, section.probe, tokenizer, exact=dtypes <= {"float32", None}),

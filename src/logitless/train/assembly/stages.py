@@ -41,6 +41,7 @@ from logitless.train.assembly.policies import centering_line, policies_of, sampl
 from logitless.train.assembly.process import device_of
 from logitless.train.assembly.resolve import ENGINE, Resolved, before_loading, resolved
 from logitless.train.assembly.sampling import with_sampling
+from logitless.train.assembly.servers import check_servers
 from logitless.train.assembly.teacher import (
     check_teachers,
     digests_of_teachers,
@@ -176,6 +177,9 @@ def read(
         environment = environment_of(recipe.rollout.environment, tokenizer, recipe.model.chat_template_kwargs)
     data = data_of(recipe, tokenizer, tools_of(environment))
     check_teachers(recipe, tokenizer, data.train)
+    with failing_together(ranks, "the recipe's servers"):
+        if ranks.is_first:
+            check_servers(recipe, data.train)
     check_columns(algorithm.advantage, data.train)
     if ranks.world > 1:
         _check_same_on_all(ranks, recipe, data)

@@ -183,10 +183,9 @@ def layers_lines(recipe: Recipe, models: Mapping[str, nn.Module], arrangement: A
 
 
 def check_teachers(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Prompt]) -> None:
-    """Refuse a teacher with another tokenizer than the policy's, a server that is down, and prompts without a teacher.
+    """Refuse a teacher with another tokenizer than the policy's, and prompts without a teacher.
 
     Raises:
-        EngineError: a server does not answer, or has several models.
         ConfigurationError: a token has another id, or is in one of them only; a device that is not there.
         DataError: no teacher grades a prompt.
     """
@@ -206,8 +205,6 @@ def check_teachers(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, prompts: 
             )
     for prompt in prompts:
         teacher_index(section, prompt)
-    for address in filter(is_address, dict.fromkeys(section.sources.values())):
-        ServedTeacher.probe(address, prompts[0])
 
 
 def digests_of_teachers(section: TeacherSection) -> dict[str, str]:

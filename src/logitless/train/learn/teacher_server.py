@@ -11,15 +11,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.errors import ConfigurationError, EngineError
-from logitless.http_client import HttpClient, PassingFault, Patience
+from logitless.http_client import HttpClient, Patience
 from logitless.rollout.vllm.api import VllmServer
 from logitless.train.recipe.training import Backend
 from logitless.types import PackedBatch, Prompt, TokenScores
 
 T = TypeVar("T")
-
-PROBE_SECONDS = 10.0
-"""The most time of each request with which a run begins."""
 
 
 class ServedTeacher:
@@ -40,25 +37,6 @@ class ServedTeacher:
         """The teacher at an address."""
         return cls(VllmServer(HttpClient(url)), patience=Patience())
 
-    @classmethod
-    def probe(cls, url: str, prompt: Prompt) -> None:
-        """``check``, without patience: before anything is sampled, for which a run should not wait in vain.
-
-        Raises:
-            EngineError, ConfigurationError: as ``check``, after one attempt.
-        """
-        server = VllmServer(HttpClient(url, seconds=PROBE_SECONDS))
-        try:
-            cls(server, patience=Patience(give_up_seconds=0.0)).check(prompt)
-        except EngineError as error:
-            if type(error.__cause__) is not PassingFault:
-                raise
-            raise EngineError(
-                needed=f"the teacher's server at {url} (teacher.source), before anything is sampled",
-                given=error.given,
-                remedy="Start it, and begin once it answers.",
-            ) from error
-
     def check(self, prompt: Prompt) -> None:
         """Once, before anything is scored: that the server has one model, and reads a prompt as the policy does.
 
@@ -68,7 +46,7 @@ class ServedTeacher:
         """
         if self._model is not None:
             return
-        models = list(self._patiently("its models", lambda: self._server.models()))
+        models = list(self._patiently("a list of models", lambda: self._server.models()))
         if len(models) != 1:
             raise EngineError(
                 needed=f"a server of one model at {self._server.url}, the teacher",

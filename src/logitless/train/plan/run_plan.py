@@ -4,6 +4,7 @@ The model is built on the meta device, so that an 8-billion-weight recipe can be
 gradients and optimizer state are exact; activations and cache are estimates.
 """
 
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -161,31 +162,30 @@ def _most_checkpoints(recipe: Recipe) -> int:
 
 
 def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
-    """Refuse a run that would fill the disk before its last checkpoint.
+    """Refuse a run that cannot write its folder, or would fill the disk before its last checkpoint.
 
     Args:
         parts: of ``disk``; estimates are left out.
         folder: of the run; bytes that it holds already are not needed again.
 
     Raises:
-        UnavailableError: too little is free.
+        UnavailableError: too little is free, or nothing can be written there.
     """
-    if (short := _short_of_disk(parts, folder)) is not None:
-        needed, free = short
+    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
+    needed = max(0, sum(size for name, size in parts.items() if not name.endswith("(estimate)")) - there)
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise UnavailableError(
+            needed=f"a folder to write {folder} in",
+            given=f"{existing}, which {'cannot be written' if existing.is_dir() else 'is a file'}",
+            remedy="Choose another `output`, or change its permissions.",
+        )
+    if needed > (free := shutil.disk_usage(existing).free):
         raise UnavailableError(
             needed=f"{size_text(needed)} at {folder} for {_most_checkpoints(recipe)} checkpoints and the weights",
             given=f"{size_text(free)} free",
             remedy="Free disk space, choose another `output`, or lower checkpoint.keep.",
         )
-
-
-def _short_of_disk(parts: Mapping[str, int], folder: Path) -> tuple[int, int] | None:
-    """(needed, free) bytes if too few are free; else None."""
-    there = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) if folder.exists() else 0
-    needed = max(0, sum(size for name, size in parts.items() if not name.endswith("(estimate)")) - there)
-    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    return (needed, free) if needed > free else None
 
 
 def _replaced(recipe: Recipe) -> Iterator[tuple[str, str]]:
@@ -246,6 +246,8 @@ def dry_run(recipe: Recipe) -> str:
     if plan.host.peak_bytes and is_for_gpu:
         lines += _host_lines(plan.host)
     lines += ["  disk", *_sizes(plan.disk_bytes, width)]
-    if (short := _short_of_disk(plan.disk_bytes, Path(recipe.output) / recipe.name)) is not None:
-        lines.append(f"    a start here is refused: {size_text(short[1])} are free")
+    try:
+        check_disk(recipe, plan.disk_bytes, Path(recipe.output) / recipe.name)
+    except UnavailableError as refused:
+        lines.append(f"    a start here is refused: {refused}")
     return "\n".join(lines)

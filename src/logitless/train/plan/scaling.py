@@ -14,7 +14,6 @@ from logitless.models.lm_head import AttentionHeads, causal_lm
 from logitless.models.value_head import ValueHead
 from logitless.train.assembly.policies import head_traffic, scores_all_rows
 from logitless.train.plan.host_memory import host_memory
-from logitless.train.plan.run_plan import GIB
 from logitless.train.plan.training_memory import (
     TrainingMemory,
     memory_of_rank,
@@ -25,6 +24,7 @@ from logitless.train.plan.training_memory import (
     tokens_of_step,
 )
 from logitless.train.recipe.config import Recipe
+from logitless.train.record.memory import size_text
 
 MOMENTS = {
     "head": "the backward of the LM head",
@@ -162,7 +162,7 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str, shards: str) -
     width = max(map(len, [*memory, *host, *found.sampler, *found.traffic_bytes]))
 
     def sizes(parts: Mapping[str, int]) -> list[str]:
-        return [f"    {name:{width}s} {size / GIB:9.3f} GiB" for name, size in parts.items()]
+        return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
 
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",

@@ -61,7 +61,8 @@ class RolloutSection(Section):
     )
     in_flight: Literal["keep", "recompute"] | None = Field(
         None,
-        description="completions under way go on with newer weights; keys and values so far are kept or recomputed",
+        description="completions under way on processes of parallel.sampling go on with newer weights; keys and values "
+        "so far are kept or recomputed",
     )
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")

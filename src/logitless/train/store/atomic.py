@@ -3,6 +3,7 @@
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -30,7 +31,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         partial.replace(path)
         flush(path.parent)
     except OSError as error:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):  # where nothing can be written, nothing can be removed
+            partial.unlink(missing_ok=True)
         raise cannot_write(path, error) from error
 
 
@@ -72,7 +74,7 @@ def cannot_write(path: Path, error: Exception | str, kind: type[LogitlessError] 
     return kind(
         needed=f"room and permission to write {path}",
         given=str(error),
-        remedy="Free disk space or choose another `output`, then continue with --resume from the last checkpoint.",
+        remedy="Free disk space or choose another place (`output` of a run); --resume continues a run that has begun.",
     )
 
 
