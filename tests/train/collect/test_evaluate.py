@@ -37,9 +37,18 @@ def _evaluate(rewards, **changes):
     unscored = changes.pop("unscored", "leave_out")
     options = {"num_samples": 2, "sampling": sampling, "success_at": 1.0, "every_blocks": 1, "seed": 4}
     held_out = HeldOut("evaluation", PROMPTS, **{**options, **changes})
-    found = Evaluation(GroupSampler(engine, SingleTurn(), rewards, unscored), [held_out])([held_out])
+    sampler = GroupSampler(engine, SingleTurn(), rewards, unscored)
+    found = Evaluation(sampler, [held_out], scored=bool(rewards))([held_out])
     assert engine.asked == (2, sampling, 4)
     return found
+
+
+def test_under_a_teacher_alone_nothing_is_scored():
+    found = _evaluate([])
+    assert math.isnan(found["evaluation/accuracy"])
+    assert math.isnan(found["evaluation/reward_mean"])
+    assert "evaluation/environment/mean" not in found
+    assert found["evaluation/length_mean"] == (3 + 2 + 3 + 5) / 4
 
 
 def test_accuracy_counts_completions_that_reach_the_threshold():
@@ -58,12 +67,18 @@ def test_accuracy_counts_completions_that_reach_the_threshold():
     }
 
 
-@pytest.mark.parametrize("scores", [True, False], ids=["rewards", "environment"])
-def test_a_recipe_knows_the_name_of_every_metric_of_its_evaluations(tmp_path, scores):
-    rewards = [{"name": "length"}, {"name": "exact", "sources": ["train", "held_out"]}] if scores else []
-    sets, teacher = held_out_set(tmp_path, samples_per_prompt=2), None if scores else {"source": "x/y", "advantage": 1}
-    changes = {"evaluation__samples_per_prompt": 2, "evaluation__sets": sets, "teacher": teacher}
-    recipe = tiny_recipe(tmp_path, rewards=rewards, **changes)
+@pytest.mark.parametrize(
+    "scored_by",
+    [
+        {"rewards": [{"name": "length"}, {"name": "exact", "sources": ["train", "held_out"]}]},
+        {"rewards": [], "rollout__environment": {"name": "guessing"}, "rollout__limits": {"max_tokens": 20}},
+        {"rewards": [], "teacher": {"source": "x/y", "advantage": 1}},
+    ],
+    ids=["rewards", "environment", "teacher alone"],
+)
+def test_a_recipe_knows_the_name_of_every_metric_of_its_evaluations(tmp_path, scored_by):
+    sets = held_out_set(tmp_path, samples_per_prompt=2)
+    recipe = tiny_recipe(tmp_path, evaluation__samples_per_prompt=2, evaluation__sets=sets, **scored_by)
     prompts = {name: [replace(p, source=name) for p in PROMPTS] for name in ("held_out", "more")}
     evaluation = evaluation_of(recipe, _Engine(), SingleTurn(), prompts, weighted(recipe.rewards))
     assert sorted(evaluation(evaluation.sets)) == sorted(held_out_metrics(recipe))

@@ -50,10 +50,12 @@ class Evaluation:
     Args:
         sampler: whose engine samples with the weights that it was last given.
         sets: of held-out prompts.
+        scored: whether rewards or an environment score; else, under a teacher alone, accuracy and reward are NaN.
     """
 
     sampler: GroupSampler
     sets: Sequence[HeldOut]
+    scored: bool = True
 
     def due(self, done: int, blocks: int) -> Sequence[HeldOut]:
         """The sets that are due after ``done`` of ``blocks`` blocks: all before the first and after the last block."""
@@ -81,16 +83,19 @@ class Evaluation:
         scored is no success. It is NaN if none could be scored. With several samples a prompt there is pass@k, too.
         """
         correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
-        any_scored = any(reward is not None for group in groups for reward in group.rewards)
+        any_scored = self.scored and any(reward is not None for group in groups for reward in group.rewards)
         success = success_metrics(correct, held_out.num_samples)
         found: Numbers = {
             **(success if any_scored else dict.fromkeys(success, math.nan)),
             **sampling_numbers(groups),
             "prompts": len(held_out.prompts),
         }
-        for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
-            if numbers["mean"] is not None:
-                found[f"{name}/mean"] = numbers["mean"]
+        if not self.scored:
+            found["reward_mean"] = math.nan
+        else:
+            for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
+                if numbers["mean"] is not None:
+                    found[f"{name}/mean"] = numbers["mean"]
         return {f"{held_out.metrics}/{name}": value for name, value in found.items()}
 
 
@@ -127,7 +132,8 @@ def evaluation_of(
         for name, options in sections.items()
         if prompts[name]
     ]
-    return Evaluation(GroupSampler(engine, environment, rewards, rollout.unscored, rollout.limits, ranks), sets)
+    sampler = GroupSampler(engine, environment, rewards, rollout.unscored, rollout.limits, ranks)
+    return Evaluation(sampler, sets, scored=recipe.scores)
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:

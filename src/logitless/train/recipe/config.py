@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, NonNegativeInt, field_validator, model_validator
 
 from logitless.data.sources import sources_of
+from logitless.rollout.environments.options import pays
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.recipe import (
     algorithm,
@@ -72,6 +73,11 @@ class Recipe(Section):
         """All sampling settings that the recipe gives explicitly, the rollout's first."""
         held_out = (self.evaluation, *self.evaluation.sets.values())
         return (self.rollout.sampling, *(each.sampling for each in held_out if each.sampling is not None))
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward or the environment scores completions; under a teacher alone nothing does."""
+        return bool(self.rewards) or pays(self.rollout.environment)
 
     @property
     def imitates(self) -> bool:

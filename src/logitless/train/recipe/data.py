@@ -7,7 +7,6 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from logitless.data.sources import RESERVED_SOURCES, DataOptions, TrainingData
 from logitless.models.reward_model import RewardModel
 from logitless.rewards.options import RewardOptions
-from logitless.rollout.environments.options import pays
 from logitless.train.recipe.rule import Rule, Setting, given
 from logitless.train.recipe.section import Section
 
@@ -91,7 +90,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("rewards []", lambda recipe: not recipe.rewards).needs(
         "a teacher, algorithm.preset nll, or a rollout.environment that pays by itself: own, guessing, harness, or "
         "tools with a call_reward",
-        holds=lambda recipe: recipe.teacher is not None or recipe.imitates or pays(recipe.rollout.environment),
+        holds=lambda recipe: recipe.teacher is not None or recipe.imitates or recipe.scores,
         given=lambda recipe: recipe.rollout.environment.name if recipe.rollout.environment else "no environment",
         remedy="Name a reward; docs/own_reward.md has a template.",
     ),

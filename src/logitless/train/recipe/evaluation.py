@@ -116,7 +116,8 @@ def held_out_metrics(recipe: "Recipe") -> Iterator[str]:
             yield from (f"{start}/{name}", f"{start}/{name}/low", f"{start}/{name}/high")
         yield from (f"{start}/{name}" for name in ("reward_mean", "length_mean", "truncated_fraction", "prompts"))
         scored = [each.metric_name for each in recipe.rewards if each.sources is None or source in each.sources]
-        yield from (f"{start}/{name}/mean" for name in (scored if recipe.rewards else [ENVIRONMENT]))
+        scored += [ENVIRONMENT] * (recipe.scores and not recipe.rewards)
+        yield from (f"{start}/{name}/mean" for name in scored)
 
 
 def _watched(key: str, section: Callable[["Recipe"], WatchSection | None]) -> Rule["Recipe"]:

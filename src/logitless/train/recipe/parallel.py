@@ -108,7 +108,7 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         "a further process to train",
         holds=lambda processes: processes.world > 0,
         given=lambda processes: f"{processes.world + processes.recipe.parallel.num_sampling} in all",
-        remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling.",
+        remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling (0: they do both).",
     ),
     needs_whole_weights(
         sampling, " that trains, which are sent from one place", "Leave parallel.shard and parallel.sequence out."

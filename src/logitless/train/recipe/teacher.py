@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from logitless.head.divergence import Divergence
-from logitless.rollout.environments.options import pays
 from logitless.train.recipe.rule import (
     Processes,
     Rule,
@@ -107,8 +106,7 @@ def _own(recipe: "Recipe") -> dict[str, str]:
 
 def _teaches_alone(recipe: "Recipe") -> bool:
     """Whether no reward enters the advantages."""
-    without = not recipe.rewards and not pays(recipe.rollout.environment)
-    return recipe.teacher is not None and (recipe.teacher.alone or without)
+    return recipe.teacher is not None and (recipe.teacher.alone or not recipe.scores)
 
 
 def _temperature(recipe: "Recipe") -> float:
