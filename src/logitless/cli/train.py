@@ -257,12 +257,8 @@ def _next(
 
 def _command() -> str:
     """How this run was started: by itself, or by torchrun with as many processes a node."""
-    several = "TORCHELASTIC_RUN_ID" in os.environ
-    return (
-        f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']} -m logitless train"
-        if several
-        else "logitless train"
-    )
+    processes = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
+    return "logitless train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
 
 
 def _fork(folder: "RunFolder") -> str:

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+from pathlib import Path
 from unittest import mock
 
 import pyarrow.parquet
@@ -44,6 +45,33 @@ def test_a_failed_start_does_not_block_the_repaired_one(tmp_path, folder):
     folder.clear()
     assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoints", "rollouts"]
     assert not any(folder.checkpoints.iterdir())
+
+
+def test_a_start_that_is_killed_while_it_writes_its_first_file_does_not_block_the_next(tmp_path, folder):
+    (folder.path / ".provenance.json.partial").touch()
+    assert create_run_folder(tmp_path, "toy") == folder
+
+
+def test_a_start_that_is_killed_while_it_clears_the_folder_does_not_block_the_next(tmp_path, folder):
+    names, listed, unlink = ["config.yaml", "provenance.json", "metrics.jsonl"], Path.iterdir, Path.unlink
+
+    def killed_at_the_third(path):
+        if path.name == names[2]:
+            raise KeyboardInterrupt
+        unlink(path)
+
+    def in_order(path):
+        return sorted(listed(path), key=lambda each: names.index(each.name) if each.name in names else 3)
+
+    for name in names:
+        (folder.path / name).touch()
+    with (
+        mock.patch.object(Path, "unlink", killed_at_the_third),
+        mock.patch.object(Path, "iterdir", in_order),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        folder.clear()
+    assert create_run_folder(tmp_path, "toy") == folder
 
 
 @pytest.mark.parametrize("names", [["model"], ["tensorboard"], ["config.yaml", "thesis.tex"], ["notes"]])

@@ -92,8 +92,7 @@ class RunFolder:
         if not self.path.is_dir():
             return False
         found = {path.name for path in self.path.iterdir() if path.name not in (LOCK, "rollouts", "checkpoints")}
-        ours = found & {self.provenance.name, self.config.name}  # the first files that a start writes
-        if found and not (ours and found <= _WRITTEN_FIRST):
+        if found and not (found & _FIRST and found <= _WRITTEN_FIRST):
             return False
         return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
 
@@ -105,7 +104,8 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove everything but the lock, and create empty folders for rollouts and checkpoints."""
-        for path in self.path.iterdir():
+        # The first files of a start go last: by them the folder is known where this is killed.
+        for path in sorted(self.path.iterdir(), key=lambda path: path.name in _FIRST):
             if path.name != LOCK:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         self.rollouts.mkdir()
@@ -229,10 +229,13 @@ class RunFolder:
         return rollout_data.read(self.rollouts, block)
 
 
+_FIRST = {".provenance.json.partial", "provenance.json", ".config.yaml.partial", "config.yaml"}
+"""The first files that a start writes."""
+
 _WRITTEN_FIRST = {
-    *("config.yaml", "provenance.json", "metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
-    *("writers.json", ".writers.json.partial"),
-    *(".config.yaml.partial", ".provenance.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
+    *_FIRST,
+    *("metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
+    *("writers.json", ".writers.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
 }
 """What may be in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
 
