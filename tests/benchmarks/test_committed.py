@@ -153,6 +153,26 @@ def test_a_cycle_of_the_tinker_service_has_its_samples_log_probs_and_the_seconds
     assert f"takes {service:.1f} s, the same block under `logitless train` {train:.1f}" in page
 
 
+def test_tenants_at_once_differ_in_no_bit_from_tenants_alone_and_the_page_counts_them():
+    found = committed("tinker-tenants-H200")
+    page = " ".join((ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").split())
+    of = [found[f"{count} tenants"] for count in (1, 3, 8)]
+    assert {each[name] for each in of for name in each if name.endswith("_differ") or name.endswith("_differs")} == {0}
+    assert {each["sampled_unlike_trained"] for each in of} == {0}
+    assert f"take {of[2]['ratio']:.1f} times one's seconds; none of their {of[2]['tokens_compared']:,} tokens" in page
+
+
+def test_samplers_that_share_weights_hold_and_take_what_the_page_says_and_sample_the_same():
+    shared, whole = committed("shards-H200")["rows"]
+    page = " ".join((ROOT / "docs" / "scale.md").read_text(encoding="utf-8").split())
+    assert (shared["shards"], whole["shards"]) == (2, 1)
+    assert shared["completions"] == whole["completions"]
+    assert f"hold {shared['weights_gib']:.0f} GiB each instead of {whole['weights_gib']:.0f}" in page
+    assert f"in {shared['seconds']:.0f} s instead of {whole['seconds']:.0f}" in page
+    for row in (shared, whole):
+        assert row["forecast_gib"] == pytest.approx(row["weights_gib"], rel=0.01)
+
+
 def test_a_first_call_starts_with_graphs_in_under_ten_seconds():
     of_empty = [row for row in committed("first-call-H200")["rows"] if row["caches"] == "empty"]
     assert of_empty
