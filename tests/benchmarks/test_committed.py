@@ -157,7 +157,7 @@ def test_tenants_at_once_differ_in_no_bit_from_tenants_alone_and_the_page_counts
     found = committed("tinker-tenants-H200")
     page = " ".join((ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").split())
     of = [found[f"{count} tenants"] for count in (1, 3, 8)]
-    assert {each[name] for each in of for name in each if name.endswith("_differ") or name.endswith("_differs")} == {0}
+    assert {each[name] for each in of for name in each if name.endswith(("_differ", "_differs"))} == {0}
     assert {each["sampled_unlike_trained"] for each in of} == {0}
     assert f"take {of[2]['ratio']:.1f} times one's seconds; none of their {of[2]['tokens_compared']:,} tokens" in page
 
