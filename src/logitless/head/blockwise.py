@@ -289,9 +289,10 @@ def gradients(
 
 def in_all_rows(found: Tensor | None, rows: Tensor, hidden: Tensor) -> Tensor | None:
     """A gradient by these rows of the hidden states as that by all of them, in their dtype; 0 in the others."""
-    if found is None or len(rows) == len(hidden):
-        return None if found is None else found.to(hidden.dtype)
-    return torch.zeros_like(hidden).index_copy_(0, rows, found.to(hidden.dtype))
+    if found is None:
+        return None
+    found = found.to(hidden.dtype)
+    return found if len(rows) == len(hidden) else torch.zeros_like(hidden).index_copy_(0, rows, found)
 
 
 class _Sums:

@@ -45,7 +45,7 @@ def likeliest_tokens(
     """
     with without_autocast(hidden.device):
         call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=False)
-        block = HeadBlock(head.weight, head.bias, head.lora_a, head.lora_b)
+        block = HeadBlock.of(head)
         rows = rows_of(hidden, block, hidden.new_zeros(len(hidden), dtype=torch.int64), outside, call)
         size = tile(len(hidden), len(head.weight), call.wide, call.memory_budget)
         values, ids = hidden.new_empty(len(hidden), 0, dtype=call.wide), rows.target.new_empty(len(hidden), 0)

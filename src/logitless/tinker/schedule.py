@@ -22,7 +22,7 @@ MISSING_SECONDS = 120.0
 
 
 class Schedule:
-    """The order of requests that wait. Whoever calls it holds the service's lock.
+    """The scheduler of the request queue. Its callers hold the service's lock.
 
     Args:
         sessions: of the service, by id; those that were served last are moved to the end.

@@ -412,7 +412,7 @@ class Trainer:
             _restore(pairs, before)
             raise
 
-    def _pass(self, parts: Sequence[tuple["Work", Sequence[int]]]) -> None:
+    def _pass(self, parts: Sequence[tuple[Work, Sequence[int]]]) -> None:
         """A pass over a row of each."""
         forward_only = parts[0][0].request.forward_only
         with torch.set_grad_enabled(not forward_only):

@@ -31,10 +31,8 @@ PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,))]
 SHORT, LONG = SamplingOptions(max_new_tokens=1), SamplingOptions(max_new_tokens=3)
 
 
-def _model(name, device="cpu", *, empty=False, seed=1):
+def _model(name, dtype, device="cpu", *, empty=False, seed=1):
     config = {**(CONFIGS | MIXTURES)[name], **SMALL} | ({"num_hidden_layers": 3} if name == "qwen3" else {})
-    # Float32's kernels of delta nets compile for minutes on a GPU.
-    dtype = torch.bfloat16 if name == "qwen3_5" and torch.cuda.is_available() else torch.float32
     model = load_model(config, random_weights=True, seed=seed, device=device, empty=empty, dtype=dtype)
     if name == "qwen3":
         model = add_lora(model, LoraOptions(rank=2), seed=seed)
@@ -44,10 +42,15 @@ def _model(name, device="cpu", *, empty=False, seed=1):
     return model.eval()
 
 
+def _dtype(name, device):
+    """Float32, whose kernels of delta nets compile for minutes on a GPU: there they have bfloat16."""
+    return torch.bfloat16 if (name, device) == ("qwen3_5", "cuda") else torch.float32
+
+
 def _engine(name, device):
     from logitless.rollout.gpu.sharded import ShardedGpuEngine
 
-    copy, tokenizer = _model(name, empty=True), character_tokenizer("abcdefgh")
+    copy, tokenizer = _model(name, _dtype(name, device), empty=True), character_tokenizer("abcdefgh")
     engine = ShardedGpuEngine(copy, tokenizer, device=torch.device(device, *([dist.get_rank()] * (device == "cuda"))))
     engine.share(Ranks(data=dist.group.WORLD))
     return engine
@@ -76,7 +79,7 @@ def _sampled_by_both(rank, name, device, calls):
     """
     from logitless.rollout.gpu.engine import GpuEngine
 
-    engine, found, model = _engine(name, device), ([], []), _model(name, device)
+    engine, found, model = _engine(name, device), ([], []), _model(name, _dtype(name, device), device)
     engine.load(Weights.of(model), 0)
     layer = backbone(engine.copy).layers[1]
     plain, short = layer.forward, [True] * (name == "qwen3")  # in the others kernels are compiled by this layer too
