@@ -106,6 +106,16 @@ def test_ranks_that_train_in_order_and_several_that_sample_are_one_too(tmp_path,
     assert_same(alone, beside(tmp_path / "beside", training=training, sampling=sampling, **changes))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"model__trained_dtype": "bfloat16"}, {"model__lora": {"rank": 2}}], ids=["all", "lora"]
+)
+def test_weights_that_are_sharded_in_training_are_sent_whole(tmp_path, more):
+    changes = {"parallel__shard": 2, "rollout__staleness": 1, "rollout__max_rows": 1, **more}
+    alone = beside(tmp_path / "alone", training=2, sampling=0, **changes)
+    assert_same(alone, beside(tmp_path / "beside", training=2, **changes))
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_an_adapter_after_a_warm_start_is_sent_with_the_base_that_it_was_merged_into(tmp_path, device):
     tiny_raw(tmp_path)
