@@ -419,6 +419,13 @@ def test_a_tuned_copy_teaches_pretrained_weights_more_than_grpo_from_as_many_blo
     assert found["teacher"]["accuracy"] > 0.5
 
 
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("distillation-*.json")), ids=lambda path: path.name)
+def test_a_teacher_on_another_device_leaves_weights_and_optimizer_the_same_in_every_bit(path):
+    rows = json.loads(path.read_text()).get("rows", [])
+    digests = [(row["divergence"], row.get("digest")) for row in rows]
+    assert len(set(digests)) == len({row["divergence"] for row in rows})
+
+
 def test_a_correction_takes_the_bias_of_bfloat16_rollouts_away_and_the_plot_is_of_these_numbers(tmp_path):
     result = json.loads(sampler_bias.RESULT.read_text())
     for row in result["bias"]:
