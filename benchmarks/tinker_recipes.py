@@ -6,15 +6,17 @@
     python benchmarks/tinker_recipes.py --models tiny                        # tries the script itself, on a CPU
 
 Needs tinker-cookbook==0.6.1 (`make .venv-tinker/.installed`). A row is a recipe's run to its end: seconds and reward
-(or loss) of each step, and ``kl``, the largest ``optim/kl_sample_train_*`` that the cookbook found, which must be 0.
-Recipes that are timed have the service to themselves; the rest run at once, as its tenants. Random weights sample a
-text that holds numbers (``speaking``), so that some of it is rewarded. Rows are written as they come; those that the
-file has are not run again.
+(or loss) of each step, and ``kl``, the largest ``optim/kl_sample_train_*`` that the cookbook found: on a GPU 0. Recipes
+that are timed have the service to themselves; the rest run at once, as its tenants. Random weights sample a text that
+holds numbers (``speaking``), so that some of it is rewarded. Rows are written as they come; those that the file has are
+not run again.
 """
 
 import argparse
 import json
 import os
+import random
+import re
 import shutil
 import signal
 import subprocess
@@ -27,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from logitless.errors import UnavailableError
-from script import RESULTS, ROOT, Rows, among, main, short_name
+from script import RESULTS, Rows, among, main, short_name
 
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 """What every model is called here: the cookbook chooses its chat format, ChatML without thinking, by this name."""
@@ -37,9 +39,6 @@ SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>",
 SPECIAL += ("<tool_response>", "</tool_response>")
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 """Of ``rl_loop``."""
-
-FEW_SHOT = "<|im_start|>user\nWhat is 4 + 5?<|im_end|>\n<|im_start|>assistant\n9<|im_end|>\n"
-"""Of ``math_rl``'s arithmetic."""
 
 COMPILING = 2
 """Steps before those that are timed."""
@@ -96,7 +95,7 @@ _ON_POLICY = "loss_fn=importance_sampling learning_rate=0.0004"
 LOOP = Recipe("rl_loop", f"{_ON_POLICY} batch_size=64 group_size=8 max_tokens=128 lora_rank=16 max_steps=5", 65536)
 ARITHMETIC = Recipe(
     "math_rl.train",
-    f"{_ON_POLICY} {CHAT} groups_per_batch=64 group_size=16 max_tokens=5 lora_rank=32 max_steps=60 eval_every=0",
+    f"{_ON_POLICY} {CHAT} groups_per_batch=32 group_size=8 max_tokens=5 lora_rank=32 max_steps=6 eval_every=0",
 )
 NUMERICS = Recipe(
     "rl_numerics_check.train",
@@ -105,12 +104,12 @@ NUMERICS = Recipe(
 )
 GUESSES = Recipe(
     "multiplayer_rl.guess_number.train",
-    f"{CHAT} learning_rate=0.0004 batch_size=8 group_size=4 max_tokens=12 max_steps=2 eval_every=0",
+    f"{CHAT} learning_rate=0.0004 batch_size=4 group_size=4 max_tokens=8 max_steps=2 eval_every=0",
 )
 OTHERS = (
     NUMERICS,
     GUESSES,
-    ARITHMETIC.smaller("max_steps=3"),
+    ARITHMETIC,
     Recipe("sl_loop", "batch_size=4 max_length=256 lora_rank=16"),
     Recipe("preference.dpo.train", "renderer_name=role_colon batch_size=4 max_length=256"),
     Recipe(
@@ -122,14 +121,15 @@ OTHERS = (
         f"{CHAT} groups_per_batch=3 max_tokens=8 topk=5 lora_rank=16 max_steps=2 eval_every=0 max_context_length=3000",
     ),
 )
-LEARNT = 12
-"""Steps of the supervised loop that another goes on from."""
+LEARNT, LOOPED = 12, 40
+"""Steps of a supervised loop, and of the loop that goes on from what it has saved: they share a folder."""
 
 FOLLOWED = (
     Recipe("sl_loop", f"batch_size=32 max_length=512 lora_rank=32 learning_rate=0.0004 max_steps={LEARNT}"),
-    Recipe("rl_loop", f"{_ON_POLICY} batch_size=64 group_size=16 max_tokens=24 lora_rank=32 max_steps={LEARNT + 40}"),
+    Recipe(
+        "rl_loop", f"{_ON_POLICY} batch_size=64 group_size=16 max_tokens=24 lora_rank=32 max_steps={LEARNT + LOOPED}"
+    ),
 )
-"""The second goes on from what the first has saved: they share a folder."""
 
 
 class Served(NamedTuple):
@@ -149,9 +149,14 @@ class Served(NamedTuple):
 
 
 MODELS = {
-    "smollm2": Served(("--tokens-per-row", "32768"), (ARITHMETIC, *FOLLOWED), (NUMERICS, GUESSES)),
+    "smollm2": Served(("--tokens-per-row", "32768"), FOLLOWED, OTHERS[:3]),
     "qwen2.5-0.5b": Served(("--tokens-per-row", "32768"), (LOOP,), OTHERS, "64x8-512-128"),
-    "llama-3.1-8b": Served(("--tokens-per-row", "4096"), (LOOP,), OTHERS[:4], "64x8-512-128"),
+    "llama-3.1-8b": Served(
+        ("--tokens-per-row", "4096"),
+        (LOOP.smaller("batch_size=32 max_steps=3")._replace(tokens=32768),),
+        (NUMERICS, GUESSES.smaller("batch_size=2 group_size=2"), *OTHERS[2:4]),
+        "32x8-512-128",
+    ),
     "tiny": Served(
         (),
         (LOOP.smaller("batch_size=4 group_size=4 max_tokens=16 max_steps=3")._replace(tokens=256),),
@@ -201,18 +206,19 @@ def write_data(folder: Path, data: Mapping[str, tuple[str, list[dict[str, Any]]]
 
 
 def digits(count: int) -> list[dict[str, str]]:
-    """Questions for ``rl_loop`` whose answer is a digit; its prompts have 512 bytes with them."""
-    return [{"question": f"Which digit is it this time, number {i:04}?" + " Say it." * 8, "answer": f"#### {i % 10}"}
-            for i in range(count)]  # fmt: skip
+    """Questions for ``rl_loop`` whose answer is a digit; each is as long as makes its prompt 512 bytes."""
+    fill = " Say it." * 14
+    return [
+        {"question": f"Which digit is it this time, of number {i:03}?{fill}", "answer": f"#### {i % 10}"}
+        for i in range(count)
+    ]
 
 
-def sums(count: int) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+def sums() -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
     """Sums of two numbers up to 20 for ``rl_loop``, and conversations for ``sl_loop`` that answer others in a box."""
-    import numpy as np
-
-    draws = np.random.default_rng(0)
-    pairs = draws.integers(0, 21, size=(count, 2)).tolist()
-    asked = [{"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a, b in pairs]
+    draws = random.Random(0)
+    pairs = [(draws.randint(0, 20), draws.randint(0, 20)) for _ in range((LEARNT + LOOPED) * 64 + LEARNT * 32)]
+    asked = [{"question": f"What is {a} + {b}?", "answer": f"#### {a + b}"} for a, b in pairs[LEARNT * 32 :]]
     said = [
         {
             "messages": [
@@ -220,7 +226,7 @@ def sums(count: int) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
                 {"role": "assistant", "content": f"\\boxed{{{a + b}}}"},
             ]
         }
-        for a, b in draws.integers(0, 21, size=(32 * LEARNT, 2)).tolist()
+        for a, b in pairs[: LEARNT * 32]
     ]
     return asked, said
 
@@ -233,7 +239,7 @@ def prepare(model: str, folder: Path, base: Path | None) -> None:
             raise UnavailableError("--base", "none", "Make it with evidence_smollm2.py base.")
         (folder / NAME).parent.mkdir(parents=True)
         shutil.copytree(base, folder / NAME)
-        asked, said = sums((LEARNT + 40) * 64)
+        asked, said = sums()
         data = DATA | {"openai/gsm8k": ("main", asked), "HuggingFaceH4/no_robots": ("default", said)}
     else:
         byte_tokenizer(vocabulary_of(model)).save_pretrained(folder / NAME)
@@ -353,55 +359,50 @@ def seen(recipe: Recipe, log: Path, skip: int) -> dict[str, Any]:
     return found | ({"kl": max(kl)} if kl else {})
 
 
-def reward(completions: list[str], completion_ids: list[list[int]], answer: list[str], end: list[int]) -> list[float]:
-    """Of ``math_rl``'s arithmetic: 1 for the right last number, less 0.1 without an end."""
-    import re
-
-    pairs = zip(completions, completion_ids, answer, end, strict=True)
+def reward(completions: list[str], answer: list[str]) -> list[float]:
+    """Of ``rl_loop``: 1 for the right number in the last box."""
     found = []
-    for text, ids, right, stop in pairs:
-        numbers = re.findall(r"-?\d+", text.replace(",", ""))
-        found.append(float(bool(numbers) and int(numbers[-1]) == int(right)) - 0.1 * (list(ids)[-1:] != [stop]))
+    for text, right in zip(completions, answer, strict=True):
+        boxes = re.findall(r"\\boxed{([^{}]*)}", text)
+        found.append(float(boxes[-1:] == [right]))
     return found
 
 
-def sums_as_in_the_cookbook(steps: int, groups: int, end: int) -> list[dict[str, Any]]:
-    """The problems of ``ARITHMETIC`` in their order."""
-    import numpy as np
-
-    rows = []
-    for step in range(steps):
-        draws = np.random.RandomState(step)
-        for number in range(groups):
-            x, y = draws.randint(0, 101), draws.randint(0, 101)
-            prompt = f"What is {x} + {y}?"
-            rows.append({"id": f"{step}-{number}", "prompt": prompt, "answer": str(x + y), "end": end})
-    return rows
-
-
-def same_loop(folder: Path, *, steps: int = 60, prompts: int = 64, samples: int = 16) -> dict[str, Any]:
-    """``ARITHMETIC`` in `logitless train`: LoRA, centred advantages, one step a block, the same Adam."""
-    from logitless.models.loading import load_tokenizer
-
-    end = load_tokenizer(str(folder / NAME)).eos_token_id
-    text = "".join(json.dumps(row) + "\n" for row in sums_as_in_the_cookbook(steps, prompts, end))
-    (folder / "sums.jsonl").write_text(text)
-    chat = FEW_SHOT + "<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+def same_loop(folder: Path, *, steps: int = LOOPED, prompts: int = 64, samples: int = 16) -> dict[str, Any]:
+    """``FOLLOWED`` in `logitless train`: its data, LoRA, centred advantages, one step a block, the same Adam."""
+    asked, said = sums()
+    train = [{"prompt": row["question"], "answer": row["answer"].removeprefix("#### ")} for row in asked]
+    warm = [dict(zip(("prompt", "answer"), (each["content"] for each in row["messages"]), strict=True)) for row in said]
+    for name, rows in (("train", train), ("warm", warm)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    turn = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
+    boxed = BOXED.replace("{", "{{").replace("}", "}}")
+    example = (
+        "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
+    )
+    example += "We have r's at positions 3, 8, and 9. \\boxed{{3}}<|im_end|>\n"
+    before = turn.format(f"How many r's are in strawberry?{boxed}") + example
     recipe = {
         "name": "same-loop",
         "output": str(folder / "runs"),
         "model": {"source": str(folder / NAME), "lora": {"rank": 32, "alpha": 32}},
         "data": {
-            "train": {"name": "file", "path": str(folder / "sums.jsonl"), "template": chat},
-            "max_prompt_tokens": 96,
+            "train": _file(folder / "train.jsonl", before + turn.format("{prompt}" + boxed)),
+            "max_prompt_tokens": 256,
+        },
+        "warm_start": {
+            "data": _file(folder / "warm.jsonl", turn.format("{prompt}")),
+            "steps": LEARNT,
+            "sequences_per_step": 32,
+            "learning_rate": 0.0004,
         },
         "rollout": {
             "prompts_per_block": prompts,
             "completions_per_prompt": samples,
-            "sampling": {"max_new_tokens": 5},
+            "sampling": {"max_new_tokens": 24},
             "zero_signal": "keep",
         },
-        "rewards": [{"name": "function", "path": f"{ROOT / 'benchmarks' / 'tinker_recipes.py'}:reward"}],
+        "rewards": [{"name": "function", "path": f"{__file__}:reward"}],
         "algorithm": {"preset": "dr_grpo"},
         "train": {
             "blocks": steps,
@@ -412,6 +413,7 @@ def same_loop(folder: Path, *, steps: int = 60, prompts: int = 64, samples: int 
         "writers": [],
     }
     (folder / "same-loop.yaml").write_text(json.dumps(recipe))
+    shutil.rmtree(folder / "runs", ignore_errors=True)
     command = [sys.executable, "-m", "logitless.cli.main", "train", "same-loop.yaml"]
     with (folder / "same-loop.txt").open("w") as output:
         status = subprocess.run(command, cwd=folder, stdout=output, stderr=subprocess.STDOUT).returncode
@@ -422,14 +424,19 @@ def same_loop(folder: Path, *, steps: int = 60, prompts: int = 64, samples: int 
     elapsed = [line["time/elapsed_seconds"] for line in lines]
     tokens = [round(line["length/mean"] * prompts * samples) for line in lines]
     seconds = [round(b - a, 4) for a, b in pairwise(elapsed)]
+    timed = sum(tokens[1 + COMPILING :]), sum(seconds[COMPILING:])
     return {
         "status": 0,
         "steps": len(lines),
         "reward": [round(line["reward/mean"], 5) for line in lines],
         "step_seconds": seconds,
         "tokens": tokens,
-        "tokens_per_second": round(sum(tokens[1 + COMPILING :]) / sum(seconds[COMPILING:])),
+        "tokens_per_second": round(timed[0] / timed[1]) if timed[0] else None,
     }
+
+
+def _file(path: Path, template: str) -> dict[str, str]:
+    return {"name": "file", "path": str(path), "template": template}
 
 
 def same_block(model: str, workload: str) -> dict[str, Any]:
@@ -489,13 +496,14 @@ def run(options: argparse.Namespace) -> int:
     from logitless.bench.machine import environment
 
     until = time.time() + options.seconds
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = "cuda" if (on_gpu := torch.cuda.is_available()) else "cpu"
     here = environment(device, ("torch", "triton", "transformers", "tinker", "tinker-cookbook"))
     rows = Rows(options.output / f"tinker-recipes-{short_name(device)}.json", here, ("model", "recipe"))
     chosen = among("a model", options.models, tuple(MODELS))
     for model in chosen:
         measure(model, rows, (options.folder / model).absolute(), options.base, until)
-    return int(any(row["status"] != 0 or row.get("kl") for row in rows.rows if row["model"] in chosen))
+    of_these = [row for row in rows.rows if row["model"] in chosen]
+    return int(any(row["status"] != 0 or (on_gpu and row.get("kl")) for row in of_these))
 
 
 if __name__ == "__main__":
