@@ -454,9 +454,13 @@ def measure(model: str, rows: Rows, folder: Path, base: Path | None, until: floa
     import torch
 
     wanted = MODELS[model]
-    lacking = [recipe for recipe in (*wanted.alone, *wanted.together) if not rows.has(model=model, recipe=recipe.name)]
-    if lacking:
+    place = {"model": model, "status": 0}
+    lacking = [each for each in (*wanted.alone, *wanted.together) if not rows.has(**place, recipe=each.name)]
+    if FOLLOWED[1] in lacking and FOLLOWED[0] not in lacking:
+        lacking.append(FOLLOWED[0])
+    if lacking or not folder.exists():
         prepare(model, folder, base)
+    if lacking:
         with served(model, folder) as (url, seconds):
             print(f"{model} is served after {seconds:.0f} s", flush=True)
             for some in (*([each] for each in wanted.alone), wanted.together):
@@ -468,7 +472,7 @@ def measure(model: str, rows: Rows, folder: Path, base: Path | None, until: floa
                     row = {"model": model, "recipe": recipe.name, "settings": recipe.settings, "at_once": len(begun)}
                     row |= found | seen(recipe, log, skip) | {"seconds": round(time.perf_counter() - began, 1)}
                     rows.add(row)
-    place = {"model": model, "recipe": "logitless train"}
+    place["recipe"] = "logitless train"
     if not rows.has(**place) and time.time() < until and torch.cuda.is_available():
         if model == "smollm2":
             rows.add(place | same_loop(folder))
