@@ -27,6 +27,7 @@ from logitless.objective.advantage import (
     Remax,
 )
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.filters import AdvantageOutliers
 from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
 from logitless.objective.observations import Observations
@@ -547,6 +548,23 @@ def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), ReinforcePP(gamma), TokenMean())
 
 
+def stable_reinforce(epsilon: float = 0.2, gamma: float = 1.0, max_deviations: float = 3.0) -> Algorithm:
+    """StableReinforce: REINFORCE++ with a ceiling on the ratio, and without its largest advantages.
+
+    Source: arXiv:2505.02835, and its authors' code.
+
+    Notes:
+        - The authors' code holds ratios above 0.001 too, and lays both bounds around the mean before whitening.
+
+    Example:
+        >>> stable_reinforce().objective.filters
+        (AdvantageOutliers(max=3.0, name='advantage_outliers'),)
+    """
+    surrogate = replace(_clip(epsilon, epsilon), ratio_cap=1000.0)
+    objective = Objective(surrogate=surrogate, filters=(AdvantageOutliers(max_deviations),))
+    return Algorithm(objective, ReinforcePP(gamma), SequenceMean())
+
+
 def nll() -> Algorithm:
     """Supervised: the negative log-likelihood, token mean.
 
@@ -590,6 +608,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "a2po": a2po,
     "echo": echo,
     "reinforce_pp": reinforce_pp,
+    "stable_reinforce": stable_reinforce,
     "nll": nll,
 }
 """Every preset by its name; each can be called without arguments."""
