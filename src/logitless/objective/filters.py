@@ -472,10 +472,10 @@ class Stale(TokenFilter):
 
 @dataclass(frozen=True)
 class AdvantageOutliers(TokenFilter):
-    """Drop tokens with ``|A| > max``, in standard deviations where advantages are whitened.
+    """Drop tokens with ``|A| > max``.
 
     Args:
-        max: the largest ``|A|`` kept.
+        max: the largest ``|A|`` kept; of whitened advantages, in standard deviations.
 
     Raises:
         ConfigurationError: a bound that is not positive.

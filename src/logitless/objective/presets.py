@@ -95,7 +95,6 @@ def dr_grpo(epsilon: float = 0.2, max_new_tokens: int | None = None) -> Algorith
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="dr_grpo")``
 
     Notes:
-        - Without ``scale_rewards="none"`` TRL divides rewards by their standard deviation.
         - verl divides by ``loss_scale_factor``, or by the padded width of the micro-batch.
 
     Example:
@@ -191,7 +190,6 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
 
     Notes:
         - Liger multiplies by the length and averages over padded columns.
-        - TRL's default level is ``token``, which is not LUSPO.
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceSum())
@@ -283,8 +281,7 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
         verl: ``loss_mode: dppo_tv`` or ``dppo_kl``
 
     Notes:
-        - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio (its actor
-          sets it to 3).
+        - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio.
 
     Example:
         >>> dppo("kl").objective.surrogate.max_high
@@ -487,7 +484,7 @@ def rae(decay: float = 0.95, epsilon: float = 0.2) -> Algorithm:
         prime-rl: ``algo.type: rae``
 
     Notes:
-        - Column ``role`` of the data names a completion's role. Averages are in checkpoints; prime-rl's are not.
+        - Column ``role`` of the data names a completion's role.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Rae(decay=decay), TokenMean())
 
