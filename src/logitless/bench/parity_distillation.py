@@ -53,11 +53,8 @@ class _Streams:
     @property
     def whole_heads(self) -> tuple[LMHead, LMHead]:
         """Of both, with a bias, a scale and a softcap."""
-        own, other = (
-            LMHead(*parts)
-            for parts in zip((self.weight, self.teacher_weight), self.biases, SCALE, SOFTCAP, strict=True)
-        )
-        return own, other
+        own, other = zip(self.biases, SCALE, SOFTCAP, strict=True)
+        return LMHead(self.weight, *own), LMHead(self.teacher_weight, *other)
 
     def batch(self, advantage: Tensor | None = None, *, num_tokens: int | None = None) -> TokenBatch:
         """The trained tokens under the token mean; ``num_tokens``: of all processes, None for these alone."""
@@ -136,8 +133,7 @@ class _Trl:
         self._chunked = _chunked_divergence_loss
 
     def gkd(self, s: _Streams, beta: float) -> Tensor:
-        found: Tensor = self._gkd.generalized_jsd_loss(*s.logits, labels=s.labels, beta=beta, temperature=TEMPERATURE)
-        return found
+        return self._gkd.generalized_jsd_loss(*s.logits, labels=s.labels, beta=beta, temperature=TEMPERATURE)
 
     def distillation(self, s: _Streams, beta: float, *, whole: bool = False, **options: Any) -> Tensor:
         if whole:
@@ -145,43 +141,34 @@ class _Trl:
                 options |= {f"{name}_lm_head_bias": each.bias, f"{name}_logit_scale": each.scale}
                 options[f"{name}_final_logit_softcapping"] = each.softcap
         streams = (s.hidden, s.teacher_hidden, s.weight, s.teacher_weight, s.trained)
-        found: Tensor = self._chunked(*streams, beta, temperature=TEMPERATURE, **options)[0]
-        return found
+        return self._chunked(*streams, beta, temperature=TEMPERATURE, **options)[0]
 
     def server(self, s: _Streams) -> Tensor:
         trainer = SimpleNamespace(loss_add_tail=True, _reduce_divergence_loss=self._server._reduce_divergence_loss)
         student, teacher = ((each / TEMPERATURE).log_softmax(-1) for each in s.logits)
         logp, ids = teacher.topk(TOP_K)
         likeliest = {"topk_logprobs": logp, "topk_token_ids": ids}
-        found: Tensor = self._server._compute_server_forward_kl_loss(trainer, likeliest, student, s.labels)
-        return found
+        return self._server._compute_server_forward_kl_loss(trainer, likeliest, student, s.labels)
 
-    def sdpo(self, s: _Streams, alpha: float, *, likeliest: bool = False) -> Tensor:
+    def sdpo(self, s: _Streams, alpha: float) -> Tensor:
         streams = (each[s.trained] / TEMPERATURE for each in s.logits)
-        if likeliest:
-            options = {"distillation_topk": TOP_K, "distillation_add_tail": True}
-            found = self._sdpo.compute_topk_self_distillation_loss(*streams, distillation_alpha=alpha, **options)
-        else:
-            found = self._sdpo.compute_full_logit_self_distillation_loss(*streams, distillation_alpha=alpha)
-        mean: Tensor = found.mean()
-        return mean
+        return self._sdpo.compute_full_logit_self_distillation_loss(*streams, distillation_alpha=alpha).mean()
+
+    def sdpo_likeliest(self, s: _Streams, alpha: float) -> Tensor:
+        options = {"distillation_topk": TOP_K, "distillation_alpha": alpha, "distillation_add_tail": True}
+        streams = (each[s.trained] / TEMPERATURE for each in s.logits)
+        return self._sdpo.compute_topk_self_distillation_loss(*streams, **options).mean()
 
     def sdpo_tokens(self, s: _Streams) -> Tensor:
         ids, logits = s.target[s.trained], (each[s.trained] / TEMPERATURE for each in s.logits)
-        mean: Tensor = self._sdpo.compute_sampled_token_self_distillation_loss(
-            *logits, ids, distillation_alpha=1.0
-        ).mean()
-        return mean
+        return self._sdpo.compute_sampled_token_self_distillation_loss(*logits, ids, distillation_alpha=1.0).mean()
 
     def iw_opd(self, s: _Streams) -> Tensor:
         trainer = SimpleNamespace(temperature=TEMPERATURE, iw_opd_gamma=GAMMA, iw_opd_epsilon=1e-8)
         trainer.model, trainer._metrics = SimpleNamespace(training=True), {"train": defaultdict(list)}
         student, teacher = s.logits
         of_teacher = (teacher / TEMPERATURE).log_softmax(-1).gather(2, s.target[:, :, None]).squeeze(2)
-        found: Tensor = self._iw_opd._compute_iw_opd_loss(
-            trainer, student, s.target, s.labels, of_teacher, s.logp_sampler
-        )
-        return found
+        return self._iw_opd._compute_iw_opd_loss(trainer, student, s.target, s.labels, of_teacher, s.logp_sampler)
 
 
 def distillation_rows() -> Iterator[Row]:
@@ -200,7 +187,7 @@ def distillation_rows() -> Iterator[Row]:
         yield compared(f"SDPO, full_logits, alpha {beta:g}", partial(trl.sdpo, alpha=beta), ours)
         yield compared(
             f"SDPO, topk_logits with a tail, alpha {beta:g}",
-            partial(trl.sdpo, alpha=beta, likeliest=True),
+            partial(trl.sdpo_likeliest, alpha=beta),
             partial(_Streams.truncated, beta=beta, of_teacher=False),
         )
     yield compared(

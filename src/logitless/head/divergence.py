@@ -191,8 +191,8 @@ def score_centering(
     """
     policy = hidden, head, temperature
     sampler = sampler_hidden, sampler_head, temperature if sampler_temperature is None else sampler_temperature
-    options = (Measure("centering"), "sampler", backend, memory_budget, group)
-    return CenteredScores(*_measured(policy, sampler, target, *options))
+    options = "sampler", backend, memory_budget, group
+    return CenteredScores(*_measured(policy, sampler, target, Measure("centering"), *options))
 
 
 def measure_of(kind: str, beta: float | None) -> Measure:
@@ -268,30 +268,36 @@ def _streams(
         raise InputError(needed=f"of the {name}: {error.needed}", given=error.given, remedy=error.remedy) from error
     if any(is_sharded(head.weight) for head in (own_head, other_head)):
         own_head, other_head = gathered(own_head), gathered(other_head.detached())
-    sizes = [len(head.weight) for head in (own_head, other_head)]
+    sizes = len(own_head.weight), len(other_head.weight)
+    return (
+        Stream(hidden, own_head, own_temperature),
+        Stream(hidden_other.detach(), other_head.detached(), other_temperature),
+        *_common(sizes, None if target is None else given, name, hidden.device, group),
+    )
+
+
+def _common(
+    sizes: tuple[int, int], target: Tensor | None, name: str, device: torch.device, group: ProcessGroup | None
+) -> tuple[Tensor | None, int]:
+    """Targets as indices among the tokens that both heads, or this rank's shards of them, have; and their number."""
     vocabulary = min(sizes)
     if group is not None:
-        own_sizes, other_sizes = (num_rows_of_all(size, hidden.device, group)[:-1] for size in sizes)
+        own, other = (num_rows_of_all(size, device, group)[:-1] for size in sizes)
         require(
-            own_sizes == other_sizes,
+            own == other,
             needed=f"shards with the same tokens of both heads on every rank, but for the {name}'s padding on the last",
             given="shards of other sizes",
             remedy="Cut both heads at the same tokens.",
         )
-        given = given if target is None else within_shard(given, vocabulary, group)
-    else:
+        return None if target is None else within_shard(target, vocabulary, group), vocabulary
+    if target is not None:
         require(
-            given < vocabulary,
+            target < vocabulary,
             needed=f"targets in range({vocabulary}), the tokens that both heads have",
             given="one beyond",
             remedy="Compare the tokenizers: what pads the larger vocabulary is never a target.",
         )
-    return (
-        Stream(hidden, own_head, own_temperature),
-        Stream(hidden_other.detach(), other_head.detached(), other_temperature),
-        None if target is None else given,
-        vocabulary,
-    )
+    return target, vocabulary
 
 
 def _measured(
