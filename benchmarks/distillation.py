@@ -3,7 +3,7 @@
     python benchmarks/distillation.py --seeds 1 2 3                          # students of the quickstart's size, a CPU
     python benchmarks/distillation.py --task smollm2 --at-once 3             # SmolLM2-135M on sums, a GPU
     python benchmarks/distillation.py --task step                            # 0.5B under 8B: time, memory, the head
-    python benchmarks/distillation.py --task step --places device,cuda:1     # the same with teachers on a second GPU
+    python benchmarks/distillation.py --task step --places device,host,cuda:1    # and with the teacher elsewhere
     python benchmarks/distillation.py --task step --student tiny --device cpu    # tries it; writes to --output
     python benchmarks/distillation.py --table                                # the tables of docs/distillation.md
 
@@ -13,7 +13,6 @@ the same model after its recipe. ``step`` measures the second of two blocks, wit
 """
 
 import hashlib
-import itertools
 import json
 import statistics
 import tempfile
@@ -155,8 +154,8 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
 def step_rows(
     student: str, device: str, kinds: Sequence[str], places: Sequence[str] = ("device",)
 ) -> list[dict[str, Any]]:
-    """A block with a teacher's divergences at each place, and one with GRPO alone: seconds of its phases, memory, the
-    head's part.
+    """A block with GRPO alone, one with each divergence at the first place, and the first divergence at the others:
+    seconds of its phases, memory, the head's part.
 
     The head's seconds are those of ``token_divergence`` forward and backward at a micro-batch's number of tokens, times
     the number of micro-batches.
@@ -178,12 +177,13 @@ def step_rows(
     config = {**shape.config, "hidden_size": 32} if shape is TINY else TEACHER
     train = block_recipe(work, lora=False, gpu=False)["train"] | {"head_memory_budget": HEAD_BUDGET}
     rows = list[dict[str, Any]]()
-    for kind, place in ((None, "device"), *itertools.product(kinds, places)):
+    with_teacher = *((kind, places[0]) for kind in kinds), *((kinds[0], place) for place in places[1:])
+    for kind, place in ((None, "device"), *with_teacher):
         teacher, changes = None, {"train": train}
         if kind is not None:
             dtype = torch.bfloat16 if device == "cuda" else torch.float32
             teacher = random_model(config, dtype, device, seed=1).requires_grad_(False).eval()
-            teacher = teacher if place == "device" else teacher.to(place)
+            teacher = teacher if place in ("device", "host") else teacher.to(place)
             changes["teacher"] = {"source": "in memory", "divergence": kind, "alone": True, "place": place}
         found = block_over_ranks(
             *(Ranks.alone(), shape, "replicate", work, device),
@@ -277,7 +277,7 @@ def step_table(found: Mapping[str, Any]) -> str:
     for each in found["rows"]:
         seconds = each["seconds"]
         share = f"{each['head_seconds'] / seconds['training']:.0%}" if each["divergence"] else ""
-        place = "" if each.get("place", "device") == "device" else f", teacher on {each['place']}"
+        place = "" if each.get("place", "device") == "device" else f", {each['place']}"
         lines.append(
             f"| {each['divergence'] or 'GRPO'}{place} | {each['read_tokens']:,} | {seconds['rollout']:.1f} | "
             f"{seconds['training']:.1f} | {share} | {each['peak_bytes'] / 2**30:.0f} |"
@@ -294,7 +294,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, help="folder of a finished run of the teacher; default: trained here")
     parser.add_argument("--student", default="qwen2.5-0.5b", help="of --task step; tiny to try it")
     parser.add_argument("--kinds", default="reverse_kl,jensen_shannon", help="divergences of --task step, by commas")
-    parser.add_argument("--places", default="device", help="of the teacher of --task step, by commas")
+    parser.add_argument("--places", default="device", help="teacher.place of --task step, by commas")
     parser.add_argument("--device", default="cuda", help="of --task step")
     options = parsed(parser, tables)
     if options.task != "step":
