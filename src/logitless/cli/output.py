@@ -49,7 +49,7 @@ def visible(text: str) -> str:
 
 
 def is_first_to_say(text: str) -> bool:
-    """Whether no other process that torchrun started on this machine has said it, as all that read a wrong recipe would.
+    """Whether no other process that torchrun started on this machine has said it, as all would of a wrong recipe.
 
     Example:
         >>> is_first_to_say("needed a valid recipe")
