@@ -117,6 +117,13 @@ def test_what_two_streams_add_to_their_products_is_no_less_than_the_page_says_th
     }
     for (contender, *case), found in errors.items():  # 128 rows tell such errors apart to about a hundredth
         assert found == pytest.approx(errors["float32-logits", *case], rel=0.01), contender
+    largest = {(row["contender"], row["kind"], row["D"], row["E"]): row.get("max_error") for row in rows}
+    ratios = [
+        error / largest["float32-logits", *case]
+        for (name, *case), error in largest.items()
+        if name == "logitless-fused"
+    ]
+    assert f"the largest error of a value is {min(ratios):.1f} to {max(ratios):.1f} times theirs" in page
     entries = {row["N"] * row["V"] for row in rows}
     assert entries == {16_384 * 151_936}
     read_twice_and_written_rounded = 2 * (4 + 4) + 2
@@ -420,6 +427,13 @@ def test_a_tuned_copy_teaches_pretrained_weights_more_than_grpo_from_as_many_blo
     assert len(grpo) == len(divergence) == 3
     assert min(divergence) > max(grpo)
     assert found["teacher"]["accuracy"] > 0.5
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("distillation-*.json")), ids=lambda path: path.name)
+def test_a_teacher_on_another_device_leaves_weights_and_optimizer_the_same_in_every_bit(path):
+    rows = json.loads(path.read_text()).get("rows", [])
+    digests = [(row["divergence"], row.get("digest")) for row in rows]
+    assert len(set(digests)) == len({row["divergence"] for row in rows})
 
 
 def test_a_correction_takes_the_bias_of_bfloat16_rollouts_away_and_the_plot_is_of_these_numbers(tmp_path):

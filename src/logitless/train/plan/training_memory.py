@@ -356,7 +356,7 @@ def _inner_width(model: nn.Module, config: Any) -> tuple[int, int]:
 def _head_bytes(
     tokens: int, width: int, vocabulary: int, number: int, budget: int | None, head: torch.Tensor, cut: int
 ) -> int:
-    """Bytes of the fused head beyond its inputs and returned gradients; ``fused.peak_bytes``, which needs Triton."""
+    """Bytes of the fused head beyond its inputs and returned gradients, without Triton."""
     row = vocabulary * number
     kept = tokens if budget is None else min(tokens, budget // row)
     most = math.ceil(vocabulary / cut)
