@@ -544,3 +544,10 @@ def test_a_hundred_kills_of_each_kind_left_no_run_that_differs():
     for numbers in found["signals"].values():
         assert numbers["kills"] >= 100
         assert numbers["runs_that_differ"] == numbers["failures"] == []
+
+
+def test_fifty_kills_of_a_process_that_trains_or_one_that_samples_left_no_run_that_differs():
+    (numbers,) = committed("kills-beside")["signals"].values()
+    assert numbers["kills"] >= 50
+    assert {"between saves", "before the first checkpoint"} <= {*numbers["where"]}
+    assert numbers["runs_that_differ"] == numbers["failures"] == []
