@@ -128,8 +128,8 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_model_is_loaded(
             refused(recipe)
 
 
-def test_a_vocabulary_that_is_padded_further_teaches(tmp_path):
-    teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl"}
+def test_a_vocabulary_that_is_padded_further_teaches_in_a_dtype_of_its_own(tmp_path):
+    teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl", "dtype": "bfloat16"}
     steps = steps_of(finished_run(tmp_path, **ALONE, teacher=teacher))
     assert all(0 < step["teacher/divergence"] < 10 for step in steps)
 
