@@ -185,6 +185,9 @@ def test_a_dry_run_names_the_teacher_and_counts_its_weights(tmp_path):
     text = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher))
     assert f"teacher {source}: 0.5 * reverse_kl in the loss" in text
     assert any(line.split()[0] == "teacher" and "KiB" in line for line in text.splitlines())
+    elsewhere = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher | {"place": "cpu"}))
+    assert not any(line.split()[:1] == ["teacher"] and "KiB" in line for line in elsewhere.splitlines())
+    assert "heads of teachers on another device      1.0 KiB" in elsewhere  # 11 tokens of 24 numbers
 
 
 def test_the_base_of_an_adapter_holds_it_back(tmp_path):
