@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerBase
 
 from logitless.bench.machine import environment, write_result
@@ -43,6 +44,7 @@ from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
 from logitless.train.assembly.engines import Engines, open_engines
 from logitless.train.assembly.model import policy_model
+from logitless.train.assembly.process import sdpa_allowed
 from logitless.train.learn import policy as policy_module
 from logitless.train.learn.policy import Policy
 from logitless.train.optim.optimizer import adamw, take_step
@@ -356,6 +358,19 @@ def trl_arguments(output: Path, **settings: Any) -> Any:
     )
 
 
+def train_in_trl(trainer: Any) -> list[str]:
+    """Train without cuDNN's attention; returns the kernels that attention could choose from.
+
+    On H100 and H200 torch 2.11 takes cuDNN's first. Under a mask its backward has NaN in the queries' gradient if rows,
+    padding included, have 64, 192, 320, ... tokens and a query sees no key, as padding on the left does.
+
+    Source: https://github.com/pytorch/pytorch/issues/196678, https://github.com/huggingface/trl/issues/7181
+    """
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+        trainer.train()
+        return sdpa_allowed()
+
+
 def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
@@ -402,13 +417,14 @@ def trl_run(size: str, folder: Path, seed: int, until: float) -> dict[str, Any]:
         callbacks=[clock := Clock()],
     )
     began = time.perf_counter()
-    trainer.train()
+    sdpa = train_in_trl(trainer)
     weights = Path(arguments.output_dir) / "model"
     trainer.model.save_pretrained(weights)
     ended = [began, *clock.ended[EPOCHS - 1 :: EPOCHS]]
     return {
         "reward": [line["reward"] for line in trainer.state.log_history if "reward" in line],
         "block_seconds": [after - before for before, after in pairwise(ended)],
+        "sdpa": sdpa,
         "weights": str(weights),
     }
 

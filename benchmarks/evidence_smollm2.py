@@ -7,10 +7,11 @@
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
 Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
-order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy; it is
-evaluated during the run here, and from saved weights afterwards for TRL, and its time is not counted. Each run is a
-process of its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and
-only their seconds are reported. Rows are written as soon as a run ends; rows that the file has are not measured again.
+order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by the
+recipe's engine: during the run here, from saved weights afterwards for TRL (``engine`` of its rows; those without it
+were evaluated in transformers' layers). Its time is not counted. Each run is a process of its own, ``--at-once`` of
+them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and only their seconds are reported. Rows
+are written as soon as a run ends; rows that the file has are not measured again.
 """
 
 import gc
@@ -21,22 +22,22 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 from statistics import fmean, median, stdev
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import load_file
 
-from evidence import device, difference, digest, in_processes, leave_row, save_plot, trl_arguments
+from evidence import device, difference, digest, in_processes, leave_row, save_plot, train_in_trl, trl_arguments
 from logitless.bench.machine import environment, write_result
 from logitless.data.prompts import PromptOrder
 from logitless.models.loading import load_model, load_tokenizer
-from logitless.rollout.environments.options import environment_of
-from logitless.rollout.transformers import TransformersEngine
 from logitless.seeds import derived_seed
-from logitless.train.assembly.data import Data, data_of, rewards_of
-from logitless.train.assembly.model import tokenizer_of
+from logitless.train.assembly.engines import open_engines
+from logitless.train.assembly.stages import Inputs, load, read
 from logitless.train.collect.evaluate import evaluation_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
@@ -149,15 +150,15 @@ def logitless_run(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
+def trl_run(inputs: Inputs, folder: Path) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
     from peft import LoraConfig
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOTrainer
 
+    recipe, data, rewards = inputs.recipe, inputs.data, inputs.rewards
     blocks, rollout, every = recipe.train.blocks, recipe.rollout, recipe.evaluation.every_blocks
-    rewards = rewards_of(recipe, data.judged)
     saved: list[tuple[int, Path]] = []
 
     class Clock(TrainerCallback):
@@ -215,41 +216,47 @@ def trl_run(recipe: Recipe, data: Data, folder: Path) -> dict[str, Any]:
         else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
         callbacks=[clock := Clock()],
     )
-    trainer.train()
+    sdpa = train_in_trl(trainer)
     reward = [line["reward"] for line in trainer.state.log_history if "reward" in line]
     trainer = None  # type: ignore[assignment]
     gc.collect()
     torch.cuda.empty_cache()
-    curve = [[block, held_out(recipe, data, path, folder)] for block, path in [(0, folder / "base"), *saved]]
+    evaluated = [(block, held_out(inputs, path)) for block, path in [(0, None), *saved]]
     shutil.rmtree(arguments.output_dir, ignore_errors=True)
-    return {"reward": reward, "block_seconds": clock.seconds, "curve": curve}
+    return {
+        "reward": reward,
+        "block_seconds": clock.seconds,
+        "sdpa": sdpa,
+        "engine": evaluated[0][1][1],
+        "curve": [[block, accuracy] for block, (accuracy, _) in evaluated],
+    }
 
 
-def held_out(recipe: Recipe, data: Data, weights: Path, folder: Path) -> float:
-    """The recipe's held-out accuracy of a folder of weights, whole or an adapter."""
-    tokenizer = load_tokenizer(str(folder / "base"))
-    adapter = (weights / "adapter_config.json").exists()
-    dtype = torch.bfloat16 if device() == "cuda" else torch.float32
-    model = load_model(str(folder / "base" if adapter else weights), dtype=dtype, device=device())
-    if adapter:
-        from peft import PeftModel
+def held_out(inputs: Inputs, weights: Path | None) -> tuple[float, str]:
+    """Held-out accuracy in the layers and by the engine that evaluate the recipe's own run, and that engine.
 
-        model = PeftModel.from_pretrained(model, weights).merge_and_unload()
-    engine = TransformersEngine(model.eval(), tokenizer)
-    environment = environment_of(recipe.rollout.environment, tokenizer)
-    sets = {"held_out": data.held_out} | dict.fromkeys(recipe.evaluation.sets, ())
-    evaluation = evaluation_of(recipe, engine, environment, sets, rewards_of(recipe, data.judged))
-    return float(evaluation(evaluation.sets)["evaluation/accuracy"])
+    Args:
+        inputs: of the recipe.
+        weights: a folder of TRL's, whole or an adapter; None: the recipe's weights.
+    """
+    from peft import set_peft_model_state_dict
+
+    lora = inputs.recipe.model.lora is not None
+    loaded = load(inputs, weights=None if lora else weights)
+    if lora and weights is not None:
+        set_peft_model_state_dict(loaded.model, load_file(weights / "adapter_model.safetensors"))
+    recipe = loaded.recipe
+    sets = {"held_out": inputs.data.held_out} | dict.fromkeys(recipe.evaluation.sets, ())
+    with closing(open_engines(recipe, loaded.model, inputs.tokenizer)) as engines:
+        evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, sets, inputs.rewards)
+        return float(evaluation(evaluation.sets)["evaluation/accuracy"]), recipe.rollout.engine.name
 
 
 def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> None:
     """One run in this process: its row as JSON in the folder when it is done."""
     recipe = recipe_of(run, folder, changes)
     began = time.perf_counter()
-    if run.trainer == "trl":
-        found = trl_run(recipe, data_of(recipe, tokenizer_of(recipe.model)), folder)
-    else:
-        found = logitless_run(recipe)
+    found = trl_run(read(recipe), folder) if run.trainer == "trl" else logitless_run(recipe)
     row = {
         **run._asdict(),
         "held_out_before": found["curve"][0][1],

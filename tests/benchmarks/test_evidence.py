@@ -1,5 +1,7 @@
 """The comparison with TRL and the ablations: their data, their measure, their recipes."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -42,3 +44,10 @@ def test_each_ablation_is_a_recipe_that_differs_as_it_says(tmp_path, name):
         same = getattr(base, section) == getattr(changed, section)
         assert same or section in sections
         assert not same or section not in sections or "engine" in sections[section]  # a CPU's engine is that anyway
+
+
+def test_trl_trains_without_cudnns_attention_whose_gradient_has_nan_and_the_process_is_left_as_it_was():
+    before, seen = torch.backends.cuda.cudnn_sdp_enabled(), []
+    trainer = SimpleNamespace(train=lambda: seen.append(torch.backends.cuda.cudnn_sdp_enabled()))
+    assert evidence.train_in_trl(trainer) == ["flash", "efficient", "math"]
+    assert (seen, torch.backends.cuda.cudnn_sdp_enabled()) == ([False], before)

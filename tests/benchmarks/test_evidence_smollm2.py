@@ -5,8 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import evidence_smollm2 as evidence
+from logitless.train.assembly.engines import open_engines
 from tests.models.tiny_gguf import write_gguf
 
 
@@ -40,19 +42,47 @@ def toy(tmp_path_factory) -> Path:
     return folder
 
 
+def changes(folder: Path) -> list[str]:
+    """Of the recipe, for the toy."""
+    return [
+        *("train.blocks=2", "rollout.prompts_per_block=2", "rollout.completions_per_prompt=2"),
+        *("rollout.sampling.max_new_tokens=4", "evaluation.every_blocks=1", "model.trained_dtype=float32"),
+        *(f"data.{name}.path={folder / name}.jsonl" for name in ("train", "held_out")),
+    ]
+
+
+@pytest.mark.parametrize("variant", ["full", "lora"])
+def test_saved_weights_of_trl_are_evaluated_in_the_recipes_own_model_by_its_own_engine(
+    toy, tmp_path, monkeypatch, variant
+) -> None:
+    inputs = evidence.read(evidence.recipe_of(evidence.Run("addition", "trl", variant, 0), toy, changes(toy)))
+    trained = evidence.load(inputs).model
+    for parameter in trained.parameters():
+        parameter.data += 0.5
+    trained.save_pretrained(tmp_path)
+    opened = []
+
+    def seen(recipe: Any, model: Any, tokenizer: Any) -> Any:
+        opened.append((recipe.rollout.engine.name, type(model), model.state_dict()))
+        return open_engines(recipe, model, tokenizer)
+
+    monkeypatch.setattr(evidence, "open_engines", seen)
+    _, engine = evidence.held_out(inputs, tmp_path)
+    assert opened[0][:2] == (engine, type(trained))
+    adapter = {name: value for name, value in trained.state_dict().items() if variant == "full" or "lora" in name}
+    assert adapter
+    for name, value in adapter.items():
+        assert torch.equal(opened[0][2][name], value)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "variant"),
     [("logitless", "full"), ("logitless", "staleness 1 centred"), ("trl", "full"), ("trl", "lora")],
 )
 def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(toy, trainer, variant) -> None:
-    changes = [
-        *("train.blocks=2", "rollout.prompts_per_block=2", "rollout.completions_per_prompt=2"),
-        *("rollout.sampling.max_new_tokens=4", "evaluation.every_blocks=1", "model.trained_dtype=float32"),
-        *(f"data.{name}.path={toy / name}.jsonl" for name in ("train", "held_out")),
-    ]
     run = evidence.Run("addition", trainer, variant, 0)
-    evidence.work(run, toy, changes, at_once=1)
+    evidence.work(run, toy, changes(toy), at_once=1)
     evidence.gather(toy, toy / "out.json")
     found = [each for each in json.loads((toy / "out.json").read_text())["rows"] if run.is_of(each)]
     assert len(found) == 1

@@ -101,6 +101,19 @@ def test_a_recipe_that_comes_along_is_named_where_its_file_is_missing(tmp_path, 
         assert "recipes/length-toy.yaml" in capsys.readouterr().err.partition(" given ")[2]
 
 
+def test_of_processes_that_torchrun_started_one_says_what_is_wrong_and_again_after_a_restart(
+    tmp_path, monkeypatch, capsys
+):
+    said = []
+    for attempt, rank in [(0, 0), (0, 1), (1, 0), (1, 1)]:
+        folder = tmp_path / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True)
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        assert main(["train", str(tmp_path / "none.yaml")]) == 2
+        said.append("needed a readable recipe" in capsys.readouterr().err)
+    assert said == [True, False, True, False]
+
+
 @pytest.mark.parametrize("was_enabled", [True, False])
 def test_garbage_is_not_collected_while_a_command_is_imported_and_then_as_before(monkeypatch, was_enabled):
     seen = list[bool]()

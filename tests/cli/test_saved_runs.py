@@ -343,7 +343,7 @@ def test_what_a_warm_start_taught_is_in_the_policy_and_its_adapter_is_not_export
         refused("warm start", "export", run.path, "--form", "adapter")
 
 
-def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, prompts_file, tmp_path, capsys):
+def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, prompts_file, tmp_path, capsys, refused):
     prompts_file.write_text(prompts_file.read_text().replace("prompt", "question"))
     out = tmp_path / "out.jsonl"
     arguments = ["--file", str(prompts_file), "--column", "question", "--out", str(out)]
@@ -352,6 +352,9 @@ def test_a_file_of_prompts_becomes_completions_that_an_engine_can_replay(run, pr
     assert [completion.prompt_id for completion in completions] == ["x", "x", "y", "y"]
     assert completions[0].token_ids.tolist() == completions[1].token_ids.tolist()
     assert all(completion.length <= 3 for completion in completions)
+    written = out.read_bytes()
+    refused(f"needed nothing at {out}", "sample", run.path, *arguments)
+    assert out.read_bytes() == written
 
 
 @pytest.mark.parametrize("form", ["jsonl", "parquet"])

@@ -43,6 +43,14 @@ def test_loose_rows_on_request(files, tmp_path):
     assert followed(out) == [[True, True], [True, True]]
 
 
+def test_a_file_that_is_there_is_not_overwritten(files, tmp_path, capsys):
+    out = tmp_path / "out.jsonl"
+    out.write_text("mine")
+    assert main(["score", "--suite", "ifeval", *files, "--json", str(out)]) == 2
+    assert f"needed nothing at {out}, for --json" in capsys.readouterr().err
+    assert out.read_text() == "mine"
+
+
 def test_a_reward_of_the_library_is_scored(files, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     assert main(["score", "--reward", "logitless.rewards.text.exact:Exact", *files, "--json", str(out)]) == 0

@@ -118,6 +118,21 @@ def test_a_misspelt_name_in_a_config_is_refused_with_the_nearest_one(changed, sa
         load_model({"model_type": "llama", **changed}, random_weights=True, device="meta")
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_key_value_heads": 3}, "a multiple of num_key_value_heads; given 4 and 3"),
+        ({"num_key_value_heads": 0}, "a multiple of num_key_value_heads; given 4 and 0"),
+        ({"hidden_size": 12}, "given 3, with hidden_size 12 and num_attention_heads 4"),
+        ({"model_type": "qwen3", "head_dim": 15}, "given 15, with hidden_size 64 and num_attention_heads 4"),
+    ],
+)
+def test_heads_that_do_not_divide_are_refused_before_anything_runs(changed, said):
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, **changed}
+    with pytest.raises(ConfigurationError, match=re.escape(said)):
+        load_model(config, random_weights=True, device="meta")
+
+
 def test_a_name_that_a_config_file_has_beside_those_of_its_type_is_kept():
     fields = {"model_type": "llama", "rope_theta": 9.0, "torch_dtype": "bfloat16", "architectures": [], "my_note": 1}
     assert load_model({**fields, "num_hidden_layers": 1}, random_weights=True, device="meta").config.my_note == 1

@@ -55,6 +55,20 @@ def test_rows_are_paired_by_key_where_responses_have_no_prompt(tmp_path):
     assert pairing.num_skipped == 1
 
 
+def test_prompts_may_be_in_a_column_of_another_name(tmp_path):
+    prompts = written(tmp_path / "p.jsonl", {"question": "a", "prompt": "another"}, {"question": "b"})
+    for name in ("question", "prompt"):  # of the responses, the latter as `logitless sample` writes them
+        responses = written(tmp_path / "r.jsonl", {name: "b", "response": "2"})
+        pairing = read_pairing(prompts, responses, column="question")
+        assert [row.prompt for row in pairing.rows] == ["a", "b"]
+        assert pairing.responses == [None, "2"]
+        assert pairing.rows[1].columns["question"] == "b"
+    with pytest.raises(DataError, match="a field 'asked'"):
+        read_pairing(prompts, responses, column="asked")
+    with pytest.raises(DataError, match=r"a field 'prompt' .* \(--column names another\) in p.jsonl, line 2"):
+        read_pairing(prompts, responses)
+
+
 def test_a_null_response_is_no_response(tmp_path):
     assert paired(tmp_path, [asked("a")], [said("a", None)]).responses == [None]
 

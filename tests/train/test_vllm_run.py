@@ -70,6 +70,31 @@ def test_a_signal_ends_the_wait_for_a_server_that_died_before_the_first_push(tmp
     assert not any((tmp_path / "runs").glob("*"))
 
 
+def test_a_signal_ends_the_wait_of_a_later_push_and_the_resumed_run_ends_as_one_that_never_stopped(tmp_path):
+    with serving(_served(tmp_path)) as url:
+        whole = completed(_recipe(tmp_path, url, name="whole"))
+    served = _served(tmp_path)
+    pushes = []
+
+    def fail_at_the_third(body):
+        pushes.append(body)
+        if len(pushes) < 3:
+            return 200, json.dumps(served.answer("/pause", body)).encode()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return failing(503)(body)
+
+    served.faults["/pause"] = [fail_at_the_third] * 1000
+    with serving(served) as url:
+        recipe = _recipe(tmp_path, url, name="stopped")
+        _, complete = start(recipe)
+        assert not complete
+        assert len(pushes) == 3
+        served.faults.clear()
+        resumed, complete = start(recipe, resume=True)
+        assert complete
+    assert_same_end(whole, resumed)
+
+
 def _die_from_the_second_block(served):
     """From the second block's second prompt on, nobody answers."""
     rounds: list[int] = []

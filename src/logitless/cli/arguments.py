@@ -34,7 +34,7 @@ def check_at_least(option: str, given: int, least: int) -> None:
 
 
 def check_output_file(option: str, path: Path | None, kind: str = "a file", suffixes: tuple[str, ...] = ()) -> None:
-    """Refuse a path that cannot become a file, before work is done for it.
+    """Refuse a path that cannot become a file, or is one already, before work is done for it.
 
     Args:
         option: that names the path.
@@ -44,6 +44,10 @@ def check_output_file(option: str, path: Path | None, kind: str = "a file", suff
     """
     if path is None:
         return
+    if path.is_file():
+        raise ConfigurationError(
+            needed=f"nothing at {path}, for {option}", given="a file", remedy="Remove it, or name another file."
+        )
     writable = not path.is_dir() and path.absolute().parent.is_dir() and path.suffix in (suffixes or (path.suffix,))
     if not writable:
         raise ConfigurationError(

@@ -1,9 +1,11 @@
 """Output that may end before the run does."""
 
+import hashlib
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TextIO
 
 
@@ -44,6 +46,23 @@ def visible(text: str) -> str:
         'two\\nlines�[2J'
     """
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
+
+
+def is_first_to_say(text: str) -> bool:
+    """Whether no other process that torchrun started on this machine has said it, as all would of a wrong recipe.
+
+    Example:
+        >>> is_first_to_say("needed a valid recipe")
+        True
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")  # in a folder a process, beside each other in one of this attempt
+    if file is None:
+        return True
+    try:
+        (Path(file).parents[1] / hashlib.sha256(text.encode()).hexdigest()).touch(exist_ok=False)
+    except OSError as error:
+        return not isinstance(error, FileExistsError)
+    return True
 
 
 @contextmanager

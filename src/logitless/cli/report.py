@@ -12,7 +12,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run folders."""
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run folder, for example runs/quickstart")
     parser.add_argument(
-        "--out", type=Path, default=Path("comparison.html"), help="page of several runs (default: comparison.html)"
+        "--out",
+        type=Path,
+        default=Path("comparison.html"),
+        help="page of several runs, made anew each time (default: comparison.html)",
     )
 
 

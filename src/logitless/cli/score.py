@@ -37,6 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scorer.add_argument("--suite", choices=get_args(SuiteName), help="suite that the prompts' instruction ids are from")
     scorer.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, or a reward of the library")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines: prompt, instruction_id_list, kwargs")
+    parser.add_argument("--column", default="prompt", help="of the prompts in their file (default: prompt)")
     parser.add_argument(
         "--responses",
         type=Path,
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
             remedy="Leave it out: a reward has no loose verdicts.",
         )
     _check(args)
-    pairing = read_pairing(args.prompts, args.responses)
+    pairing = read_pairing(args.prompts, args.responses, column=args.column)
     (_score_suite if args.suite else _score_reward)(args, pairing, Console())
     return 0
 

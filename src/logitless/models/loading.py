@@ -290,6 +290,7 @@ def _load_config(source: ModelSource, trust_remote_code: bool) -> Any:
                 )
             config = AutoConfig.for_model(kind, **fields)
             _check_names(type(config), fields)
+            _check_heads(config.get_text_config())
             return config
         gguf = gguf_file(source)
         if gguf is not None:
@@ -329,6 +330,25 @@ def _check_names(kind: Any, fields: Mapping[str, Any]) -> None:
                 given=f"{name!r} (nearest: {min(near)!r})",
                 remedy="Correct the name, or leave it out.",
             )
+
+
+def _check_heads(config: Any) -> None:
+    """Refuse heads of which transformers makes layers that fail at their first token, on ``meta`` not even there."""
+    heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
+        raise ConfigurationError(
+            needed="num_attention_heads that is a multiple of num_key_value_heads",
+            given=f"{heads} and {key_heads}",
+            remedy="Correct one of them.",
+        )
+    rope = getattr(config, "rope_parameters", None)
+    width = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    if rope and "partial_rotary_factor" not in rope and isinstance(width, int) and width % 2:
+        raise ConfigurationError(
+            needed="an even head_dim, for rotary embeddings turn pairs",
+            given=f"{width}, with hidden_size {config.hidden_size} and num_attention_heads {heads}",
+            remedy="Set head_dim, or a hidden_size that is an even multiple of num_attention_heads.",
+        )
 
 
 def _is_misspelt(name: str, known: str) -> bool:

@@ -118,15 +118,19 @@ class SuiteReport:
     statuses: Mapping[VerdictStatus, int]
 
 
-def read_pairing(prompts: Path, responses: Path) -> Pairing:
+def read_pairing(prompts: Path, responses: Path, *, column: str = "prompt") -> Pairing:
     """Read both files and pair rows by ``prompt``, stripped, or by ``key`` if responses have no prompt.
+
+    Args:
+        prompts, responses: the files.
+        column: that has the prompts in their file; responses may name it so too.
 
     Raises:
         DataError: a file or line that cannot be read, a field that is absent or of another type, or two rows of one
             file with the same prompt or key.
     """
-    prompt_rows = list(_rows(prompts))
-    response_rows = [(line, _response(row)) for line, row in _rows(responses)]
+    prompt_rows = [(line, _with_prompt(prompts, line, row, column)) for line, row in _rows(prompts)]
+    response_rows = [(line, _response(row, column)) for line, row in _rows(responses)]
     name = "prompt" if all("prompt" in row for _, row in response_rows) else "key"
     for line, row in response_rows if name == "key" else ():
         if row.get("prompt") is None and row.get("key") is None:
@@ -156,8 +160,17 @@ def read_pairing(prompts: Path, responses: Path) -> Pairing:
     return Pairing([row for row, _ in pairs], [response for _, response in pairs], len(skipped))
 
 
-def _response(row: dict[str, Any]) -> dict[str, Any]:
+def _with_prompt(path: Path, line: int, row: dict[str, Any], column: str) -> dict[str, Any]:
+    if column == "prompt":
+        return row
+    if column not in row:
+        raise _wrong(path, line, f"a field {column!r}", f"fields {sorted(row)}")
+    return {**row, "prompt": row[column]}
+
+
+def _response(row: dict[str, Any], column: str) -> dict[str, Any]:
     """A row with the official field names; in files of ``logitless sample --out`` the response is ``text``."""
+    row = {"prompt": row[column], **row} if column in row else row
     return {**row, "response": row["text"]} if "token_ids" in row and "text" in row else row
 
 
@@ -368,7 +381,8 @@ def _identified(
     lines: dict[str, int] = {}
     for line, row in rows:
         if row.get(name) is None:
-            raise _wrong(path, line, f"a field {name!r} to pair prompts and responses by", f"fields {sorted(row)}")
+            needed = f"a field {name!r} to pair prompts and responses by"
+            raise _wrong(path, line, needed + " (--column names another)" * once, f"fields {sorted(row)}")
         identity = str(row[name]).strip()
         if identity in lines and (once or "token_ids" not in row):
             raise _wrong(path, line, f"every {name} once", f"{identity[:80]!r} as in line {lines[identity]}")

@@ -179,7 +179,14 @@ class Loop:
                 self._write(record, self.learner.by_rank)
             else:
                 self.unwritten = record
-                self._end_block(self._sync_weights(), by_rank=self.learner.by_rank)
+                # A server that died keeps the push waiting; what a signal leaves undone here a resumed run does first.
+                waits = self._at_once() if self.recipe.rollout.engine.is_vllm else nullcontext()
+                try:
+                    with waits:
+                        synced = self._sync_weights()
+                except KeyboardInterrupt:
+                    return
+                self._end_block(synced, by_rank=self.learner.by_rank)
             for message in (self.learner.halved, self.learner.check_skipped()):
                 if message is not None:
                     self.journal.message(message)

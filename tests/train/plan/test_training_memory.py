@@ -25,11 +25,11 @@ def test_the_block_that_is_counted_is_the_one_that_the_head_makes():
 def test_the_heads_bytes_are_those_that_the_fused_head_counts_itself(width, vocabulary, tokens, budget, cut):
     """But for blocks that fill the last round of a grid, and for sums that few rows are split into."""
     pytest.importorskip("triton")
-    from logitless.head import fused
+    from tests.head.step_bytes import step_bytes
 
     head = torch.empty(vocabulary, width, device="meta", requires_grad=True)
     found = training_memory._head_bytes(tokens, width, vocabulary, 2, budget, head, cut)
-    counted = fused.peak_bytes(tokens, width, vocabulary, memory_budget=budget, shards=cut)
+    counted = step_bytes(tokens, width, vocabulary, memory_budget=budget, shards=cut)
     assert abs(found - counted) < 0.02 * counted + training_memory.BLOCK
 
 

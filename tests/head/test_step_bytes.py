@@ -1,4 +1,4 @@
-"""``fused.peak_bytes`` against every allocation of a step, on tensors without data and without running a kernel."""
+"""``step_bytes`` against every allocation of a step, on tensors without data and without running a kernel."""
 
 import weakref
 
@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 from logitless.head import fused, passes
 from logitless.head.kernels import backward, forward, variants
 from logitless.types import LMHead
+from tests.head.step_bytes import step_bytes
 
 SMALLEST = 512
 """CUDA's allocator gives multiples of this."""
@@ -74,7 +75,7 @@ def peak(rows, width, vocabulary, budget, dtype=torch.bfloat16):
 )
 def test_a_step_takes_what_the_formula_says(rows, width, vocabulary, kept, on_hopper):
     budget = int(2 * (-(-vocabulary // 8) * 8) * rows * kept)
-    formula = fused.peak_bytes(rows, width, vocabulary, memory_budget=budget)
+    formula = step_bytes(rows, width, vocabulary, memory_budget=budget)
     assert 0.75 * formula <= peak(rows, width, vocabulary, budget) <= 1.02 * formula
 
 
