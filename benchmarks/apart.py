@@ -1,12 +1,16 @@
 """``benchmarks/apart.py``: sampling on GPUs of its own beside training, against one GPU that does both in turns.
 
 The parts of a run (collector, learner, engine, weights sent from rank to rank) sample and train on whole blocks of a
-model with random weights; the lengths of completions are forced. Blocks are timed from the end of one to the end of the
-next, in the steady state. ``same_weights`` says whether the weights after the last block are those of one GPU in turns
-at the same staleness, in every bit: only with ``--turns`` where the staleness is above 0, and not in flight, where they
-depend on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled.
+model with random weights, which are drawn on the GPU; the lengths of completions are forced. Blocks are timed from the
+end of one to the end of the next, in the steady state: before them comes one with completions of an eighth, in which
+kernels compile, and ``--warm-up`` whole ones. If kernels still compiled in a timed block, ``phases`` has
+``compilation``. ``same_weights`` says whether the weights after the last block are those of one GPU in turns at the
+same staleness, in every bit: only with ``--turns`` where the staleness is above 0, and not in flight, where they depend
+on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled; ``first_push_seconds``
+is the push of every weight before the first block, ``push_seconds`` the least of those of trained weights after it.
 
     python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
+    python benchmarks/apart.py --models llama-3.1-8b-lora --staleness 1 --warm-up 0 --blocks 1
 """
 
 import argparse
@@ -14,16 +18,21 @@ import json
 import sys
 import tempfile
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 import rollout_contenders as contenders
 from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
+from logitless.models import loading
 from logitless.models.char_tokenizer import character_tokenizer
+from logitless.models.seeded import seeded
 from logitless.train.assembly.engines import Engines, engines_on
 from logitless.train.assembly.process import set_process
 from logitless.train.assembly.stages import assemble, load, read
@@ -32,15 +41,15 @@ from logitless.train.recipe.loading import parse_recipe
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.record.wall_clock import WallClock
+from logitless.train.record.wall_clock import WallClock, compilations_counted
 from logitless.train.run import Division, sample_only
 from rollout_workloads import Workload
 from script import RESULTS, Rows, main, rows_of_processes, short_name
 from shapes import SHAPES, TINY
 
 LETTERS = "abcdefgh"
-WARM_UP = 2
-"""Blocks before those that are timed: they compile kernels and capture graphs."""
+SHORTER = 8
+"""The first block's completions are so many times shorter than the workload's."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -53,6 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workload", default="64x8-512-64:512", help="prompts x samples, prompt tokens, new tokens")
     parser.add_argument("--steps", type=int, default=1, help="optimizer steps a block, about")
     parser.add_argument("--blocks", type=int, default=3, help="timed")
+    parser.add_argument("--warm-up", type=int, default=1, help="whole blocks before them; at least the staleness")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of apart-<GPU>.json")
     parser.add_argument("--device", default="cuda", help="cuda, or cpu to try the tool itself with --models tiny")
     parser.add_argument("--order", type=json.loads, help=argparse.SUPPRESS)  # of a process that torchrun started
@@ -66,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [tuple(map(int, each.split("+"))) for each in args.arrangements.split(",")]
     staleness = [int(each) for each in args.staleness.split(",")]
     ways = [None, *filter(None, args.in_flight.split(","))]
-    alone = [(1, 0, each, None) for each in (staleness if args.turns else staleness[:1])]
+    alone = [(1, 0, each, None) for each in sorted({0, *(staleness if args.turns else ())})]
     order = {
         "models": args.models.split(","),
         "plans": [
@@ -76,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
         "workload": args.workload,
         "steps": args.steps,
         "blocks": args.blocks,
+        "warm_up": args.warm_up,
         "device": args.device,
     }
     here = environment(args.device, ("triton", "transformers"))
@@ -94,24 +105,29 @@ def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
         alone[row["staleness"]] = row
     over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
     same = None if row.get("in_flight") else alone.get(row["staleness"])
+    if same is not None and same.get("whole_blocks") != row.get("whole_blocks"):
+        same = None  # weights after another number of steps
     return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
 
 
-def _rank(models: list[str], plans: list[list[Any]], workload: str, steps: int, blocks: int, device: str) -> None:
+def _rank(
+    models: list[str], plans: list[list[Any]], workload: str, steps: int, blocks: int, warm_up: int, device: str
+) -> None:
     """What each process does; the first one prints the rows."""
-    with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own:
+    work = Workload.parse(workload)
+    with ranks_of_environment(device) as ranks, tempfile.TemporaryDirectory() as own, weights_drawn_on(device):
         folder = ranks.broadcast_object(own)
         for name in models:
             for training, sampling, staleness, in_flight in plans:
                 members = ranks.subset(range(training + sampling))
                 if members is not None:
+                    # a sampler is ahead by as many blocks as the staleness: the first wait for a whole one is not timed
+                    before = max(warm_up, staleness)
                     place = Path(folder) / f"{name}-{training}-{sampling}-{staleness}-{in_flight}"
-                    recipe = _recipe(
-                        place, name, Workload.parse(workload), training, sampling, staleness, steps, blocks
-                    )
+                    recipe = _recipe(place, name, work, training, sampling, staleness, steps, 1 + before + blocks)
                     recipe["rollout"]["in_flight"] = in_flight
                     members.barrier()
-                    row = _measured(recipe, place, members, Workload.parse(workload), blocks, device)
+                    row = _measured(recipe, place, members, work, before, blocks, device)
                     if row is not None:
                         arrangement = f"{training}+{sampling}" if sampling else "1"
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
@@ -119,6 +135,19 @@ def _rank(models: list[str], plans: list[list[Any]], workload: str, steps: int, 
                         print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
                 release(device)
                 ranks.barrier()
+
+
+@contextmanager
+def weights_drawn_on(device: str) -> Iterator[None]:
+    """Inside, random weights of a model are drawn on the device: seconds, where a CPU takes minutes for 8 billion."""
+    plain = loading._built
+
+    def built(config: Any, options: Any) -> Any:
+        with seeded(0, device), torch.device(device):
+            return plain(config, options)
+
+    with patch.object(loading, "_built", built):
+        yield
 
 
 def _recipe(
@@ -143,21 +172,21 @@ def _recipe(
         raw["rollout"]["sampling"]["stop"] = [contenders.NEVER]
     raw["rewards"] = [{"name": "length", "cap": work.most}]
     raw["train"]["tokens_per_step"] = -(-work.tokens // steps)
-    raw["train"]["blocks"] = WARM_UP + blocks + staleness  # the sampler works until the last timed one
+    raw["train"]["blocks"] = blocks + staleness  # the sampler works until the last timed one
     return raw | {"parallel": {"sampling": sampling, "replicate": training}}
 
 
 def _measured(
-    raw: dict[str, Any], folder: Path, everyone: Ranks, work: Workload, blocks: int, device: str
+    raw: dict[str, Any], folder: Path, everyone: Ranks, work: Workload, before: int, blocks: int, device: str
 ) -> dict[str, Any] | None:
-    """The row of this process's blocks; None on all ranks but the first."""
+    """The row of this process's blocks, of which so many whole ones are not timed; None on all ranks but the first."""
     raw["model"]["device"] = device
     recipe = parse_recipe(raw)
 
     def open_engines(recipe: Any, model: Any, tokenizer: Any) -> Engines:
         kind = contenders.ForcedGpu if recipe.rollout.engine.bitwise else contenders.ForcedTransformers
         engine = kind(model, tokenizer, max_rows=recipe.rollout.max_rows)
-        engine.work = work
+        _sample_short_first(engine, work)
         return Engines(engine, engine)
 
     set_process(recipe.model, seed=0)
@@ -175,12 +204,17 @@ def _measured(
         parts = assemble(inputs, loaded, engines, ranks, folder=folder)
         stack.callback(parts.collector.close)
         learner, view = parts.learner, stack.enter_context(LiveView(1, title="apart", silent=True))
-        clock, ended, pushes, mixed = WallClock(), list[float](), list[float](), list[float]()
+        clock, ended, pushes, mixed = WallClock(), [time.perf_counter()], list[float](), list[float]()
+        tokens = list[int]()
+        if device == "cuda":
+            stack.enter_context(compilations_counted(clock))
         journal = Journal(RunFolder(folder), view, (), learner.policy.device, ranks, clock)
-        for _ in range(WARM_UP + blocks):
+        for _ in range(1 + before + blocks):
             parts.collector.expect(learner.version)
-            pushes += engines.load_all(learner.weights(), learner.version).values()
-            _, block, metrics = next_block(parts.collector, learner, journal)
+            first = engines.load_all(learner.weights(), learner.version)
+            pushes = pushes or list(first.values())
+            judged, block, metrics = next_block(parts.collector, learner, journal)
+            tokens.append(sum(each.length for group in judged.sampled for each in group.completions))
             mixed.append(float(metrics["rollout/mixed_fraction"]))
             assert block is not None
             with journal.phase("training"):
@@ -190,24 +224,43 @@ def _measured(
             if device == "cuda":
                 torch.cuda.synchronize()
             ended.append(time.perf_counter())
-            if len(ended) == WARM_UP:
-                before = clock.seconds()
-        seconds = (ended[-1] - ended[WARM_UP - 1]) / blocks
-        after, tokens = clock.seconds(), work.tokens
+            pushes += getattr(engines.training, "transfer_numbers", {}).values()  # of the last that is over
+            if ranks.is_first:
+                print(f"{folder.name}: a block in {ended[-1] - ended[-2]:.1f} s", file=sys.stderr, flush=True)
+            if len(mixed) == 1 + before:
+                at_first = clock.seconds()
+        seconds = (ended[-1] - ended[-1 - blocks]) / blocks
+        push = min((each for each in pushes if each != pushes[0]), default=0.0)
+        after = clock.seconds()
         return (
             None
             if not ranks.is_first
             else {
-                "tokens_per_second": tokens / seconds,
-                "push_seconds": min(pushes, default=0.0),
-                "push_share": min(pushes, default=0.0) / seconds,
+                "tokens_per_second": sum(tokens[-blocks:]) / blocks / seconds,
+                "push_seconds": push,
+                "push_share": push / seconds,
+                "first_push_seconds": max(pushes[:1], default=0.0),
                 "block_seconds": seconds,
-                "mixed_fraction": sum(mixed[WARM_UP:]) / blocks,
-                "phases": {name: (value - before.get(name, 0.0)) / blocks for name, value in after.items()},
+                "whole_blocks": before + blocks,
+                "mixed_fraction": sum(mixed[-blocks:]) / blocks,
+                "phases": {name: (value - at_first.get(name, 0.0)) / blocks for name, value in after.items()},
                 "weights": _checksum(learner.policy.held().values()),
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             }
         )
+
+
+def _sample_short_first(engine: Any, work: Workload) -> None:
+    """Force the lengths of a workload, but shorter ones in the first call."""
+    plain = engine.sample
+    engine.work = replace(work, least=max(1, work.least // SHORTER), most=max(1, work.most // SHORTER))
+
+    def sample(*arguments: Any, **named: Any) -> Any:
+        sampled = plain(*arguments, **named)
+        engine.work = work
+        return sampled
+
+    engine.sample = sample
 
 
 def _checksum(parameters: Any) -> int:

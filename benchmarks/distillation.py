@@ -3,13 +3,16 @@
     python benchmarks/distillation.py --seeds 1 2 3                          # students of the quickstart's size, a CPU
     python benchmarks/distillation.py --task smollm2 --at-once 3             # SmolLM2-135M on sums, a GPU
     python benchmarks/distillation.py --task step                            # 0.5B under 8B: time, memory, the head
+    python benchmarks/distillation.py --task step --places device,host,cuda:1    # and with the teacher elsewhere
     python benchmarks/distillation.py --task step --student tiny --device cpu    # tries it; writes to --output
     python benchmarks/distillation.py --table                                # the tables of docs/distillation.md
 
 A student of ``smollm2`` begins with the weights of the GGUF file (``recipes/smollm2/prepare.py``); its teacher is
-the same model after its recipe. ``step`` measures the second of two blocks, with and without a teacher, in one process.
+the same model after its recipe. ``step`` measures the second of two blocks, with and without a teacher, in one process;
+``digest`` is of all weights and optimizer states after both blocks.
 """
 
+import hashlib
 import json
 import statistics
 import tempfile
@@ -134,8 +137,25 @@ TEACHER = {
 """Qwen3-8B."""
 
 
-def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str, Any]]:
-    """A block with a teacher's divergences, and one with GRPO alone: seconds of its phases, memory, the head's part.
+HEAD_BUDGET = 24 * 2**30
+"""Bytes; the default depends on what else is on the GPU, and gradients on what the head keeps within it."""
+
+
+def digest_of(tensors: Mapping[str, Any]) -> str:
+    """SHA-256 of the numbers of tensors by name, in the order of their names."""
+    import torch
+
+    found = hashlib.sha256()
+    for name in sorted(tensors):
+        found.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def step_rows(
+    student: str, device: str, kinds: Sequence[str], places: Sequence[str] = ("device",)
+) -> list[dict[str, Any]]:
+    """A block with GRPO alone, one with each divergence at the first place, and the first divergence at the others:
+    seconds of its phases, memory, the head's part.
 
     The head's seconds are those of ``token_divergence`` forward and backward at a micro-batch's number of tokens, times
     the number of micro-batches.
@@ -146,7 +166,7 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
     from logitless.bench.machine import release
     from logitless.distributed.ranks import Ranks
     from logitless.models.lm_head import backbone
-    from rollout_contenders import TOKENS_PER_MICRO_BATCH
+    from rollout_contenders import TOKENS_PER_MICRO_BATCH, block_recipe
     from rollout_workloads import Workload
     from scale_block import block_over_ranks
     from script import milliseconds
@@ -155,23 +175,33 @@ def step_rows(student: str, device: str, kinds: Sequence[str]) -> list[dict[str,
     [shape] = [each for each in SHAPES if each.name == student]
     work = Workload.parse("2x2-4-6" if shape is TINY else "64x8-512-1:512")
     config = {**shape.config, "hidden_size": 32} if shape is TINY else TEACHER
+    train = block_recipe(work, lora=False, gpu=False)["train"] | {"head_memory_budget": HEAD_BUDGET}
     rows = list[dict[str, Any]]()
-    for kind in (None, *kinds):
-        teacher = None
+    with_teacher = *((kind, places[0]) for kind in kinds), *((kinds[0], place) for place in places[1:])
+    for kind, place in ((None, "device"), *with_teacher):
+        teacher, changes = None, {"train": train}
         if kind is not None:
             dtype = torch.bfloat16 if device == "cuda" else torch.float32
             teacher = random_model(config, dtype, device, seed=1).requires_grad_(False).eval()
-        section = {} if kind is None else {"teacher": {"source": "in memory", "divergence": kind, "alone": True}}
-        found = block_over_ranks(Ranks.alone(), shape, "replicate", work, device, changes=section, teacher=teacher)
+            teacher = teacher if place in ("device", "host") else teacher.to(place)
+            changes["teacher"] = {"source": "in memory", "divergence": kind, "alone": True, "place": place}
+        found = block_over_ranks(
+            *(Ranks.alone(), shape, "replicate", work, device),
+            changes=changes,
+            teacher=teacher,
+            noted=lambda learner: {"digest": digest_of(learner.tensors())},
+        )
         row = {
             "student": student,
             "divergence": kind,
+            "place": place,
             "engine": found["engine"],
             "new_tokens": found["tokens"],
             "read_tokens": found["drawn_tokens"] + work.prompts * work.prompt_tokens,
             "optimizer_steps": found["optimizer_steps"],
             "seconds": found["seconds"],
             "peak_bytes": found["peak_bytes"],
+            "digest": found["digest"],
             "row_invariant_teacher": teacher is not None and hasattr(backbone(teacher), "row_invariant"),
             "teacher_bytes": 0 if teacher is None else sum(p.nbytes for p in teacher.parameters()),
         }
@@ -241,14 +271,15 @@ def step_table(found: Mapping[str, Any]) -> str:
     """
     gpu = short_name_of(found["machine"]["gpu"])
     lines = [
-        f"| one {gpu} | tokens | sampling, s | training, s | of it divergence | GiB |",
+        f"| {gpu} | tokens | sampling, s | training, s | of it divergence | GiB |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for each in found["rows"]:
         seconds = each["seconds"]
         share = f"{each['head_seconds'] / seconds['training']:.0%}" if each["divergence"] else ""
+        place = "" if each.get("place", "device") == "device" else f", {each['place']}"
         lines.append(
-            f"| {each['divergence'] or 'GRPO'} | {each['read_tokens']:,} | {seconds['rollout']:.1f} | "
+            f"| {each['divergence'] or 'GRPO'}{place} | {each['read_tokens']:,} | {seconds['rollout']:.1f} | "
             f"{seconds['training']:.1f} | {share} | {each['peak_bytes'] / 2**30:.0f} |"
         )
     return "\n".join(lines)
@@ -263,6 +294,7 @@ def main() -> None:
     parser.add_argument("--teacher", type=Path, help="folder of a finished run of the teacher; default: trained here")
     parser.add_argument("--student", default="qwen2.5-0.5b", help="of --task step; tiny to try it")
     parser.add_argument("--kinds", default="reverse_kl,jensen_shannon", help="divergences of --task step, by commas")
+    parser.add_argument("--places", default="device", help="teacher.place of --task step, by commas")
     parser.add_argument("--device", default="cuda", help="of --task step")
     options = parsed(parser, tables)
     if options.task != "step":
@@ -275,7 +307,7 @@ def main() -> None:
         needs_gpu("Use --device cpu --student tiny to try the tool itself.")
     from logitless.bench.machine import environment, write_result
 
-    rows = step_rows(options.student, options.device, options.kinds.split(","))
+    rows = step_rows(options.student, options.device, options.kinds.split(","), options.places.split(","))
     machine = environment(options.device, ("triton", "transformers"))
     write_result(options.output / f"distillation-{short_name(options.device)}.json", {"machine": machine, "rows": rows})
 

@@ -7,7 +7,7 @@ layers.
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
 from typing import Any
@@ -28,6 +28,7 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import pack_groups
 from logitless.train.collect.collector import GroupSampler
+from logitless.train.learn.learner import Learner
 from logitless.train.learn.score import sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe
@@ -66,6 +67,7 @@ def block_over_ranks(
     *,
     changes: Mapping[str, Any] = {},
     teacher: nn.Module | None = None,
+    noted: Callable[[Learner], Mapping[str, Any]] = lambda _: {},
 ) -> dict[str, Any]:
     """The row of a block, the second of two, the first of which compiles and captures.
 
@@ -77,6 +79,7 @@ def block_over_ranks(
         device: ``cuda`` or ``cpu``.
         changes: sections of the recipe.
         teacher: frozen, of a recipe that has one; with row-invariant layers afterwards where they serve it.
+        noted: more of the row, read from the learner after the block.
 
     Raises:
         ConfigurationError: another layout.
@@ -140,6 +143,7 @@ def block_over_ranks(
         "tokens_per_second": packed.packed.num_tokens / sum(seconds.values()),
         "seconds": seconds,
         "peak_bytes": ranks.max(torch.cuda.max_memory_allocated() if device == "cuda" else 0),
+        **noted(learner),
     }
 
 

@@ -118,7 +118,7 @@ def test_every_option_agrees_with_trls_code(trl_sides):
 def test_every_loss_of_distillation_agrees_with_trls_code():
     pytest.importorskip("trl")
     rows = list(parity_distillation.distillation_rows())
-    assert len(rows) == 11
+    assert len(rows) == 17
     assert [each for each in rows if not each.ok] == []
 
 

@@ -7,7 +7,10 @@ import pytest
 import torch
 
 import apart
+from logitless.models.loading import load_model
+from rollout_workloads import Workload
 from script import main
+from shapes import TINY
 
 
 def row(arrangement, staleness, speed, weights=1):
@@ -22,6 +25,7 @@ def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_stale
     assert [each["same_weights"] for each in found] == [False, True, None]
     assert apart._compared(row("1", 0, 5.0), rows)["over_one_gpu"] == 1.0
     assert apart._compared({**row("1+1", 1, 15.0), "in_flight": "keep"}, rows)["same_weights"] is None
+    assert apart._compared({**row("1+1", 1, 15.0), "whole_blocks": 2}, rows)["same_weights"] is None
 
 
 def test_one_bit_changes_the_checksum():
@@ -42,3 +46,21 @@ def test_the_tool_runs_on_a_cpu_and_both_arrangements_end_with_the_same_weights(
     found = [(each["arrangement"], each["staleness"], each["in_flight"], each["same_weights"]) for each in rows]
     in_turns = [("1", 0, None, True), ("1", 1, None, True)]
     assert found == [*in_turns, ("1+1", 0, None, True), ("1+1", 1, None, True), ("1+1", 1, "recompute", None)]
+
+
+def test_the_first_call_alone_samples_short_completions():
+    work = Workload.parse("2x2-4-16:24")
+
+    class Engine:
+        def sample(self):
+            return self.work.tokens
+
+    apart._sample_short_first(engine := Engine(), work)
+    assert 8 <= engine.sample() <= 12 < 64 <= engine.sample() == engine.sample() == work.tokens
+
+
+def test_weights_are_drawn_on_the_named_device_with_one_seed():
+    tiny = {**TINY.config, "num_hidden_layers": 1}
+    with apart.weights_drawn_on("cpu"):
+        models = [load_model(tiny, random_weights=True, seed=seed) for seed in (1, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

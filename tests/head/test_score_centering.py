@@ -89,6 +89,24 @@ def test_an_advantage_of_the_state_has_the_on_policy_gradient_where_a_truncated_
         assert float((given.gradient(given.of_state, biased, backend) - wanted).abs().max()) > 1e-2
 
 
+def _float8(weight):
+    return weight.to(torch.float8_e4m3fn).double()
+
+
+def _int8(weight):
+    step = weight.abs().amax(1, keepdim=True) / 127
+    return (weight / step).round() * step
+
+
+@pytest.mark.parametrize("rounded", [_float8, _int8])
+def test_under_a_copy_in_eight_bits_an_advantage_of_the_state_has_the_on_policy_gradient(rounded):
+    given = Enumerated(0)
+    given.sampler = rounded(given.policy)
+    wanted = given.gradient(given.of_state, "on-policy")
+    assert float((given.gradient(given.of_state, "centred") - wanted).abs().max()) < 1e-14
+    assert float((given.gradient(given.of_state, "uncorrected") - wanted).abs().max()) > 1e-3
+
+
 @pytest.mark.parametrize("steps", [1, 4])
 def test_a_baseline_does_not_change_the_mean_gradient_as_it_does_with_a_truncated_ratio(steps):
     given = Enumerated(steps)

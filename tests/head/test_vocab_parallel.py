@@ -1,13 +1,18 @@
 """A vocabulary sharded over processes gives what one process gives."""
 
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from logitless.errors import InputError
+from logitless.errors import InputError, UnavailableError
+from logitless.head import fused, token_divergence
+from tests.head import two_streams
 from tests.head.cases import ANCHORS, Case, Problem, assert_same, problem, run, token_scores, tolerance, truth, widest
+from tests.head.interpreter import complete_interpreter, interpreted
+from tests.head.two_streams import KINDS, scored, two, with_gradients
 from tests.ranks import DEVICES, run_on_ranks
 
 SHARED = ["chunked", "fused"]
@@ -135,3 +140,61 @@ def test_a_shard_of_padding_masked_by_minus_infinity_adds_nothing(backend):
     whole = truth(replace(given, head=short, target=given.target % 12).leaf_copy())
     for result in run_on_ranks(2, _masked_shard, case, backend):
         assert_same(result, {name: whole[name] for name in result}, tolerance(backend))
+
+
+# --- two streams
+
+
+def _of_rank(rank, given, device, sizes, backend):
+    """A rank's results and gradients of two streams; the teacher's last shard has 4 tokens more."""
+    student = _shard_of(given.student, sizes, rank).leaf_copy(device=device)
+    teacher = _shard_of(given.teacher, (*sizes[:-1], sizes[-1] + 4), rank).leaf_copy(device=device)
+    given = replace(given, student=student, teacher=teacher, grad_value=given.grad_value.to(device))
+    options = {"backend": backend, "memory_budget": 5000, "group": dist.group.WORLD}
+    if device == "cpu" and backend == "fused":
+        complete_interpreter()
+        with mock.patch.object(fused, "why_not", fused._unsupported):
+            return with_gradients(given, student, scored(given, student, **options))
+    return with_gradients(given, student, scored(given, student, **options))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("kind", "backend", "sizes"),
+    [
+        *((kind, "chunked", (12, 1, 24)) for kind in KINDS),
+        *((kind, "fused", (19, 18)) for kind in ("reverse_kl", "jensen_shannon")),
+    ],
+    ids=str,
+)
+def test_two_streams_sharded_by_vocabulary_are_the_whole_ones_in_every_result_and_gradient(
+    kind, sizes, backend, device
+):
+    if device == "cpu" and backend == "fused" and not interpreted():
+        pytest.skip("needs Triton's interpreter")
+    given = two(replace(FULL, dtype=widest(backend)), kind, vocabulary=41)
+    whole = two_streams.truth(given)
+    results = run_on_ranks(len(sizes), _of_rank, given, device, sizes, backend, device=device)
+    for rank, found in enumerate(results):
+        rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        sharded = {"grad_weight", "grad_bias", "grad_lora_b"}
+        wanted = {name: v[rows] if name in sharded else v for name, v in whole.items()}
+        assert_same(found, wanted, tolerance(backend, device, given.student))
+        for name in whole.keys() - sharded:
+            assert torch.equal(found[name], results[0][name]), name
+
+
+def _refused(rank):
+    messages = []
+    for ours, theirs, backend in ((4, 5 - rank, "chunked"), (4, 4 + rank, "reference")):
+        streams = torch.zeros(2, 3), torch.zeros(ours, 3), torch.zeros(2, 3), torch.zeros(theirs, 3)
+        with pytest.raises((InputError, UnavailableError)) as error:
+            token_divergence(*streams, kind="reverse_kl", backend=backend, group=dist.group.WORLD)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_heads_that_are_cut_at_other_tokens_and_the_reference_are_refused():
+    for of_cuts, of_reference in run_on_ranks(2, _refused):
+        assert "shards with the same tokens of both heads" in of_cuts
+        assert "the vocabulary is sharded over a process group" in of_reference

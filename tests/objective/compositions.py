@@ -10,7 +10,14 @@ from logitless.objective import surrogate as sur
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
-from logitless.objective.filters import OffPolicy, SamplerRejection, SecondMoment, Stale, TopEntropy
+from logitless.objective.filters import (
+    AdvantageOutliers,
+    OffPolicy,
+    SamplerRejection,
+    SecondMoment,
+    Stale,
+    TopEntropy,
+)
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio, TurnRatio
 
@@ -51,7 +58,7 @@ FILTERS = [
     (SamplerRejection(0.05, "k3", "sequence_mean"), SecondMoment(0.2)),
     (SamplerRejection(0.3, "tv", "sequence_max"),),
     (SamplerRejection(0.7, min=-0.7), SamplerRejection(0.2, "k2", "sequence_max"), Stale(2)),
-    (Stale(1),),
+    (Stale(1), AdvantageOutliers(1.0)),
     (Stale(2, "sequence"), OffPolicy(0.1)),
 ]
 CORRECTIONS = [

@@ -67,10 +67,16 @@ def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
 
 
 def test_a_length_weighted_mean_counts_a_completion_once_a_token():
+    # verl's compute_opo_outcome_advantage gives these numbers, too.
     # Group 41 of lengths 3 1 1 5 with rewards 1 2 6 3: 26/10. Group 7 of lengths 2 6 with rewards 0 4: 24/8.
     sequence = torch.repeat_interleave(torch.arange(6), torch.tensor([3, 2, 1, 1, 6, 5]))
     found = adv.LengthWeighted()(adv.AdvantageInputs(REWARDS, GROUP, sequence)).advantage
     assert_close(found, f64(-1.6, -3, -0.6, 3.4, 1, 0.4)[sequence])
+
+
+def test_remax_is_verls_in_its_own_numbers():
+    expected = [0.5, -1, 2, 4, 5, 0]  # compute_remax_outcome_advantage, at every token
+    assert_close(adv.remax(REWARDS, f64(0.5, 1, 0, 2, -1, 3)), expected)
 
 
 def test_a_length_weighted_mean_leaves_out_an_unscored_completion_however_long():
@@ -92,6 +98,22 @@ def test_gpg_by_hand():
 
     assert_close(adv.gpg(rewards, group, twins)[:2], [-1.5, 1.5])
     assert len(seen) == 1
+
+
+def test_gpg_is_verls_where_half_of_the_groups_and_of_the_rewards_are_0():
+    rewards, group = f64(1, 2, 0, 0, 3, 1, 0, 0), torch.tensor([4, 4, 2, 2, 9, 9, 3, 3])
+    # compute_gpg_outcome_advantage: its alpha is 8 completions over 4 rewards that are not 0, ours 4 groups over 2
+    assert_close(adv.gpg(rewards, group), [-1, 1, 0, 0, 2, -2, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("rewards", "k", "of_pass", "of_fail"),
+    # calc_adv of RUCAIBox/Passk_Training c3ba575, which adds 1e-6 to the deviation
+    [([1, 1, 0, 0, 0, 0, 0], 3, 0.632454132037, -0.252981652815), ([1, 0, 0, 0], 2, 0.999998000004, -0.333332666668)],
+)
+def test_pass_at_k_is_its_authors_in_their_own_numbers(rewards, k, of_pass, of_fail):
+    found = adv.pass_at_k(f64(*rewards), torch.zeros(len(rewards), dtype=torch.long), k)
+    torch.testing.assert_close(found, f64(*[of_pass if r else of_fail for r in rewards]), rtol=3e-6, atol=0)
 
 
 def test_pass_at_k_is_the_reward_of_the_sets_averaged_over_those_of_a_completion():

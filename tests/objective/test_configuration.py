@@ -14,7 +14,15 @@ from logitless.objective.advantage import Advantage, Gae, PassAtK, Percentile, R
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.entropy import AdaptiveEntropy, EntropyBonus
-from logitless.objective.filters import Filter, OffPolicy, SamplerRejection, SecondMoment, Stale, TopEntropy
+from logitless.objective.filters import (
+    AdvantageOutliers,
+    Filter,
+    OffPolicy,
+    SamplerRejection,
+    SecondMoment,
+    Stale,
+    TopEntropy,
+)
 from logitless.objective.kl_control import FixedKL, KLControl, LinearKL, ProportionalKL, ZieglerKL
 from logitless.objective.objective import Objective
 from logitless.objective.ratio import Ratio, SequenceRatio, TurnRatio
@@ -56,6 +64,7 @@ def obligatory(part: type) -> dict:
         (ReinforcePP(), ReinforcePP(gamma=1.0)),
         (PassAtK(4), PassAtK(k=4, passing=1.0)),
         (SecondMoment(), SecondMoment(max_mean=0.04)),
+        (AdvantageOutliers(), AdvantageOutliers(max=3.0)),
         (ValueLoss(), ValueLoss(coefficient=0.5, clip=0.2)),
         (AdaptiveEntropy(), AdaptiveEntropy(target=0.2, delta=0.005, coefficient_min=0.0, coefficient_max=1.0)),
         (LinearKL(), LinearKL(0.1, beta=0.05, target=0.05, beta_min=1e-4, beta_max=10.0, guardrail="raise_beta")),
@@ -190,6 +199,7 @@ REFUSED: dict[str, list[Callable[[], object]]] = {
     ],
     r"0\.04": [lambda: SecondMoment(0.0)],
     "at least 0": [lambda: Stale(-1)],
+    "a positive bound": [lambda: AdvantageOutliers(0.0)],
     "a positive max and no min": [lambda: SamplerRejection(0.0, "k2"), lambda: SamplerRejection(1.0, "tv", min=0.1)],
     "min < 0 < max": [
         lambda: SamplerRejection(1.0, min=2.0), lambda: SamplerRejection(1.0, min=0.5),

@@ -44,6 +44,16 @@ def test_the_advantage_is_positive_where_the_teacher_finds_a_token_likelier_than
     assert not found.requires_grad
 
 
+def test_the_mean_gradient_of_a_teachers_advantage_over_all_tokens_is_that_of_the_reverse_kl():
+    logits, log_q = double(0.3, -1.2, 0.7, 2.0).requires_grad_(), double(1.0, 0.5, -0.5, 0.2).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    weight = 0.5 * log_p.detach().exp()  # every token, as often as the policy samples it; a coefficient
+    batch = batch_of([0, 1, 2, 3], advantage=teacher_advantage(log_q, log_p), token_weight=weight)
+    loss = algorithm("reinforce").objective(log_p, None, batch).loss
+    wanted = torch.autograd.grad(0.5 * (log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)[0]
+    torch.testing.assert_close(torch.autograd.grad(loss, logits)[0], wanted, rtol=0, atol=1e-15)
+
+
 def test_the_first_step_on_a_teachers_advantage_is_verls_policy_gradient_of_k1_in_its_own_numbers():
     # verl, August 2026: kl_penalty "k1" as advantage of compute_policy_loss_vanilla (use_policy_gradient), token-mean.
     # Its other estimators weigh the gradient of one sample's KL, and forward_kl_topk cuts the teacher: no counterpart.

@@ -13,7 +13,8 @@ SQUARES = double(0.4, 0.82, 0.7, 0.2, 0.5, 0.3, 0.6, 0.3, 0.5, 0.1, 0.25, 0.2, 0
 REWARDS = double(0, 0, 0, 1, 0.5, 0, 0.25, 0, 0, -1, 0, 0, 0, 0, 2)
 
 # Of verl's compute_multi_turn_optimal_token_baseline_advantage (main, August 2026) with handle_zero_tail, on these
-# numbers with masked columns between some of them.
+# numbers with masked columns between some of them; without such columns, where there is one turn, its
+# compute_optimal_token_baseline_advantage gives the same.
 OF_VERL = double(0.107142869898, 0.555555558299, 0.54687500236, 1, -0.142857130102, -0.194444441701, -0.20312499764)
 OF_VERL = torch.cat([OF_VERL, double(-1.695652167864, -1.666666663704, -1.347826085948)])
 OF_VERL = torch.cat([OF_VERL, double(1.304347832136, 1.333333336296, 1.652173914052, 2, 2)])

@@ -15,48 +15,18 @@ pytest.importorskip("tinker_cookbook", reason="the cookbook is not installed: ma
 
 from tests.tinker.served import served
 from tests.tinker.tiny import write_model
+from tinker_recipes import DATA, write_data
 
 pytestmark = pytest.mark.tinker
 
 MODEL = "Qwen/Qwen3-8B"  # a name that the cookbook knows
-TEXTS = [f"\n\nHuman: Say {i}.\n\nAssistant: {i}" for i in range(8)]
-DATA = {
-    "openai/gsm8k": ("main", [{"question": f"What is {i} + 1?", "answer": f"#### {i + 1}"} for i in range(8)]),
-    "HuggingFaceH4/no_robots": (
-        "default",
-        [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]}] * 8,
-    ),
-    "Salesforce/wikitext": ("wikitext-103-raw-v1", [{"text": "after that time many were over, until then " * 20}] * 60),
-    "Anthropic/hh-rlhf": ("default", [{"chosen": text + " yes", "rejected": text + " no"} for text in TEXTS]),
-    "hicai-zju/SciKnowEval": (
-        "default",
-        [
-            {
-                "domain": "Chemistry",
-                "details": {"level": "L3"},
-                "type": "mcq-4-choices",
-                "answerKey": "A",
-                "question": f"What is {i}?",
-                "choices": {"label": ["A", "B"], "text": [str(i), "no"]},
-            }
-            for i in range(8)
-        ],
-    ),
-    "zwhe99/DeepMath-103K": ("default", [{"question": f"What is {i} + 1?"} for i in range(8)]),
-}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     made = tmp_path_factory.mktemp("cookbook")
     write_model(made / MODEL)
-    for name, (config, rows) in DATA.items():
-        (made / name).mkdir(parents=True)
-        splits = ["train", "test"]
-        files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in splits)
-        (made / name / "README.md").write_text(f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n")
-        for split in splits:
-            (made / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_data(made, DATA)
     return made
 
 

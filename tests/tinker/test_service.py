@@ -367,6 +367,16 @@ def test_retrieved_answers_are_kept_for_a_while(service, monkeypatch):
     result(service, promises[1])
 
 
+def test_an_unnamed_sampler_that_is_asked_for_again_under_another_number_is_the_first_one(service):
+    model = model_of(service, session_of(service))
+    requests = [wire.SaveWeights(model_id=model, seq_id=1, sampling_session_seq_id=number) for number in (1, 2)]
+    first, again = (service.save("sampler_weights", each, KEY, repr(each).encode()) for each in requests)
+    assert result(service, again) == result(service, first)
+    assert result(service, first)["sampling_session_id"].endswith(":1")
+    with pytest.raises(RefusedError, match="was another request's"):
+        save(service, model, 1, path="a")
+
+
 def test_weights_of_old_unnamed_samplers_are_dropped(service, monkeypatch):
     monkeypatch.setattr(module, "SNAPSHOTS", 1)
     model = model_of(service, session_of(service))

@@ -1,12 +1,7 @@
 """A tiny model with a tokenizer that knows every byte and Qwen's special tokens."""
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
-
 from logitless.models.loading import load_model
-
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
-SPECIAL += ("<tool_response>", "</tool_response>")
+from tinker_recipes import byte_tokenizer
 
 CONFIG = {
     "model_type": "qwen3",
@@ -20,16 +15,6 @@ CONFIG = {
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
 }
-
-
-def byte_tokenizer():
-    """One token a byte, the special tokens behind them; ``<|im_end|>`` ends a completion."""
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(list(SPECIAL))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>")
 
 
 def write_model(folder, **config):

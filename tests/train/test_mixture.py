@@ -12,6 +12,7 @@ from logitless.rewards.text.length import Length
 from logitless.train.assembly.data import data_of, order_of, rewards_of
 from logitless.train.assembly.model import tokenizer_of
 from logitless.types import Completion, Episode, Prompt
+from tests.train.test_distillation import teacher_in
 from tests.train.tiny import completed, repeated, start, tiny_recipe
 
 
@@ -159,3 +160,18 @@ def test_the_report_has_curves_of_every_set_and_source(finished):
     for title, label in (("Reward by source", "letters"), ("Held-out accuracy", "hard"), ("pass@k", "hard pass@4")):
         card = text.partition(f"<h3>{title}</h3>")[2].partition("<h3>")[0]
         assert label in card, title
+
+
+def test_each_source_of_data_has_its_teacher_and_one_without_is_refused(tmp_path):
+    teacher = {"source": {"pairs": "start", "letters": teacher_in(tmp_path)}, "advantage": True, "alone": True}
+    once = {"train__blocks": 1, "rollout__zero_signal": "keep"}
+    run = completed(mixture(tmp_path, **once, teacher=teacher))
+    largest = {"pairs": 0.0, "letters": 0.0}
+    for _, rows in run.read_rollouts():
+        for row in rows:
+            source = row["prompt_id"].partition("/")[0]
+            largest[source] = max(largest[source], abs(row["advantage"]))
+    assert largest["pairs"] < 1e-5 < 0.01 < largest["letters"]  # the policy has not yet left its start
+    del teacher["source"]["letters"]
+    with pytest.raises(DataError, match="a teacher for each source of data: 'pairs'; given 'letters'"):
+        start(mixture(tmp_path, **once, teacher=teacher, name="refused"))

@@ -97,12 +97,23 @@ def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, stalene
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-def test_two_ranks_that_train_in_order_and_two_that_sample_are_one_too(tmp_path, device):
+@pytest.mark.parametrize(("training", "sampling"), [(2, 2), (1, 3)])
+def test_ranks_that_train_in_order_and_several_that_sample_are_one_too(tmp_path, training, sampling, device):
     changes = {"parallel__deterministic": True, "rollout__staleness": 1, "device": device, **CENTRED}
     if device == "cpu":  # rows of other batches are rounded otherwise
         changes["rollout__max_rows"] = 1
     alone = in_turns(tmp_path / "alone", **changes)
-    assert_same(alone, beside(tmp_path / "beside", training=2, sampling=2, **changes))
+    assert_same(alone, beside(tmp_path / "beside", training=training, sampling=sampling, **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more", [{"model__trained_dtype": "bfloat16"}, {"model__lora": {"rank": 2}}], ids=["all", "lora"]
+)
+def test_weights_that_are_sharded_in_training_are_sent_whole(tmp_path, more):
+    changes = {"parallel__shard": 2, "rollout__staleness": 1, "rollout__max_rows": 1, **more}
+    alone = beside(tmp_path / "alone", training=2, sampling=0, **changes)
+    assert_same(alone, beside(tmp_path / "beside", training=2, **changes))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -126,22 +137,38 @@ def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(t
 
 
 PROGRAM = """
-import os, signal, sys
+import os, signal, sys, time
+from datetime import timedelta
 import torch
+import torch.distributed as dist
 from logitless.cli.main import main
 from logitless.distributed import exit_reasons
 from logitless.distributed.ranks import Ranks
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.learn.learner import Learner
 
-rank, where = os.environ["RANK"], sys.argv.pop(1)
+rank, where, fault = os.environ["RANK"], sys.argv.pop(1), sys.argv.pop(1)
 
-def killed(kind, name, of, number):
+def killed(self):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def hung(self):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1000)
+
+def memory(self):
+    raise torch.OutOfMemoryError("no room for weights")
+
+def impatient(self):
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), self._ranks.data)
+
+def at(call_number, happens, kind, name):
     plain, calls = getattr(kind, name), []
     def call(self, *arguments, **named):
         calls.append(1)
-        if rank == of and len(calls) == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if len(calls) == call_number:
+            happens(self)
         return plain(self, *arguments, **named)
     setattr(kind, name, call)
 
@@ -152,40 +179,60 @@ if torch.cuda.is_available():
 exit_reasons.GRACE_SECONDS = 1.0
 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # by which the launcher would end the other before it says why
-    killed(*{
-        "push": (Ranks, "broadcast", "1", 3),
-        "sampling": (engine, "sample", "1", 4),
-        "training": (Learner, "step", "0", 7),
-    }[where])
+    of, *place = {
+        "push": ("1", 3, Ranks, "broadcast"),
+        "sampling": ("1", 4, engine, "sample"),
+        "training": ("0", 7, Learner, "step"),
+    }[where]
+    if rank == of:
+        call_number, kind, name = place
+        at(call_number, globals()[fault], kind, name)
+    elif fault == "hung":
+        at(3, impatient, SamplingRanks, "_send")
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))
 """
 
 
+SAID = {
+    "cpu": {
+        "killed": "rank {rank}, which says nothing: killed, or hung",
+        "memory": "rank {rank}: OutOfMemoryError: no room for weights",
+    },
+    # A process that waits in NCCL cannot speak before its launcher, which names the dead one, or NCCL ends it.
+    "cuda": {
+        "killed": "local_rank: {rank} ",
+        "hung": "Watchdog caught collective operation timeout",
+        "memory": "OutOfMemoryError: no room for weights",
+    },
+}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
-    ("where", "rank", "changes"),
+    ("where", "fault", "rank", "changes"),
     [
-        ("push", 1, {"rollout__staleness": 1}),
-        ("sampling", 1, {"checkpoint__every_blocks": 100}),
-        ("training", 0, {"rollout__staleness": 1}),
-        ("sampling", 1, {"rollout__staleness": 1, "rollout__in_flight": "recompute"}),
+        ("push", "killed", 1, {"rollout__staleness": 1}),
+        ("push", "hung", 1, {"rollout__staleness": 1}),
+        ("push", "memory", 1, {"rollout__staleness": 1}),
+        ("sampling", "killed", 1, {"checkpoint__every_blocks": 100}),
+        ("training", "killed", 0, {"rollout__staleness": 1}),
+        ("sampling", "killed", 1, {"rollout__staleness": 1, "rollout__in_flight": "recompute"}),
     ],
 )
-def test_a_rank_that_is_killed_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
-    tmp_path, where, rank, changes, device
+def test_a_rank_that_fails_is_named_and_the_run_goes_on_as_if_nothing_had_happened(
+    tmp_path, where, fault, rank, changes, device
 ):
     recipe = tiny_recipe(tmp_path, parallel__sampling=1, **ON[device], **changes).model_dump(mode="json")
-    program = program_in(tmp_path, PROGRAM, recipe, where)
+    program = program_in(tmp_path, PROGRAM, recipe, where, fault)
     if device == "cpu":
         done = warm.run("-m", "tests.torchrun", "1", *program, environment=os.environ)
     else:
         launcher = [sys.executable, *TORCHRUN, "--max-restarts", "1", *program]
         done = subprocess.run(launcher, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    # A process that waits in NCCL cannot speak before its launcher, which names the dead one, ends it.
-    named = f"rank {rank}, which says nothing: killed, or hung" if device == "cpu" else f"local_rank: {rank} "
-    assert named in done.stderr, done.stderr
+    said = SAID[device]
+    assert said.get(fault, said["killed"]).format(rank=rank) in done.stderr, done.stderr
     assert done.returncode == 0, done.stderr
     found = RunFolder(tmp_path / "runs" / "tiny")
     starts = json.loads(found.provenance.read_text())["starts"]

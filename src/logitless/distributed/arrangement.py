@@ -91,15 +91,20 @@ class Arrangement:
         split = f"; every sequence split over {self.sequence}" if self.sequence > 1 else ""
         return f"{copies} of the weights{cut}{split}"
 
-    def mesh(self, device: str, timeout: timedelta | None = None) -> "DeviceMesh":
+    def mesh(
+        self, device: str, timeout: timedelta | None = None, group: dist.ProcessGroup | None = None
+    ) -> "DeviceMesh":
         """The mesh for FSDP2: (replicate, weights), or weights alone with one copy. A collective.
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
             timeout: of one collective; None for torch's own.
+            group: of these ranks, with one copy, where the process has others too; None: they are all.
         """
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+        if group is not None:
+            return DeviceMesh.from_group(group, device, mesh_dim_names=("weights",))
         if self.replicate == 1:  # the group of all ranks itself
             return init_device_mesh(device, (self.weights,), mesh_dim_names=("weights",))
         # One group at a time: init_device_mesh would split them off the group of all ranks, which crashes (SIGSEGV)

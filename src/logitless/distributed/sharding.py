@@ -139,7 +139,7 @@ class ShardedModel:
         self._tied = _tied_from_outside(model, units)
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if on_host else OffloadPolicy()
-        self.dtype, self.on_host, self.units = dtype, on_host, list[Any]()
+        self.mesh, self.dtype, self.on_host, self.units = mesh, dtype, on_host, list[Any]()
         if made_same is not None:
             made_same(model.buffers())
         for unit in units:

@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.functional import pad
 
+from logitless.distributed.collectives import all_gathered
 from logitless.head.blockwise import (
     FLOOR,
     MIN_COLUMNS,
@@ -83,10 +85,12 @@ def measured(
     memory_budget: int | None = None,
     *,
     fused: bool = False,
+    group: ProcessGroup | None = None,
 ) -> Measured:
     """The measure over the first ``vocabulary`` tokens, and both streams' scores, one block of columns at a time.
 
-    With ``fused`` by the kernels, for 16 and 32 bit floats.
+    With ``fused`` by the kernels, for 16 and 32 bit floats. With ``group`` heads, vocabulary and targets are of this
+    rank's shards (``vocab_parallel``): sums of both passes are merged in rank order, bitwise identical on every rank.
 
     Sums omit the target y, which is added by its log-probs: results and gradients stay accurate when both probabilities
     of y are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
@@ -99,7 +103,7 @@ def measured(
         >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
         tensor([0.])
     """
-    call, outside = call_of(*student, memory_budget, one_pass=fused)
+    call, outside = call_of(*student, memory_budget, one_pass=fused, group=group)
     call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=fused)
     own, other = ((each.hidden, *HeadBlock.of(each.head)) for each in (student, teacher))
     trained = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in own)
@@ -391,10 +395,19 @@ def _first_pass(student: _Side, teacher: _Side, plan: _Plan, size: Tile, kept: K
             )
             masked = blocks[0].bias is not None, blocks[1].bias is not None
             sums[:, some] = _tile_sums(z, y, student.rows.target[some] - columns.start, masked, plan.measure)
-        part = _PairSums(Partial(*sums[:4]), Partial(*sums[4:8]), sums[8])
+        part = _pair_sums(sums)
         total = part if total is None else _merged(total, part, plan.measure)
     assert total is not None
+    if plan.call.group is not None:
+        mine = torch.stack([*total.student, *total.teacher, total.gap])
+        of_ranks = [_pair_sums(each) for each in all_gathered(mine, plan.call.group)]
+        total = functools.reduce(functools.partial(_merged, measure=plan.measure), of_ranks)
     return total
+
+
+def _pair_sums(rows: Tensor) -> _PairSums:
+    """From [9, N]."""
+    return _PairSums(Partial(*rows[:4]), Partial(*rows[4:8]), rows[8])
 
 
 def _tile_sums(z: Tensor, y: Tensor, target: Tensor, masked: tuple[bool, bool], measure: Measure) -> Tensor:
@@ -447,6 +460,8 @@ def _second_pass(
                 for side, block, of in zip((student, teacher), blocks, (p, q), strict=True)
             )
             total[:, some] += _tile_terms(z, y, p.normaliser[some, None], q.normaliser[some, None], plan.measure)
+    if plan.call.group is not None:
+        total = torch.stack(all_gathered(total, plan.call.group)).sum(0)
     return total[0], total[1]
 
 

@@ -470,4 +470,38 @@ class Stale(TokenFilter):
         return inputs.sequences.spread(inputs.sequences.sum(old.to(inputs.logp.dtype))) == 0
 
 
-Filter = OffPolicy | TopEntropy | SamplerRejection | SecondMoment | Stale
+@dataclass(frozen=True)
+class AdvantageOutliers(TokenFilter):
+    """Drop tokens with ``|A| > max``.
+
+    Args:
+        max: the largest ``|A|`` kept; of whitened advantages, in standard deviations.
+
+    Raises:
+        ConfigurationError: a bound that is not positive.
+
+    Source: StableReinforce, arXiv:2505.02835.
+
+    Example:
+        >>> from logitless.objective.over_ranks import one_rank
+        >>> one, now = Ranges(torch.tensor([0, 0]), 1, torch.tensor([True, True])), torch.zeros(2)
+        >>> AdvantageOutliers().kept(FilterInputs(now, torch.tensor([3.0, -3.5]), now == 0, one, one_rank))
+        tensor([ True, False])
+    """
+
+    max: float = 3.0
+    name: Literal["advantage_outliers"] = field(default="advantage_outliers", kw_only=True)
+
+    def __post_init__(self) -> None:
+        check_knobs(self)
+        if not self.max > 0:
+            raise ConfigurationError(
+                needed="a positive bound on |A|", given=str(self.max), remedy="Use 3, as the paper does."
+            )
+
+    def kept(self, inputs: FilterInputs) -> Bool[Tensor, "N"]:
+        """True up to the bound."""
+        return inputs.advantage.abs() <= self.max
+
+
+Filter = OffPolicy | TopEntropy | SamplerRejection | SecondMoment | Stale | AdvantageOutliers

@@ -27,6 +27,7 @@ from logitless.objective.advantage import (
     Remax,
 )
 from logitless.objective.algorithm import Algorithm
+from logitless.objective.filters import AdvantageOutliers
 from logitless.objective.inputs import known
 from logitless.objective.objective import Objective
 from logitless.objective.observations import Observations
@@ -94,7 +95,6 @@ def dr_grpo(epsilon: float = 0.2, max_new_tokens: int | None = None) -> Algorith
         Liger: ``LigerFusedLinearGRPOLoss(loss_type="dr_grpo")``
 
     Notes:
-        - Without ``scale_rewards="none"`` TRL divides rewards by their standard deviation.
         - verl divides by ``loss_scale_factor``, or by the padded width of the micro-batch.
 
     Example:
@@ -190,7 +190,6 @@ def luspo(epsilon_low: float = 2e-3, epsilon_high: float = 2.5e-3) -> Algorithm:
 
     Notes:
         - Liger multiplies by the length and averages over padded columns.
-        - TRL's default level is ``token``, which is not LUSPO.
     """
     objective = Objective(SequenceRatio(), _clip(epsilon_low, epsilon_high))
     return Algorithm(objective, GroupStandardized(), SequenceSum())
@@ -282,8 +281,7 @@ def dppo(divergence: Literal["tv", "kl"] = "tv", delta: float | None = None) -> 
         verl: ``loss_mode: dppo_tv`` or ``dppo_kl``
 
     Notes:
-        - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio (its actor
-          sets it to 3).
+        - verl's ``clip_ratio`` is the threshold of the divergence, ``clip_ratio_c`` the cap of the ratio.
 
     Example:
         >>> dppo("kl").objective.surrogate.max_high
@@ -486,7 +484,7 @@ def rae(decay: float = 0.95, epsilon: float = 0.2) -> Algorithm:
         prime-rl: ``algo.type: rae``
 
     Notes:
-        - Column ``role`` of the data names a completion's role. Averages are in checkpoints; prime-rl's are not.
+        - Column ``role`` of the data names a completion's role.
     """
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), Rae(decay=decay), TokenMean())
 
@@ -547,6 +545,23 @@ def reinforce_pp(epsilon: float = 0.2, gamma: float = 1.0) -> Algorithm:
     return Algorithm(Objective(surrogate=_clip(epsilon, epsilon)), ReinforcePP(gamma), TokenMean())
 
 
+def stable_reinforce(epsilon: float = 0.2, gamma: float = 1.0, max_deviations: float = 3.0) -> Algorithm:
+    """StableReinforce: REINFORCE++ with a ceiling on the ratio, and without its largest advantages.
+
+    Source: arXiv:2505.02835, and its authors' code.
+
+    Notes:
+        - The authors' code holds ratios above 0.001 too, and lays both bounds around the mean before whitening.
+
+    Example:
+        >>> stable_reinforce().objective.filters
+        (AdvantageOutliers(max=3.0, name='advantage_outliers'),)
+    """
+    surrogate = replace(_clip(epsilon, epsilon), ratio_cap=1000.0)
+    objective = Objective(surrogate=surrogate, filters=(AdvantageOutliers(max_deviations),))
+    return Algorithm(objective, ReinforcePP(gamma), SequenceMean())
+
+
 def nll() -> Algorithm:
     """Supervised: the negative log-likelihood, token mean.
 
@@ -590,6 +605,7 @@ PRESETS: Mapping[str, Callable[..., Algorithm]] = {
     "a2po": a2po,
     "echo": echo,
     "reinforce_pp": reinforce_pp,
+    "stable_reinforce": stable_reinforce,
     "nll": nll,
 }
 """Every preset by its name; each can be called without arguments."""

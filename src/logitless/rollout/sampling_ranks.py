@@ -58,6 +58,7 @@ class SamplingRanks:
         ranks: this rank, which is the first, and those that sample; None on further training ranks, which never ask.
         first: number of the first sampling rank among all ranks, for errors.
         in_flight: whether weights are sent while completions are under way.
+        like_training: whether the ranks that train have layers that may give the bits of the ranks that sample.
 
     Attributes:
         drawn: in flight, which weights drew which tokens in the calls since ``use``.
@@ -65,8 +66,10 @@ class SamplingRanks:
         transfer_numbers: seconds that the last finished push took.
     """
 
-    def __init__(self, ranks: Ranks | None, *, first: int = 1, in_flight: bool = False) -> None:
-        self._ranks, self._first, self._in_flight = ranks, first, in_flight
+    def __init__(
+        self, ranks: Ranks | None, *, first: int = 1, in_flight: bool = False, like_training: bool = True
+    ) -> None:
+        self._ranks, self._first, self._in_flight, self._like_training = ranks, first, in_flight, like_training
         self._lock = threading.Lock()  # a request and its reply
         self._copies: dict[int, _Copy] = {}
         self._sent: int | None = None
@@ -155,7 +158,7 @@ class SamplingRanks:
             else:
                 self._ranks.broadcast_object([*request, None])
             replies = self._ranks.all_gather_bytes(b"")[1:]
-        shares, exact = [], True
+        shares, exact = [], self._like_training
         for rank, reply in enumerate(replies, start=self._first):
             head, _, numbers = reply.partition(b"\n")
             said = json.loads(head)

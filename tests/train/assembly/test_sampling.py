@@ -21,7 +21,7 @@ SERVER = {"rollout__engine": {"name": "vllm_server", "urls": ["http://127.0.0.1:
         ({}, 5, "2 of 5, half, rounded down"),
         ({"parallel__deterministic": True}, 6, "4 of 6, for 3 cannot: 3"),  # two train, in order
         ({"parallel__replicate": 3}, 4, "1 of 4, for 2 cannot: 3 * auto * 1"),
-        ({"parallel__shard": 2}, 4, "0 of 4, for 2 cannot: weights sharded over 2"),
+        ({"parallel__shard": 2}, 4, "2 of 4, half"),
         (SERVER, 4, "0 of 4, for 2 cannot: rollout.engine: vllm_server"),
     ],
 )
@@ -31,7 +31,7 @@ def test_half_sample_where_blocks_are_sampled_ahead_or_as_near_as_the_recipe_all
     assert line == says
     assert number == int(says[0])
     if number:
-        assert arrangement_of(recipe, world).replicate == world - number
+        assert arrangement_of(recipe, world).world == world - number
 
 
 def test_a_number_of_the_recipe_stays(tmp_path):

@@ -192,7 +192,7 @@ OF_PROCESSES = [
     (("parallel.sampling_shards=2",), 4, 3),
     ((engine("gpu"), "parallel.sampling_shards=2", "parallel.sampling=3"), None, 4),
     (("parallel.sampling_shards=2", "parallel.replicate=2"), 4, 2),
-    (("parallel.sampling=1", "parallel.shard=2"), None, 3),
+    (("parallel.sampling=1", "parallel.replicate=2", "parallel.shard=2"), None, 5),
     ((*TEACHER, "parallel.sequence=2"), None, 2),
     (CENTRED, 1, 2),
     ((*TEACHER, "teacher.place=cuda:1"), 1, 2),

@@ -282,7 +282,7 @@ def robust(rewards: Float[Tensor, "B"], group: Int[Tensor, "B"]) -> Float[Tensor
     """Reward minus the median of its group, over the median absolute deviation.
 
     ``A_i = (r_i - median) / (MAD + EPSILON)``, ``MAD = median(|r_j - median|)``; the standard deviation where the MAD
-    is 0, so that one outlier in ``[0, 0, 0, 1]`` is not 1e4.
+    is 0.
 
     Args, Returns: as ``group_centered``.
 

@@ -13,7 +13,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import InputError, TrainingError
 from logitless.http_client import HttpClient, Patience, api_key
 from logitless.own_code import blamed
-from logitless.rollout.engine import Engine, PushingEngine, SharedEngine, Weights
+from logitless.rollout.engine import Engine, ExactEngine, PushingEngine, SharedEngine, Weights
 from logitless.rollout.in_flight import RepeatingEngine, in_flight_engine
 from logitless.rollout.recorded import ColumnEngine, RecordedEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
@@ -101,7 +101,9 @@ def engines_on(
         in_flight_engine(engines.training)
     if recipe.parallel.num_sampling:
         in_flight = recipe.rollout.in_flight is not None and not repeats
-        return replace(engines, training=SamplingRanks(exchange, first=ranks.world, in_flight=in_flight))
+        like_training = isinstance(engines.training, ExactEngine)  # not where layers are sharded
+        sampling = SamplingRanks(exchange, first=ranks.world, in_flight=in_flight, like_training=like_training)
+        return replace(engines, training=sampling)
     if isinstance(engines.training, SharedEngine):
         group = sharing(ranks, range(ranks.world), int(recipe.parallel.sampling_shards))
         assert group is not None, "among all"

@@ -315,7 +315,8 @@ def _distribute(
     for each in copies:
         each.share_prompts_unless(ranks.broadcast_object(each.unshared_because))
     if arrangement.is_sharded:
-        mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout)
+        own = ranks.data if recipe.parallel.num_sampling else None
+        mesh = arrangement.mesh(device_of(recipe.model).type, ranks.timeout, own)
         all_rows = scores_all_rows(recipe, arrangement, policy.head().weight)
         for each in copies:
             on_host = waits.get(id(each), False)

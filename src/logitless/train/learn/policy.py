@@ -190,7 +190,7 @@ class Policy:
         """
         if self.sharded is None or self.sharded.is_whole:
             return
-        _check_memory(self.sharded.whole_bytes, self.device)
+        _check_memory(self.sharded, self.device)
         self.sharded.gather()
 
     def release(self) -> None:
@@ -467,14 +467,15 @@ class AdaptersOff(Itself):
         return adapters_off(self.policy.model)
 
 
-def _check_memory(needed: int, device: torch.device) -> None:
-    """Refuse if a rank has fewer free bytes than needed on its device. A collective.
+def _check_memory(sharded: ShardedModel, device: torch.device) -> None:
+    """Refuse if a rank has fewer free bytes on its device than all weights take. A collective.
 
     Raises:
         UnavailableError: on every rank.
     """
-    least = torch.tensor([_free_memory(device)], device=device)
-    dist.all_reduce(least, dist.ReduceOp.MIN)
+    least, needed = torch.tensor([_free_memory(device)], device=device), sharded.whole_bytes
+    for group in sharded.mesh.get_all_groups():  # not all processes: some may only sample
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=group)
     if int(least) < needed:
         raise UnavailableError(
             needed=f"{needed / 2**30:.1f} GiB on each GPU for all weights, which are whole while this process samples",

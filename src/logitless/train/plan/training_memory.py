@@ -210,7 +210,7 @@ def memory_of_rank(
             everything, _ = layers_bytes(model, section.activation_bytes, tokens=tokens, recomputes=False)
             parts["inputs of layers"] = max(parts["inputs of layers"], min(everything, train.activation_memory))
     if recipe.parallel.num_sampling:  # one for each version that is still to be sampled with
-        always["weights to send"] = (1 + recipe.rollout.staleness) * always["trained weights"]
+        always["weights to send"] = (1 + recipe.rollout.staleness) * num_bytes(trained)
     if recipe.rollout.engine.samples_policy:
         moments["sampling"] = {"cache": sampling_bytes(recipe, model)}
         if parallel.has_copy:

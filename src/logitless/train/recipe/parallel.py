@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from logitless.train.recipe.rule import Processes, Rule, Setting, chosen, given, needs_whole_weights, recipe_of
+from logitless.train.recipe.rule import Processes, Rule, Setting, chosen, given, recipe_of
 from logitless.train.recipe.section import Section
 
 if TYPE_CHECKING:
@@ -110,8 +110,13 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
         given=lambda processes: f"{processes.world + processes.recipe.parallel.num_sampling} in all",
         remedy="Start more processes (torchrun --nproc-per-node), or lower parallel.sampling (0: they do both).",
     ),
-    needs_whole_weights(
-        sampling, " that trains, which are sent from one place", "Leave parallel.shard and parallel.sequence out."
+    sampling.on(recipe_of).needs(
+        "training on whole weights, or on one sharded copy",
+        holds=lambda processes: (
+            not processes.arrangement.is_sharded or processes.arrangement.shard == processes.arrangement.world
+        ),
+        given=lambda processes: processes.arrangement.words,
+        remedy="Leave parallel.replicate and parallel.sequence out.",
     ),
     shards.on(recipe_of).needs(
         "parallel.sampling, or weights that parallel.shard cuts",
