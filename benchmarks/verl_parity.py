@@ -27,7 +27,7 @@ from logitless.objective.distillation import Distillation, teacher_advantage
 from logitless.objective.divergence import KLPenalty
 from logitless.objective.objective import Objective
 from logitless.objective.surrogate import Clip, Reinforce
-from logitless.objective.weighting import SequenceMean, SequenceSum, TokenMean, Totals
+from logitless.objective.weighting import ConstantLength, SequenceMean, SequenceSum, TokenMean, Totals
 from logitless.types import LMHead, TokenBatch
 from script import command_line, parsed, record
 
@@ -38,6 +38,7 @@ WEIGHTINGS = {
     "token-mean": TokenMean(),
     "seq-mean-token-mean": SequenceMean(),
     "seq-mean-token-sum": SequenceSum(),
+    "seq-mean-token-sum-norm": ConstantLength(max(LENGTHS)),  # verl's loss_scale_factor: the padded width
 }
 
 

@@ -246,6 +246,7 @@ def test_the_ends_of_a_range_belong_to_it():
         ConstantLength(1),
         ValueLoss(coefficient=0.0, clip=None),
         Stale(0),
+        AdvantageOutliers(0.5),
     )
     Percentile(0.0), Percentile(100.0), TopEntropy(0.0), TopEntropy(1.0)
     Gae(gamma=0.0, lambda_=0.0), Gae(gamma=1.0, lambda_=1.0)

@@ -128,8 +128,8 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_the_model_is_loaded(
             refused(recipe)
 
 
-def test_a_vocabulary_that_is_padded_further_teaches(tmp_path):
-    teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl"}
+def test_a_vocabulary_that_is_padded_further_teaches_in_a_dtype_of_its_own(tmp_path):
+    teacher = {"source": teacher_in(tmp_path, vocab_size=16), "divergence": "reverse_kl", "dtype": "bfloat16"}
     steps = steps_of(finished_run(tmp_path, **ALONE, teacher=teacher))
     assert all(0 < step["teacher/divergence"] < 10 for step in steps)
 
@@ -185,6 +185,9 @@ def test_a_dry_run_names_the_teacher_and_counts_its_weights(tmp_path):
     text = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher))
     assert f"teacher {source}: 0.5 * reverse_kl in the loss" in text
     assert any(line.split()[0] == "teacher" and "KiB" in line for line in text.splitlines())
+    elsewhere = dry_run(tiny_recipe(tmp_path, **ALONE, teacher=teacher | {"place": "cpu"}))
+    assert not any(line.split()[:1] == ["teacher"] and "KiB" in line for line in elsewhere.splitlines())
+    assert "heads of teachers on another device      1.0 KiB" in elsewhere  # 11 tokens of 24 numbers
 
 
 def test_the_base_of_an_adapter_holds_it_back(tmp_path):

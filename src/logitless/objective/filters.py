@@ -493,7 +493,6 @@ class AdvantageOutliers(TokenFilter):
     name: Literal["advantage_outliers"] = field(default="advantage_outliers", kw_only=True)
 
     def __post_init__(self) -> None:
-        check_knobs(self)
         if not self.max > 0:
             raise ConfigurationError(
                 needed="a positive bound on |A|", given=str(self.max), remedy="Use 3, as the paper does."

@@ -147,6 +147,27 @@ def test_a_value_head_has_plots_of_its_own(tmp_path, drawn):
     assert [lines[name] for name in names] == [(number,) for number in numbers.values()]
 
 
+def test_what_a_teacher_teaches_has_plots_of_its_own(tmp_path, drawn):
+    folder = fake_run(tmp_path)
+    numbers = {"teacher/divergence": 0.5, "teacher/log_ratio": -0.4, "teacher/tail": 0.1, "teacher/tail_of_policy": 0.2}
+    folder.append_metrics({"step": 99, **numbers})
+    titles = page_of(folder).titles
+    assert {"Divergence from the teacher", "Log ratio to the teacher", "Beyond a server's likeliest tokens"} < set(
+        titles
+    )
+    found = {line.y for lines, _ in drawn["lines"] for line in lines}
+    assert {(number,) for number in numbers.values()} < found
+
+
+@pytest.mark.parametrize("algorithm", ["{preset: nll}", "{surrogate: {name: nll}}", "{preset: grpo}"])
+def test_the_loss_is_drawn_of_a_supervised_stage_alone(tmp_path, drawn, algorithm):
+    folder = fake_run(tmp_path)
+    folder.write_config(f"name: toy\nalgorithm: {algorithm}")
+    folder.append_metrics({"step": 99, "loss/total": 2.5})
+    assert ("Loss" in page_of(folder).titles) == ("nll" in algorithm)
+    assert ((2.5,) in {line.y for lines, _ in drawn["lines"] for line in lines}) == ("nll" in algorithm)
+
+
 def test_a_histogram_is_the_share_of_each_bin_in_its_block(drawn):
     # 12 bins from 0 to 3: 0.25 each. Block 1: 0, 0, 3, 3; block 2: 1.5 (bin 6) alone; block 3: nothing scored.
     report._histograms({1: [0.0, 0.0, 3.0, 3.0], 2: [1.5], 3: []})

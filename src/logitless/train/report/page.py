@@ -318,10 +318,17 @@ class Curves:
         return _card(self.title, self.caption, plot, _values(lines))
 
 
+_LIKELIHOOD = """
+Loss | nat per token | loss/total loss | Negative log-likelihood of the texts, and what the recipe adds."""
 _CURVES = """
 KL to the reference | nat per token | kl_ref/k3_mean mean, kl_ref/k3_p95 95th percentile
     | k3 of each token, mean and 95th percentile, and the controller's target where it has one.
 KL coefficient | beta, exact | kl_ref/beta beta | Beta, as the controller moved it.
+Divergence from the teacher | nat per token | teacher/divergence divergence | Before its weight.
+Log ratio to the teacher | nat per token | teacher/log_ratio mean
+    | logp_teacher − logp_sampler of sampled tokens, whose mean under the policy is −KL(policy || teacher).
+Beyond a server's likeliest tokens | probability, whole | teacher/tail teacher, teacher/tail_of_policy policy
+    | Of all other tokens together, inside which nothing is taught.
 Entropy | nat per token | entropy/mean entropy
     | Of the policy's next-token distribution, mean over trained tokens.
 Completion length | token | length/mean mean, length/max longest, length/min shortest
@@ -361,11 +368,18 @@ def _curves(run: Recorded) -> str:
         {"reward/mean": "total"} | {name: name.split("/")[1] for name in several},
     )
     cards = []
-    for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(_CURVES)):
+    imitated = _LIKELIHOOD if _imitates(run.config) else ""
+    for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(imitated + _CURVES)):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
         moment = best if curves.title == "Held-out accuracy" else None
         cards.append(curves.card(run.lines(curves), level=level, moment=moment))
     return grid_of("Training", cards)
+
+
+def _imitates(config: Mapping[str, Any]) -> bool:
+    """Whether a recipe's loss is the likelihood of texts."""
+    algorithm = config.get("algorithm") or {}
+    return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
 
 
 def _of_sources(names: Iterable[str]) -> Iterator[Curves]:
