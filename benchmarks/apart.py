@@ -6,8 +6,8 @@ end of one to the end of the next, in the steady state: before them comes one wi
 kernels compile, and ``--warm-up`` whole ones. If kernels still compiled in a timed block, ``phases`` has
 ``compilation``. ``same_weights`` says whether the weights after the last block are those of one GPU in turns at the
 same staleness, in every bit: only with ``--turns`` where the staleness is above 0, and not in flight, where they depend
-on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled; ``first_push_seconds``
-is the push of every weight before the first block, ``push_seconds`` the least of those of trained weights after it.
+on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled; ``push_seconds`` is
+the least of the pushes of trained weights, ``whole_push_seconds`` one of every weight, after the last block.
 
     python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
     python benchmarks/apart.py --models llama-3.1-8b-lora --staleness 1 --warm-up 0 --blocks 1
@@ -33,6 +33,7 @@ from logitless.distributed.ranks import Ranks, ranks_of_environment
 from logitless.models import loading
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.seeded import seeded
+from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.train.assembly.engines import Engines, engines_on
 from logitless.train.assembly.process import set_process
 from logitless.train.assembly.stages import assemble, load, read
@@ -232,6 +233,7 @@ def _measured(
         seconds = (ended[-1] - ended[-1 - blocks]) / blocks
         push = min((each for each in pushes if each != pushes[0]), default=0.0)
         after = clock.seconds()
+        parts.collector.close()
         return (
             None
             if not ranks.is_first
@@ -239,7 +241,7 @@ def _measured(
                 "tokens_per_second": sum(tokens[-blocks:]) / blocks / seconds,
                 "push_seconds": push,
                 "push_share": push / seconds,
-                "first_push_seconds": max(pushes[:1], default=0.0),
+                "whole_push_seconds": _whole_push(engines.training, learner),
                 "block_seconds": seconds,
                 "whole_blocks": before + blocks,
                 "mixed_fraction": sum(mixed[-blocks:]) / blocks,
@@ -248,6 +250,15 @@ def _measured(
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             }
         )
+
+
+def _whole_push(engine: Any, learner: Any) -> float:
+    """Seconds in which every weight goes to ranks that sample and wait; 0 for an engine of this process."""
+    if not isinstance(engine, SamplingRanks) or engine._ranks is None:
+        return 0.0
+    with engine._lock:
+        engine._send(learner.version, {name: p.detach() for name, p in learner.policy.model.named_parameters()})
+    return engine.transfer_numbers["weights/push_seconds"]
 
 
 def _sample_short_first(engine: Any, work: Workload) -> None:
