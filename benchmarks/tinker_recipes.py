@@ -473,8 +473,9 @@ def measure(model: str, rows: Rows, folder: Path, base: Path | None, until: floa
                     skip = LEARNT if recipe == FOLLOWED[1] else 0
                     found = ended(recipe, process, folder, until)
                     row = {"model": model, "recipe": recipe.name, "settings": recipe.settings, "at_once": len(begun)}
-                    row |= found | seen(recipe, log, skip) | {"seconds": round(time.perf_counter() - began, 1)}
-                    rows.add(row)
+                    row |= found | seen(recipe, log, skip)
+                    alone = {"seconds": round(time.perf_counter() - began, 1)} if len(begun) == 1 else {}
+                    rows.add(row | alone)
     place["recipe"] = "logitless train"
     if not rows.has(**place) and time.time() < until and torch.cuda.is_available():
         if model == "smollm2":
