@@ -407,7 +407,10 @@ def same_loop(folder: Path, *, steps: int = LOOPED, prompts: int = 64, samples: 
         "train": {
             "blocks": steps,
             "tokens_per_step": 1_000_000,
-            "optimizer": {"learning_rate": 0.0004, "betas": [0.9, 0.95]},
+            "tokens_per_micro_batch": 32768,
+            "max_grad_norm": None,
+            # the cookbook's 1e-8 is of a sum over what is here a mean
+            "optimizer": {"learning_rate": 0.0004, "betas": [0.9, 0.95], "eps": 1e-8 / (prompts * samples * 24)},
         },
         "checkpoint": {"every_blocks": 1_000_000},
         "writers": [],

@@ -523,6 +523,25 @@ def test_the_first_step_of_a_135m_run_comes_within_12_seconds_or_30_with_empty_c
         assert f"after {slowest:.1f} s with {caches}" in page
 
 
+def test_graphs_of_short_rows_take_less_than_half_the_time_and_as_much_as_the_page_says():
+    rows = committed("short-rows-H200")["rows"]
+    page = " ".join((ROOT / "docs/performance.md").read_text(encoding="utf-8").split())
+    of = {(row["tokens"], row["graphs"]): row["seconds"] for row in rows if row["model"] == "smollm2-135m"}
+    assert all(of[tokens, True] < 0.5 * of[tokens, False] for tokens in (511, 2050, 6135))
+    first, second = (f"{1000 * of[n, False]:.0f} -> {1000 * of[n, True]:.0f}" for n in (2050, 6135))
+    assert f"{first} ms at 2,050 tokens, {second} at 6,135" in page
+
+
+def test_the_page_of_numerics_has_the_held_out_results_of_both_precisions_on_a_gpu_at_three_seeds():
+    rows = [row for name in ("H200", "H100") for row in committed(f"evidence-smollm2-{name}")["rows"]]
+    page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
+    for trainer, variant in (("logitless", "full"), ("logitless", "float32"), ("trl", "full")):
+        key = ("addition", trainer, variant)
+        after = [row["held_out_after"] for row in rows if (row["task"], row["trainer"], row["variant"]) == key]
+        assert len(after) >= 3
+        assert f"{statistics.fmean(after):.3f} ± {statistics.stdev(after):.3f}" in page
+
+
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("commands-*.json")), ids=lambda path: path.stem)
 def test_every_command_ended_as_it_should(path):
     for name, row in json.loads(path.read_text())["rows"].items():
@@ -544,3 +563,10 @@ def test_a_hundred_kills_of_each_kind_left_no_run_that_differs():
     for numbers in found["signals"].values():
         assert numbers["kills"] >= 100
         assert numbers["runs_that_differ"] == numbers["failures"] == []
+
+
+def test_fifty_kills_of_a_process_that_trains_or_one_that_samples_left_no_run_that_differs():
+    (numbers,) = committed("kills-beside")["signals"].values()
+    assert numbers["kills"] >= 50
+    assert {"between saves", "before the first checkpoint"} <= {*numbers["where"]}
+    assert numbers["runs_that_differ"] == numbers["failures"] == []

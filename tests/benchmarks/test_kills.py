@@ -10,15 +10,16 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def _measured(kills, out, seed):
+def _measured(kills, out, seed, *more):
     command = [sys.executable, "benchmarks/kills.py", "--kills", str(kills), "--seed", str(seed), "--out", str(out)]
+    command += more
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads(out.read_text())
 
 
-def _check(found, kills):
-    assert set(found["signals"]) == {"SIGKILL", "SIGTERM"}
+def _check(found, kills, signals=("SIGKILL", "SIGTERM")):
+    assert set(found["signals"]) == {*signals}
     for numbers in found["signals"].values():
         assert numbers["kills"] >= kills
         assert numbers["runs"] >= 1
@@ -28,6 +29,11 @@ def _check(found, kills):
 @pytest.mark.slow
 def test_a_killed_run_goes_on_bitwise(tmp_path):
     _check(_measured(2, tmp_path / "kills.json", seed=1), 2)
+
+
+@pytest.mark.slow
+def test_a_run_of_which_one_of_two_processes_is_killed_goes_on_bitwise(tmp_path):
+    _check(_measured(2, tmp_path / "kills.json", 1, "--beside"), 2, ["SIGKILL"])
 
 
 @pytest.mark.slow

@@ -355,6 +355,8 @@ def test_loss_and_every_metric_of_a_micro_batch_are_trls_whatever_is_masked(
 
 def test_a_micro_batch_without_a_trained_token_leaves_the_windows_metrics_as_they_are(both_trainers):
     trainer = both_trainers("token ratio")[1]
+    trainer.model.train()
+    trainer.current_gradient_accumulation_steps = 2
     trainer._metrics["train"].clear()
     for empty in ([0, 1, 2, 3], [0]):
         trainer._compute_loss(trainer.model, random_micro_batch(7, empty=empty, per_token=False))

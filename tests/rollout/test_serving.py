@@ -402,7 +402,7 @@ def test_a_request_brings_the_sampling_settings_that_a_recipe_has(server):
     asked, sample = [], server._engine.sample
     server._engine.sample = lambda *given, seed: (asked.append(given[2]), sample(*given, seed=seed))[1]
     alike = {"temperature": 0.5, "top_p": 0.9, "top_k": 5, "min_p": 0.1, "repetition_penalty": 1.1}
-    alike |= {"presence_penalty": 0.2, "frequency_penalty": -0.3}
+    alike |= {"presence_penalty": 0.2, "frequency_penalty": -0.3, "ignore_eos": True}
     body = alike | {"logit_bias": {"7": -100, "5": 1.5}, "min_tokens": 2, "max_tokens": 9}
     wanted = SamplingOptions(
         **alike,

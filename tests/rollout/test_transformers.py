@@ -259,6 +259,15 @@ def test_stop_token_ids_of_the_caller_and_of_the_model_end_it_too():
     assert all(len(c.text) == c.length - (c.finish_reason == "stop") for c in group)
 
 
+def test_an_eos_token_that_is_ignored_is_a_token_like_others():
+    model, words = speaking(0.0), tokenizer()
+    (group,) = TransformersEngine(model, words).sample(
+        prompts(3), 20, SamplingOptions(max_new_tokens=40, ignore_eos=True), seed=1
+    )
+    assert {(c.length, c.finish_reason) for c in group} == {(40, "length")}
+    assert any(2 in c.token_ids[:-1] for c in group)
+
+
 def test_an_end_that_the_config_names_by_default_is_an_ordinary_character_of_another_tokenizer():
     model = speaking(0.0)
     model.generation_config.eos_token_id = 30

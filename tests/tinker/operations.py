@@ -1,4 +1,6 @@
-"""Every public operation of the installed SDK, called: ``python -m tests.tinker.operations`` writes the results.
+"""Every public operation of the installed SDK, called; ``python -m tests.tinker.operations`` writes the results.
+
+It needs PYTHONPATH=benchmarks.
 
 The list is the SDK's own: the public methods of its clients that are not deprecated, its losses, and the options of its
 sampling request. docs/tinker.md has the table that is made from the results.

@@ -26,7 +26,6 @@ def targets(*data, shape=(2, 1), **more):
         ({"prompt": {"chunks": []}}, "0 prompt tokens"),
         ({"prompt": {"chunks": [{"tokens": [99]}]}}, "0 to 10 are needed"),
         ({"sampling_params": {"max_tokens": 254}}, "256 positions"),
-        ({"sampling_params": {"stop": []}}, "EOS"),
         ({"sampling_params": {"stop": [99]}}, "stop: .* 0 to 10 are needed"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "less than the prompt"),
         ({"topk_prompt_logprobs": 12}, "the model has 11"),
@@ -45,6 +44,12 @@ def test_what_the_model_does_not_have_is_refused_in_words(changed, said):
     with pytest.raises(RefusedError, match=said) as refused:
         requested(**changed)
     assert refused.value.status == 400
+
+
+def test_an_empty_list_of_stops_ignores_eos_tokens_too():
+    assert requested(sampling_params={"stop": []}).options.ignore_eos
+    assert not requested().options.ignore_eos
+    assert not requested(sampling_params={"stop": [3]}).options.ignore_eos
 
 
 def test_a_seed_names_random_numbers_by_the_prompt_and_without_one_they_are_of_the_place():

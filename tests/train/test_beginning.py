@@ -2,11 +2,13 @@
 
 import logging
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from logitless.cli.main import main
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, TrainingError
+from logitless.train.loop import Loop
 from logitless.train.recipe.loading import dump_recipe
 from tests.train.tiny import finished_run, start, tiny_recipe
 
@@ -55,6 +57,15 @@ def test_the_remedy_of_a_refused_resume_names_a_fork_where_there_can_be_one(tmp_
         with pytest.raises(ConfigurationError) as error:
             start(tiny_recipe(tmp_path, **short, **{key: value}), resume=True)
         assert ("--fork" in error.value.remedy) == can_fork
+
+
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_run_that_an_error_ended_before_its_first_checkpoint_begins_again(tmp_path, resume):
+    fails = mock.patch.object(Loop, "_evaluated", side_effect=TrainingError(needed="a", given="b", remedy="C."))
+    with fails, pytest.raises(TrainingError):
+        finished_run(tmp_path, train__blocks=1)
+    assert (tmp_path / "runs" / "tiny" / "summary.json").exists()
+    assert finished_run(tmp_path, train__blocks=1, resume=resume).read_metrics()[-1]["block"] == 1
 
 
 def test_a_complete_run_is_not_begun_again_and_says_how_it_goes_on(tmp_path, monkeypatch, caplog):

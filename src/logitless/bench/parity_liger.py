@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from logitless.bench.parity import FLOAT32, Measured, Row, row
-from logitless.errors import UnavailableError
+from logitless.installed import optional
 
 LENGTHS = (5, 2, 7, 3, 1, 6)
 SHAPE = (len(LENGTHS), max(LENGTHS))
@@ -95,15 +95,10 @@ def against_liger(drop_in: Callable[..., Any], *, quick: bool = False) -> Iterat
     Raises:
         UnavailableError: Liger is not installed.
     """
-    try:
-        from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
-    except ImportError as error:
-        raise UnavailableError(
-            needed="Liger to compare with", given=str(error), remedy="pip install 'logitless[liger]'."
-        ) from error
+    losses = optional("liger_kernel.chunked_loss", extra="liger", needed="Liger to compare with")
     for case in CASES[::5] if quick else CASES:
         options = {"beta": 0.0, "use_ref_model": False, "compiled": False, **case.options}
-        theirs, ours = (_measured(module(**options), case) for module in (LigerFusedLinearGRPOLoss, drop_in))
+        theirs, ours = (_measured(module(**options), case) for module in (losses.LigerFusedLinearGRPOLoss, drop_in))
         yield row(case.name, "liger", theirs, ours, FLOAT32, case.note)
 
 

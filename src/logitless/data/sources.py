@@ -18,6 +18,7 @@ from pydantic import ConfigDict, Field
 
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
+from logitless.installed import optional
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -344,14 +345,8 @@ def _parquet_rows(path: Path) -> list[Row]:
 def _hub_rows(options: HubData) -> list[Row]:
     if not Path(options.dataset).exists():
         use_cache_if_unreachable()
-    try:
-        import datasets
-    except ImportError as error:
-        raise UnavailableError(
-            needed="the package datasets for hub data",
-            given="an environment without it",
-            remedy="Run pip install 'logitless[data]', or use a JSONL or Parquet file.",
-        ) from error
+    needed = "the package datasets for hub data"
+    datasets = optional("datasets", extra="data", needed=needed, otherwise="use a JSONL or Parquet file")
     asked = f"{options.dataset} (config {options.config}, split {options.split})"
     try:
         loaded = datasets.load_dataset(options.dataset, options.config, split=options.split)
@@ -371,20 +366,13 @@ def _hub_rows(options: HubData) -> list[Row]:
 
 
 def _reasoning_gym_rows(options: ReasoningGymData) -> tuple[Row, ...]:
-    try:
-        import reasoning_gym
-        from reasoning_gym.factory import DATASETS
-    except ImportError as error:
-        raise UnavailableError(
-            needed="the package reasoning-gym for reasoning_gym data",
-            given="an environment without it",
-            remedy="Run pip install 'logitless[rewards]', or use a JSONL or Parquet file.",
-        ) from error
-    if options.task not in DATASETS:
+    needed = "the package reasoning-gym for reasoning_gym data"
+    reasoning_gym = optional("reasoning_gym", extra="rewards", needed=needed, otherwise="use a JSONL or Parquet file")
+    if options.task not in reasoning_gym.factory.DATASETS:
         raise DataError(
             needed="the name of a reasoning-gym task",
             given=repr(options.task),
-            remedy=f"Did you mean {nearest(options.task, DATASETS)!r}?",
+            remedy=f"Did you mean {nearest(options.task, reasoning_gym.factory.DATASETS)!r}?",
         )
     try:
         generated = reasoning_gym.create_dataset(

@@ -16,7 +16,8 @@ import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from logitless.errors import ConfigurationError, InputError, UnavailableError
+from logitless.errors import ConfigurationError, InputError
+from logitless.installed import optional
 
 
 def play_task(
@@ -137,14 +138,7 @@ def _task(taskset: str, config: str, number: int) -> Any:
 
 
 def _verifiers() -> Any:
-    try:
-        return importlib.import_module("verifiers.v1")
-    except ImportError as error:
-        raise UnavailableError(
-            needed="the package verifiers, 0.4 or later",
-            given=str(error),
-            remedy="Run pip install 'logitless[verifiers]'.",
-        ) from error
+    return optional("verifiers.v1", extra="verifiers", needed="the package verifiers, 0.4 or later")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from logitless.errors import UnavailableError
+from logitless.installed import optional
 from logitless.models.lm_head import backbone
 
 FourBit: TypeAlias = Literal["nf4"]
@@ -92,12 +92,5 @@ def saved_bytes(model: nn.Module) -> int:
 
 
 def _bitsandbytes() -> Any:
-    try:
-        import bitsandbytes  # type: ignore[import-not-found, unused-ignore]
-    except ImportError as error:
-        raise UnavailableError(
-            needed="bitsandbytes, for model.quantize",
-            given=str(error),
-            remedy="Install logitless[four-bit], or leave model.quantize out.",
-        ) from error
-    return bitsandbytes
+    needed = "bitsandbytes, for model.quantize"
+    return optional("bitsandbytes", extra="four-bit", needed=needed, otherwise="leave model.quantize out")

@@ -5,7 +5,6 @@ the pad token and always splits white space as GPT-2 does. Not supported: senten
 ones whose pre-tokenizer is not in ``_SPLITS``.
 """
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from copy import deepcopy
@@ -17,8 +16,9 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
-from logitless.errors import ConfigurationError, UnavailableError
+from logitless.errors import ConfigurationError
 from logitless.hub import use_cache_if_unreachable
+from logitless.installed import optional
 
 logger = logging.getLogger("logitless")
 
@@ -231,9 +231,4 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 
 def _need_package() -> None:
-    if importlib.util.find_spec("gguf") is None:
-        raise UnavailableError(
-            needed="the package gguf, to read a GGUF file",
-            given="none",
-            remedy="Install logitless[gguf].",
-        )
+    optional("gguf", extra="gguf", needed="the package gguf, to read a GGUF file")

@@ -334,15 +334,15 @@ def _check_names(kind: Any, fields: Mapping[str, Any]) -> None:
 
 def _check_heads(config: Any) -> None:
     """Refuse heads of which transformers makes layers that fail at their first token, on ``meta`` not even there."""
-    heads, key_heads = (getattr(config, f"num_{name}_heads", None) for name in ("attention", "key_value"))
+    fields = vars(config)  # of configs with another one for each layer, getattr raises
+    heads, key_heads = fields.get("num_attention_heads"), fields.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(key_heads, int) and (key_heads < 1 or heads % key_heads):
         raise ConfigurationError(
             needed="num_attention_heads that is a multiple of num_key_value_heads",
             given=f"{heads} and {key_heads}",
             remedy="Correct one of them.",
         )
-    rope = getattr(config, "rope_parameters", None)
-    width = getattr(config, "qk_rope_head_dim", None) or getattr(config, "head_dim", None)
+    rope, width = fields.get("rope_parameters"), fields.get("qk_rope_head_dim") or fields.get("head_dim")
     if rope and "partial_rotary_factor" not in rope and isinstance(width, int) and width % 2:
         raise ConfigurationError(
             needed="an even head_dim, for rotary embeddings turn pairs",

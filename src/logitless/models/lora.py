@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from logitless.errors import CheckpointError, ConfigurationError, InputError, UnavailableError
+from logitless.errors import CheckpointError, ConfigurationError, InputError
+from logitless.installed import optional
 from logitless.models.lm_head import causal_lm, is_peft
 from logitless.models.lora_targets import expert_weights, lora_targets
 from logitless.models.seeded import seeded
@@ -399,10 +400,4 @@ def _check_peft(model: nn.Module) -> None:
 
 
 def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise UnavailableError(
-            needed="PEFT for LoRA", given="no peft installed", remedy="pip install logitless[lora]"
-        ) from error
-    return peft
+    return optional("peft", extra="lora", needed="PEFT for LoRA")

@@ -79,6 +79,8 @@ def not_finite(given: str) -> TrainingError:
 
 def stop_ids(tokenizer: PreTrainedTokenizerBase, model: nn.Module, options: SamplingOptions) -> list[int]:
     """Tokens that end a completion: EOS of tokenizer and generation config, and those of ``options``."""
+    if options.ignore_eos:
+        return sorted({*options.stop_token_ids})
     configured: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     eos = {configured} if isinstance(configured, int) else set(configured or ())
     # A config made by hand has its class's default, which may be an ordinary token of this tokenizer.

@@ -29,6 +29,7 @@ class SamplingOptions:
         min_new_tokens: tokens before which no stop token is sampled; stop strings still end a completion.
         stop: strings that end a completion; the text ends before the string, the token ids include it.
         stop_token_ids: ends beside the tokenizer's and the model's own EOS tokens.
+        ignore_eos: EOS tokens end nothing.
 
     Raises:
         ConfigurationError: a value out of range, or a filter beside temperature 0, where it would do nothing.
@@ -52,6 +53,7 @@ class SamplingOptions:
     min_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
 
     def __post_init__(self) -> None:
         given_penalties = f"presence_penalty {self.presence_penalty}, frequency_penalty {self.frequency_penalty}"

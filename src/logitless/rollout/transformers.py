@@ -235,7 +235,7 @@ class TransformersEngine:
         num_rows, max_new = len(rows), options.max_new_tokens
         uniform = np.stack([_uniforms(seed, prompts[p].id, g, max_new) for p, g in rows])
         noise = torch.from_numpy(uniform).to(device)
-        ends = torch.tensor(stop_ids(self.tokenizer, self._model, options), device=device)
+        ends = torch.tensor(stop_ids(self.tokenizer, self._model, options), dtype=torch.long, device=device)
         tokens = torch.zeros(num_rows, max_new, dtype=torch.long, device=device)
         logps = torch.zeros(num_rows, max_new, device=device)
         lengths = torch.full((num_rows,), max_new, device=device)

@@ -76,8 +76,6 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
     if last is not None and not (request.prompt_logprobs and last < len(tokens)):
         raise RefusedError(400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens are needed")
     stops = [params.stop] if isinstance(params.stop, str) else list(params.stop or ())
-    if params.stop is not None and not stops:
-        raise RefusedError(400, "stop: []: an EOS token always ends a sequence; leave stop out")
     top = max(request.topk_prompt_logprobs, request.topk_sample_logprobs)
     if top > vocabulary:
         raise RefusedError(400, f"the {top} likeliest tokens: the model has {vocabulary}")
@@ -89,6 +87,7 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
         top_k=None if greedy or params.top_k in (-1, 0) else params.top_k,
         stop=tuple(each for each in stops if isinstance(each, str)),
         stop_token_ids=tuple(each for each in stops if isinstance(each, int)),
+        ignore_eos=params.stop == [],
     )
     targets = wire.targets_of(request.target_prompt_logprobs, len(tokens) - 1)
     scored = () if targets is None else targets.ids[targets.ids >= 0]

@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from logitless.errors import CheckpointError, InputError, UnavailableError
+from logitless.errors import CheckpointError, InputError
+from logitless.installed import optional
 from logitless.tinker.adapter import Shape
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -218,12 +219,7 @@ class Store:
 
 def _encrypt(folder: Path, recipients: Sequence[str]) -> None:
     """Encrypt the files of a folder by age."""
-    try:
-        import pyrage
-    except ImportError as error:
-        raise UnavailableError(
-            needed="pyrage, which encrypts", given=str(error), remedy="Run pip install 'logitless[tinker]'."
-        ) from error
+    pyrage = optional("pyrage", extra="tinker", needed="pyrage, which encrypts")
     keys = []
     for text in recipients:
         kind = pyrage.ssh if text.startswith("ssh-") else pyrage.x25519

@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from logitless.errors import RefusedError, UnavailableError
+from logitless.errors import RefusedError
+from logitless.installed import optional
 from logitless.tinker.losses import INPUTS, checked_config
 
 MAX_BODY_BYTES = 64 << 20
@@ -38,15 +39,8 @@ def messages() -> Any:
     Raises:
         UnavailableError: the package is not installed.
     """
-    try:
-        from tinker.proto import tinker_public_pb2
-    except ImportError as error:
-        raise UnavailableError(
-            needed="the package tinker, whose messages the service reads",
-            given=str(error),
-            remedy="pip install 'logitless[tinker]'",
-        ) from error
-    return tinker_public_pb2
+    needed = "the package tinker, whose messages the service reads"
+    return optional("tinker.proto.tinker_public_pb2", extra="tinker", needed=needed)
 
 
 def inflated(body: bytes, encoding: str) -> bytes:

@@ -113,8 +113,8 @@ def generation_config(saved: SavedPolicy) -> GenerationConfig:
     sampling = saved.recipe.rollout.sampling
     own: Any = getattr(causal_lm(saved.policy.model), "generation_config", None)
     ends = [own.eos_token_id] if own is not None and isinstance(own.eos_token_id, int) else (own and own.eos_token_id)
-    ids = [saved.tokenizer.eos_token_id, *(ends or []), *sampling.stop_token_ids]
-    distinct = list(dict.fromkeys(ids))
+    eos = [] if sampling.ignore_eos else [saved.tokenizer.eos_token_id, *(ends or [])]
+    distinct = list(dict.fromkeys([*eos, *sampling.stop_token_ids]))
     padding = saved.tokenizer.pad_token_id
     return GenerationConfig(
         do_sample=True,
@@ -126,7 +126,7 @@ def generation_config(saved: SavedPolicy) -> GenerationConfig:
         max_new_tokens=sampling.max_new_tokens,
         min_new_tokens=sampling.min_new_tokens or None,
         bos_token_id=saved.tokenizer.bos_token_id,
-        eos_token_id=distinct[0] if len(distinct) == 1 else distinct,
+        eos_token_id=distinct[0] if len(distinct) == 1 else distinct or None,
         pad_token_id=saved.tokenizer.eos_token_id if padding is None else padding,
     )
 

@@ -144,6 +144,13 @@ def test_stop_ids_and_limits_end_completions():
     assert {c.finish_reason for c in flat(groups)} == {"stop", "length"}
 
 
+def test_an_eos_token_that_is_ignored_is_a_token_like_others():
+    engine = engine_of(model_of(end_bias=0.0))
+    found = flat(engine.sample(PROMPTS[:2], 4, SamplingOptions(max_new_tokens=6, ignore_eos=True), seed=3))
+    assert {(c.length, c.finish_reason) for c in found} == {(6, "length")}
+    assert any(2 in c.token_ids[:-1] for c in found)
+
+
 def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
     engine = engine_of(model_of(end_bias=-1e4))
     free = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=12), seed=4))

@@ -42,6 +42,7 @@ def test_processes_that_only_sample_hold_half_of_the_layers_each(tmp_path):
         ({}, TWO, 0, "auto"),
         ({}, TWO, None, "auto"),
         ({}, Arrangement(replicate=2), -1, "auto"),
+        ({"parallel__sampling": 2}, TWO, -1, "auto"),  # others sample, with weights of their own
         ({"rollout__engine": {"name": "transformers"}}, TWO, -1, "auto"),
         ({"train__scoring_backend": "chunked"}, TWO, -1, "auto"),  # the engine gpu has another
     ],

@@ -8,7 +8,6 @@ English model except for breaks that depend on words of the training data.
 """
 
 import functools
-import importlib
 import re
 import string
 import threading
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from logitless.errors import UnavailableError
+from logitless.installed import optional
 from logitless.rewards.instructions.word_lists import ABBREVIATIONS
 
 PACKAGES = {
@@ -252,14 +252,7 @@ class _NoCounts(dict[str, int]):
 
 def _module(name: str) -> Any:
     """A module of an optional package."""
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise UnavailableError(
-            needed=f"the package {name.partition('.')[0]!r}",
-            given="an environment without it",
-            remedy='Install the extra: pip install "logitless[rewards]"',
-        ) from None
+    return optional(name, extra="rewards", needed=f"the package {name.partition('.')[0]!r}")
 
 
 @functools.cache

@@ -77,6 +77,7 @@ class Request(BaseModel, extra="forbid"):
     logit_bias: _Pairs | None = None
     stop: _Texts | None = None
     stop_token_ids: tuple[int, ...] | None = None
+    ignore_eos: bool | None = None
     min_new_tokens: int | None = Field(None, alias="min_tokens")
 
     @classmethod

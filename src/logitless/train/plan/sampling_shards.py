@@ -31,7 +31,7 @@ def with_sampling_shards(
         room: bytes of the smallest GPU; None: unknown, or without a limit.
     """
     parallel, is_free = recipe.parallel, recipe.rollout.engine.choices is not None
-    if parallel.has_copy or not is_free or not arrangement.is_sharded or room is None:
+    if parallel.num_sampling or parallel.has_copy or not is_free or not arrangement.is_sharded or room is None:
         return recipe, ""
     needed = memory_of_rank(recipe, model, arrangement).peak_bytes
     if needed <= room:

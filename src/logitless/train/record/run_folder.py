@@ -97,9 +97,10 @@ class RunFolder:
         return self.rollout_blocks() in ([], [1]) and all(map(is_first, checkpoints(self.checkpoints)))
 
     def remove_after_failed_start(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Exit function of a context: remove the folder if an error came before the first rollout was written."""
+        """Exit function of a context: remove the folder if an error came before the first rollout or summary."""
         del rest
-        if kind is not None and self.is_failed_start() and not any(self.rollouts.glob("*")):
+        said = any(self.rollouts.glob("*")) or self.summary.exists()
+        if kind is not None and self.is_failed_start() and not said:
             shutil.rmtree(self.path)
 
     def clear(self) -> None:
@@ -236,6 +237,7 @@ _WRITTEN_FIRST = {
     *_FIRST,
     *("metrics.jsonl", "tensorboard", "wandb", "collected", WARM_START),
     *("writers.json", ".writers.json.partial", ".metrics.jsonl.partial", ".warm_start.partial"),
+    *("summary.json", ".summary.json.partial"),  # of an error that came before the first checkpoint
 }
 """What may be in a run folder before its first block is done, besides lock, rollouts and checkpoints."""
 
