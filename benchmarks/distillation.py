@@ -3,7 +3,7 @@
     python benchmarks/distillation.py --seeds 1 2 3                          # students of the quickstart's size, a CPU
     python benchmarks/distillation.py --task smollm2 --at-once 3             # SmolLM2-135M on sums, a GPU
     python benchmarks/distillation.py --task step                            # 0.5B under 8B: time, memory, the head
-    python benchmarks/distillation.py --task step --places device,host,cuda:1    # and with the teacher elsewhere
+    python benchmarks/distillation.py --task step --places device,cuda:1     # and with it on a second GPU; or host
     python benchmarks/distillation.py --task step --student tiny --device cpu    # tries it; writes to --output
     python benchmarks/distillation.py --table                                # the tables of docs/distillation.md
 
@@ -13,6 +13,7 @@ the same model after its recipe. ``step`` measures the second of two blocks, wit
 """
 
 import hashlib
+import itertools
 import json
 import statistics
 import tempfile
@@ -154,8 +155,8 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
 def step_rows(
     student: str, device: str, kinds: Sequence[str], places: Sequence[str] = ("device",)
 ) -> list[dict[str, Any]]:
-    """A block with GRPO alone, one with each divergence at the first place, and the first divergence at the others:
-    seconds of its phases, memory, the head's part.
+    """A block with GRPO alone, and one with each divergence from a teacher at each place: seconds of its phases, memory,
+    the head's part.
 
     The head's seconds are those of ``token_divergence`` forward and backward at a micro-batch's number of tokens, times
     the number of micro-batches.
@@ -177,8 +178,7 @@ def step_rows(
     config = {**shape.config, "hidden_size": 32} if shape is TINY else TEACHER
     train = block_recipe(work, lora=False, gpu=False)["train"] | {"head_memory_budget": HEAD_BUDGET}
     rows = list[dict[str, Any]]()
-    with_teacher = *((kind, places[0]) for kind in kinds), *((kinds[0], place) for place in places[1:])
-    for kind, place in ((None, "device"), *with_teacher):
+    for kind, place in ((None, "device"), *itertools.product(kinds, places)):
         teacher, changes = None, {"train": train}
         if kind is not None:
             dtype = torch.bfloat16 if device == "cuda" else torch.float32

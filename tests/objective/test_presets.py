@@ -22,6 +22,7 @@ from logitless.objective.advantage import (
     Remax,
 )
 from logitless.objective.filters import AdvantageOutliers
+from logitless.objective.observations import Observations
 from logitless.objective.presets import PRESETS, algorithm
 from logitless.objective.ratio import SequenceRatio, SequenceTokenRatio, TokenRatio
 from logitless.objective.surrogate import (
@@ -97,6 +98,7 @@ def test_a_preset_is_what_the_table_says(name):
     assert objective.filters == ((AdvantageOutliers(3.0),) if name == "stable_reinforce" else ())
     assert (objective.correction, objective.kl, objective.entropy_bonus) == (None, None, None)
     assert preset.value_loss == (ValueLoss(0.5) if name == "ppo" else None)
+    assert preset.observations == (Observations(0.1) if name == "echo" else None)
     assert (preset.kl_control, preset.drop_truncated, preset.notes) == (None, False, ())
 
 

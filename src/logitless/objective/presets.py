@@ -347,7 +347,6 @@ def kl_cov(k: float = 2e-4, beta: float = 1.0) -> Algorithm:
         verl: ``loss_mode: kl_cov``
 
     Notes:
-        - Means and choice as in ``clip_cov``.
         - The penalty has no gradient on the first step after scoring.
     """
     return Algorithm(Objective(surrogate=KlCov(k, beta)), GroupStandardized(), TokenMean())

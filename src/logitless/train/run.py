@@ -47,7 +47,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.parallel import ParallelSection
 from logitless.train.record.journal import Journal
-from logitless.train.record.live_view import LiveView
+from logitless.train.record.live_view import LiveView, imitates
 from logitless.train.record.result import RunResult, exported_in_words
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_counted
@@ -232,9 +232,10 @@ def _journal(
         services: closes the writers.
     """
     done, blocks = begun.progress, recipe.train.blocks
-    view = LiveView(blocks, first_block=done["block"], title=recipe.name, silent=not ranks.is_first)
-    stack.enter_context(view)
     sections, config = recipe.writers if ranks.is_first else (), recipe.model_dump(mode="json")
+    shows = imitates(config)
+    view = LiveView(blocks, first_block=done["block"], title=recipe.name, silent=not ranks.is_first, shows_loss=shows)
+    stack.enter_context(view)
     writers = open_writers(sections, folder=folder, config=config, first_step=done["step"])
     for writer in writers:
         services.callback(writer.close)

@@ -61,6 +61,15 @@ def test_a_reward_that_failed_in_a_block_is_named_with_its_share_in_the_first_li
     ]
 
 
+def test_the_loss_is_shown_where_it_says_how_far_a_run_is_and_what_a_teacher_teaches_everywhere():
+    numbers = {"step": 1, "block": 1, "loss/total": 2.5, "teacher/divergence": 0.25, "teacher/log_ratio": -0.5}
+    for shows_loss, first in ((True, "loss 2.5  divergence"), (False, "step 1  divergence")):
+        out = io.StringIO()
+        with LiveView(3, shows_loss=shows_loss, console=Console(file=out), clock=Clock()) as view:
+            view.update(numbers, sample=None)
+        assert f"{first} from the teacher 0.25  log ratio to the teacher -0.5" in out.getvalue()
+
+
 def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
 

@@ -6,8 +6,9 @@ update, so that its attributes are replaced and never changed in place.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -21,7 +22,10 @@ from logitless.train.record.metrics import Record
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = 48
 _SHOWN = (
+    ("loss/total", "loss"),
     ("reward/mean", "reward"),
+    ("teacher/divergence", "divergence from the teacher"),
+    ("teacher/log_ratio", "log ratio to the teacher"),
     ("kl_ref/k3_mean", "KL"),
     ("entropy/mean", "entropy"),
     ("length/mean", "length"),
@@ -63,6 +67,17 @@ def duration(seconds: float | int) -> str:
     return f"{whole // 3600} h {whole // 60 % 60:02d} min"
 
 
+def imitates(config: Mapping[str, Any]) -> bool:
+    """Whether a recipe's loss is the likelihood of texts, and so worth showing.
+
+    Example:
+        >>> imitates({"algorithm": {"preset": "nll"}}), imitates({"name": "toy"})
+        (True, False)
+    """
+    algorithm = config.get("algorithm") or {}
+    return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
+
+
 class LiveView:
     """Shows progress, remaining time, curves and a sample completion; a context manager.
 
@@ -73,6 +88,7 @@ class LiveView:
         first_block: blocks that were done before a resume.
         silent: show nothing, because another rank does.
         title: for example the run's name.
+        shows_loss: whether the loss says how far the run is (``imitates``).
         console: a terminal gets the live view, anything else one plain line an update.
         clock: a monotonic clock.
 
@@ -96,10 +112,12 @@ class LiveView:
         first_block: int = 0,
         silent: bool = False,
         title: str = "run",
+        shows_loss: bool = False,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.total_blocks, self.title = total_blocks, title
+        self._shown = _SHOWN if shows_loss else _SHOWN[1:]
         self.console = Console(quiet=True, force_terminal=False) if silent else console or Console()
         self._clock = clock
         self._block_ends: dict[int, float] = {}
@@ -141,11 +159,11 @@ class LiveView:
         if "reward/mean" in record:  # the first line of a block; later lines do not have verdicts
             self._failing = _failing(record)
         self._block_ends = self._block_ends | {self._block: self._clock()}
-        for name, _ in _SHOWN:
+        for name, _ in self._shown:
             if name in record:
                 value = record[name]
                 self._history[name] = (*self._history.get(name, ()), math.nan if value is None else value)[-_KEPT:]
-        if self._live is None and any(record.get(name) is not None for name, _ in _SHOWN):
+        if self._live is None and any(record.get(name) is not None for name, _ in self._shown):
             self._say(self._line())
 
     def best(self, text: str) -> None:
@@ -171,7 +189,7 @@ class LiveView:
 
     def _line(self) -> str:
         parts = [f"block {self._block}/{self.total_blocks}", f"step {self._record['step']:.0f}"]
-        for name, label in _SHOWN:
+        for name, label in self._shown:
             value = self._record.get(name)
             if value is not None:
                 parts.append(f"{label} {_short(name, value)}")
@@ -195,7 +213,7 @@ class LiveView:
         curves = Table.grid(padding=(0, 2))
         for _ in range(3):
             curves.add_column(no_wrap=True)
-        for name, label in _SHOWN:
+        for name, label in self._shown:
             if name in self._history:
                 values = self._history[name]
                 curves.add_row(

@@ -14,6 +14,7 @@ _COMPARED = """
 Reward | reward | reward/mean | Mean over the block.
 Held-out accuracy | fraction, whole, exact | evaluation/accuracy | Under the evaluation's sampling settings.
 KL to the reference | nat per token | kl_ref/k3_mean | k3, mean over tokens.
+Divergence from the teacher | nat per token | teacher/divergence | Before its weight.
 Entropy | nat per token | entropy/mean | Mean over trained tokens.
 Completion length | token | length/mean | Mean.
 Gradient norm | norm | optimizer/grad_norm | Before clipping.

@@ -20,7 +20,7 @@ from typing import Any, get_args
 import yaml
 
 from logitless.train.collect.failures import in_a_line
-from logitless.train.record.live_view import duration
+from logitless.train.record.live_view import duration, imitates
 from logitless.train.record.metrics import metric_of
 from logitless.train.record.result import ENDS, exported_in_words
 from logitless.train.record.rollout_data import turns
@@ -368,18 +368,12 @@ def _curves(run: Recorded) -> str:
         {"reward/mean": "total"} | {name: name.split("/")[1] for name in several},
     )
     cards = []
-    imitated = _LIKELIHOOD if _imitates(run.config) else ""
+    imitated = _LIKELIHOOD if imitates(run.config) else ""
     for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(imitated + _CURVES)):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
         moment = best if curves.title == "Held-out accuracy" else None
         cards.append(curves.card(run.lines(curves), level=level, moment=moment))
     return grid_of("Training", cards)
-
-
-def _imitates(config: Mapping[str, Any]) -> bool:
-    """Whether a recipe's loss is the likelihood of texts."""
-    algorithm = config.get("algorithm") or {}
-    return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
 
 
 def _of_sources(names: Iterable[str]) -> Iterator[Curves]:
