@@ -163,6 +163,19 @@ def test_a_cycle_of_the_tinker_service_has_its_samples_log_probs_and_the_seconds
     assert f"takes {service:.1f} s, the same block under `logitless train` {train:.1f}" in page
 
 
+def test_recipes_of_the_cookbook_ran_to_their_end_with_a_kl_of_0_and_learnt_what_the_page_says():
+    rows = {(row["model"], row["recipe"]): row for row in committed("tinker-recipes-H200")["rows"]}
+    page = " ".join((ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").split())
+    assert {row["status"] for row in rows.values()} == {0}
+    for model in ("smollm2", "qwen2.5-0.5b", "llama-3.1-8b"):
+        assert rows[model, "rl_numerics_check.train"]["kl"] == rows[model, "math_rl.train"]["kl"] == 0
+    assert not any(row.get("kl") for row in rows.values())
+    rewards = [rows["smollm2", recipe]["reward"] for recipe in ("rl_loop", "logitless train")]
+    ends = [f"from {reward[0]:.2f} to {statistics.fmean(reward[-10:]):.2f}" for reward in rewards]
+    assert f"rose {ends[0]} in 40 steps, under `logitless train` {ends[1]}" in page
+    assert {len(reward) for reward in rewards} == {40}
+
+
 def test_tenants_at_once_differ_in_no_bit_from_tenants_alone_and_the_page_counts_them():
     found = committed("tinker-tenants-H200")
     page = " ".join((ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").split())
