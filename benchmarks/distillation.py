@@ -155,8 +155,8 @@ def digest_of(tensors: Mapping[str, Any]) -> str:
 def step_rows(
     student: str, device: str, kinds: Sequence[str], places: Sequence[str] = ("device",)
 ) -> list[dict[str, Any]]:
-    """A block with GRPO alone, and one with each divergence from a teacher at each place: seconds of its phases, memory,
-    the head's part.
+    """A block with GRPO alone, and one with each divergence from a teacher at each place: seconds of its phases,
+    memory, the head's part.
 
     The head's seconds are those of ``token_divergence`` forward and backward at a micro-batch's number of tokens, times
     the number of micro-batches.
