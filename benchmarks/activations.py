@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from head_bytes import step_bytes
 from logitless.bench.machine import environment, release
 from logitless.data.packing import Packing, share_prompts
-from logitless.head.fused import peak_bytes
 from logitless.models.activations import MODES, ActivationPlan, Cost, Mode, costs_per_token, set_modes
 from logitless.models.lm_head import backbone_hidden, lm_head
 from logitless.models.row_invariant.layers import install_row_invariant
@@ -97,7 +97,7 @@ def measure(shape: Shape, keep: Callable[[dict[str, Any]], None]) -> None:
     tokens = len(inputs.input_ids)
     vocabulary, width = lm_head(model).weight.shape
     # what the head reads and gives back besides: its rows, their gradients, and those laid out for all tokens
-    head = peak_bytes(batch.num_tokens, width, vocabulary, memory_budget=HEAD_BUDGET) + 4 * width * batch.num_tokens
+    head = step_bytes(batch.num_tokens, width, vocabulary, memory_budget=HEAD_BUDGET) + 4 * width * batch.num_tokens
 
     def layers() -> None:
         hidden = backbone_hidden(model, inputs)

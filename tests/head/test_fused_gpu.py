@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from head_bytes import step_bytes
 from logitless.head import fused, token_scores
 from logitless.types import LMHead
 from tests.head.cases import stored_error
@@ -84,8 +85,6 @@ def test_offsets_beyond_31_bits_are_right():
 @pytest.mark.parametrize("kept", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("rows", [8192, 512])
 def test_peak_memory_is_what_the_documentation_says(rows, kept):
-    from tests.head.step_bytes import step_bytes  # needs Triton
-
     width, vocabulary = 2048, 128256
     x, w, y, upstream = inputs(rows, width, vocabulary)
     budget = int(2 * vocabulary * rows * kept)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from head_bytes import step_bytes
 from logitless.head import token_scores
 from logitless.head.api import why_not
 from logitless.types import LMHead
@@ -132,8 +133,6 @@ def _peak(rank, how, budget):
 @pytest.mark.parametrize("budget", [2**33, 0])
 @pytest.mark.parametrize("how", ["group", "shards"])
 def test_peak_memory_over_ranks_is_what_the_documentation_says(how, budget):
-    from tests.head.step_bytes import step_bytes  # needs Triton
-
     for rank, peak in enumerate(run_on_ranks(2, _peak, how, budget, device="cuda")):
         rows = ROWS[how][rank]
         vocabulary = VOCABULARY // 2 + 13 if how == "group" else VOCABULARY

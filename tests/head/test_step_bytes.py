@@ -9,10 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("triton")
 
+from head_bytes import step_bytes
 from logitless.head import fused, passes
 from logitless.head.kernels import backward, forward, variants
 from logitless.types import LMHead
-from tests.head.step_bytes import step_bytes
 
 SMALLEST = 512
 """CUDA's allocator gives multiples of this."""

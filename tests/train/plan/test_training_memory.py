@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from head_bytes import step_bytes
 from logitless.models.lm_head import backbone_hidden
 from logitless.models.loading import load_model
 from logitless.train.plan import training_memory
@@ -25,8 +26,6 @@ def test_the_block_that_is_counted_is_the_one_that_the_head_makes():
 def test_the_heads_bytes_are_those_that_the_fused_head_counts_itself(width, vocabulary, tokens, budget, cut):
     """But for blocks that fill the last round of a grid, and for sums that few rows are split into."""
     pytest.importorskip("triton")
-    from tests.head.step_bytes import step_bytes
-
     head = torch.empty(vocabulary, width, device="meta", requires_grad=True)
     found = training_memory._head_bytes(tokens, width, vocabulary, 2, budget, head, cut)
     counted = step_bytes(tokens, width, vocabulary, memory_budget=budget, shards=cut)

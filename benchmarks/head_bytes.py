@@ -1,9 +1,8 @@
-"""Bytes of a step of the fused head, counted allocation by allocation: what its tests and the plan's are held to."""
+"""Bytes of a step of the fused head, allocation by allocation; tests of the head and of the plan read it too."""
 
 import torch
 
-from logitless.head import fused, passes
-from logitless.head.kernels import launch, variants
+from logitless.head import fused
 
 VECTORS = 320
 """Bytes a row takes in all vectors of length N."""
@@ -23,6 +22,9 @@ def step_bytes(
         shared: whether a process group shares the vocabulary.
         shards: how many shards the weight is broadcast in (FSDP2); 1 for a whole weight.
     """
+    from logitless.head import passes  # needs Triton
+    from logitless.head.kernels import launch, variants
+
     gpu = variants.hopper(width, 132)
 
     def shares(rows: int, columns: int, *, whole: bool) -> int:
