@@ -1,6 +1,7 @@
 """The trainer against TRL's own, over whole short runs on the same rollouts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,11 +12,12 @@ from datasets import Dataset  # noqa: E402
 from hypothesis import HealthCheck, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from peft import LoraConfig  # noqa: E402
+from torch.torch_version import TorchVersion  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM  # noqa: E402
 
 from logitless.errors import ConfigurationError  # noqa: E402
 from logitless.head.api import token_scores  # noqa: E402
-from logitless.integrations.trl import GRPOConfig, GRPOTrainer, algorithm_of  # noqa: E402
+from logitless.integrations.trl import GRPOConfig, GRPOTrainer, algorithm_of, attention_may_be_nan  # noqa: E402
 from logitless.models.char_tokenizer import character_tokenizer  # noqa: E402
 from logitless.objective.divergence import KLPenalty  # noqa: E402
 from logitless.objective.kl_control import ProportionalKL  # noqa: E402
@@ -269,6 +271,27 @@ def test_additions_are_read_by_name():
 def test_what_nothing_would_read_is_an_error(fields, message):
     with pytest.raises(ConfigurationError, match=message):
         algorithm_of(config(**fields))
+
+
+@pytest.mark.parametrize(
+    ("implementation", "capability", "version", "enabled", "expected"),
+    [
+        ("sdpa", (9, 0), "2.11.0+cu130", True, True),
+        ("flash_attention_2", (9, 0), "2.11.0+cu130", True, False),
+        ("sdpa", (8, 0), "2.11.0+cu130", True, False),
+        ("sdpa", (9, 0), "2.9.1", True, False),
+        ("sdpa", (9, 0), "2.11.0+cu130", False, False),
+    ],
+)
+def test_attention_whose_gradients_may_be_nan_is_known_by_gpu_torch_and_kernels(
+    implementation, capability, version, enabled, expected, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    monkeypatch.setattr(torch.backends.cuda, "cudnn_sdp_enabled", lambda: enabled)
+    config = SimpleNamespace(_attn_implementation=implementation)
+    assert attention_may_be_nan(SimpleNamespace(device=torch.device("cuda"), config=config)) is expected
+    assert not attention_may_be_nan(SimpleNamespace(device=torch.device("cpu"), config=config))
 
 
 def test_an_unknown_backend_is_an_error_before_the_first_step(llama_path, tmp_path):

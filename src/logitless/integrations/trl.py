@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import torch
 import trl
 from torch import Tensor
+from torch.torch_version import TorchVersion
 from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput, nanmax, nanmin
 
@@ -121,6 +122,26 @@ def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
     return replace(found, objective=objective, kl_control=control)
 
 
+NAN_ATTENTION = (
+    "cuDNN's attention, which torch prefers on this GPU, gives NaN gradients where rows padded on the left are 64, "
+    "192, 320, ... tokens long (pytorch issue 196678): call torch.backends.cuda.enable_cudnn_sdp(False) before training"
+)
+
+
+def attention_may_be_nan(model: PreTrainedModel) -> bool:
+    """Whether a model's padded rows may go through the backward of cuDNN that ``NAN_ATTENTION`` names.
+
+    Seen with torch 2.11 on an H200; where it is repaired is not known.
+    """
+    return (
+        model.device.type == "cuda"
+        and model.config._attn_implementation == "sdpa"
+        and torch.cuda.get_device_capability(model.device)[0] == 9
+        and torch.__version__ >= TorchVersion("2.11")
+        and bool(torch.backends.cuda.cudnn_sdp_enabled())  # type: ignore[no-untyped-call]
+    )
+
+
 class GRPOTrainer(trl.GRPOTrainer):
     """``trl.GRPOTrainer`` that computes its loss through logitless. Same arguments.
 
@@ -135,6 +156,8 @@ class GRPOTrainer(trl.GRPOTrainer):
         self.algorithm = algorithm_of(self.args)
         for note in self.algorithm.notes:
             logger.info("%s", note)
+        if attention_may_be_nan(self.model):
+            logger.warning("%s", NAN_ATTENTION)
         plugin = self.accelerator.state.deepspeed_plugin
         if plugin is not None and plugin.zero_stage == 3:
             raise UnavailableError(
