@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from logitless.models.loading import load_model
+from tests.models.families import TRAINED
 from tests.models.tiny import CONFIGS, LLAMA
 
 _CHOOSE_2_OF_4: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8, "num_key_value_heads": 4}
@@ -45,11 +46,19 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, **_GEMMA},
     }.items()
 }
+OTHERS = {each.model_type: each for each in TRAINED if "experts" in each.parts and each.model_type not in MIXTURES}
+"""Families of mixtures beside these."""
 ATTENTION = {"gpt_oss": "eager"}
 WITH_LOSS = (
     "qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2",
     "granitemoe", "ernie4_5_moe", "jamba",
 )  # fmt: skip
+
+
+def other_mixture(name: str) -> nn.Module:
+    """One of ``OTHERS`` with random weights."""
+    config = OTHERS[name].config | {"vocab_size": 64}
+    return load_model(config, random_weights=True, attention=OTHERS[name].attention).eval()
 
 
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
