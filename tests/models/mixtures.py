@@ -47,7 +47,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     }.items()
 }
 OTHERS = {each.model_type: each for each in TRAINED if "experts" in each.parts and each.model_type not in MIXTURES}
-"""Families of mixtures beside these."""
+"""Families of mixtures beside these, tested less."""
 ATTENTION = {"gpt_oss": "eager"}
 WITH_LOSS = (
     "qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2",
@@ -55,19 +55,15 @@ WITH_LOSS = (
 )  # fmt: skip
 
 
-def other_mixture(name: str) -> nn.Module:
-    """One of ``OTHERS`` with random weights."""
-    config = OTHERS[name].config | {"vocab_size": 64}
-    return load_model(config, random_weights=True, attention=OTHERS[name].attention).eval()
-
-
 def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) -> nn.Module:
     """A verified mixture with seeded random weights, whose routers' correction biases, where it has some, differ.
 
     In float64 its experts run one after the other, for torch groups no products of that dtype.
     """
-    config = MIXTURES[name] | changes
-    model = load_model(config, random_weights=True, seed=1, attention=ATTENTION.get(name, "packed")).to(dtype)
+    other = OTHERS.get(name)
+    config = (MIXTURES[name] if other is None else other.config | {"vocab_size": 64}) | changes
+    attention = ATTENTION.get(name, "packed") if other is None else other.attention
+    model = load_model(config, random_weights=True, seed=1, attention=attention).to(dtype)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(3)

@@ -22,7 +22,7 @@ from logitless.models.router import (
 )
 from logitless.objective.load_balancing import load_balancing_loss
 from logitless.types import Completion, Prompt
-from tests.models.mixtures import MIXTURES, OTHERS, WITH_LOSS, mixture, other_mixture
+from tests.models.mixtures import MIXTURES, OTHERS, WITH_LOSS, mixture
 from tests.models.tiny import packed, tiny
 
 
@@ -60,7 +60,7 @@ def test_a_routers_logits_are_read_with_the_experts_that_the_largest_of_them_cho
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_routers_of_every_other_family_of_mixtures_are_read_but_longcats_which_give_no_logits(name):
-    model, inputs = other_mixture(name), packed([5, 1, 9])
+    model, inputs = mixture(name), packed([5, 1, 9])
     if name == "longcat_flash":
         assert Routers.of(model) is None
         return
