@@ -59,7 +59,16 @@ def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path, capsys):
 
 def test_without_measuring_there_is_no_forecast(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--json"]) == 0
-    assert set(json.loads(capsys.readouterr().out)) == {"audit", "plan", "left on the table"}
+    assert set(json.loads(capsys.readouterr().out)) == {"audit", "choices", "plan", "left on the table"}
+
+
+def test_of_a_mixture_it_is_said_before_anything_is_loaded_that_exact_layers_do_not_cover_it(tmp_path, capsys):
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    source = tiny_raw(tmp_path)["model"]["source"] | experts
+    for model_type, reason in (("qwen2_moe", "the architecture qwen2_moe; a model on"), ("qwen3_moe", "a model on")):
+        given = json.dumps(source | {"model_type": model_type})
+        assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--set", f"model.source={given}"]) == 0
+        assert f"layers transformers' own, for {reason} the CPU\n" in capsys.readouterr().out
 
 
 def test_beside_a_gpu_the_plan_has_the_memory_of_its_host(tmp_path, capsys, monkeypatch):

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from logitless.models.loading import load_model
+from tests.models.families import TRAINED
 from tests.models.tiny import CONFIGS, LLAMA
 
 _CHOOSE_2_OF_4: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8, "num_key_value_heads": 4}
@@ -45,6 +46,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, **_GEMMA},
     }.items()
 }
+OTHERS = {each.model_type: each for each in TRAINED if "experts" in each.parts and each.model_type not in MIXTURES}
+"""Families of mixtures beside these, tested less."""
 ATTENTION = {"gpt_oss": "eager"}
 WITH_LOSS = (
     "qwen3_next", "qwen3_5_moe_text", "qwen3_moe", "qwen2_moe", "olmoe", "mixtral", "gpt_oss", "minimax_m2",
@@ -57,8 +60,10 @@ def mixture(name: str, *, dtype: torch.dtype = torch.float32, **changes: Any) ->
 
     In float64 its experts run one after the other, for torch groups no products of that dtype.
     """
-    config = MIXTURES[name] | changes
-    model = load_model(config, random_weights=True, seed=1, attention=ATTENTION.get(name, "packed")).to(dtype)
+    other = OTHERS.get(name)
+    config = (MIXTURES[name] if other is None else other.config | {"vocab_size": 64}) | changes
+    attention = ATTENTION.get(name, "packed") if other is None else other.attention
+    model = load_model(config, random_weights=True, seed=1, attention=attention).to(dtype)
     if dtype == torch.float64:
         model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(3)

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from logitless.models.export import adapter_tensors, checkpoint_tensors, merged_tensors
 from logitless.models.lora import LoraOptions, merge_adapters, save_adapters
-from tests.models.mixtures import MIXTURES, mixture
+from tests.models.mixtures import MIXTURES, OTHERS, mixture
 from tests.models.tiny import adapted, tiny
 
 
@@ -58,9 +58,9 @@ def test_an_adapters_tensors_have_the_names_of_its_file(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
 
 
-@pytest.mark.parametrize("name", [*MIXTURES, "llama-tied", "gpt2"])
+@pytest.mark.parametrize("name", [*MIXTURES, *OTHERS, "llama-tied", "gpt2"])
 def test_checkpoint_tensors_are_what_transformers_writes_to_files(name, tmp_path):
-    model = mixture(name) if name in MIXTURES else tiny(name)
+    model = mixture(name) if name in {*MIXTURES, *OTHERS} else tiny(name)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     found = dict(checkpoint_tensors(model))

@@ -1,5 +1,7 @@
 """What is read of routers is what transformers makes its load-balancing loss of, whatever the layers do besides."""
 
+import math
+
 import pytest
 import torch
 
@@ -20,7 +22,7 @@ from logitless.models.router import (
 )
 from logitless.objective.load_balancing import load_balancing_loss
 from logitless.types import Completion, Prompt
-from tests.models.mixtures import MIXTURES, WITH_LOSS, mixture
+from tests.models.mixtures import MIXTURES, OTHERS, WITH_LOSS, mixture
 from tests.models.tiny import packed, tiny
 
 
@@ -54,6 +56,18 @@ def test_a_routers_logits_are_read_with_the_experts_that_the_largest_of_them_cho
         largest = logits.topk(2, dim=-1).indices
         assert logits.is_floating_point()
         assert biased or torch.equal(experts.sort(-1).values, largest.sort(-1).values)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_routers_of_every_other_family_of_mixtures_are_read_but_longcats_which_give_no_logits(name):
+    model, inputs = mixture(name), packed([5, 1, 9])
+    if name == "longcat_flash":
+        assert Routers.of(model) is None
+        return
+    sums, _, choices = _sums(model, inputs)
+    assert {each.logits.shape for each in choices} == {(15, 4)}
+    assert sums.load.sum(-1).tolist() == [2.0 * 15] * len(choices)
+    assert 0 < float(sums.entropy) / (15 * len(choices)) < math.log(4)
 
 
 def test_the_gradient_of_probabilities_is_that_of_the_plain_softmax():
@@ -137,18 +151,21 @@ def test_the_noise_of_routers_is_switched_off_with_dropout():
 @pytest.mark.parametrize("name", MIXTURES)
 def test_a_frozen_router_is_not_trained_and_lets_gradients_through(name):
     model, inputs = mixture(name).train(), packed([5, 1, 9])
-    embedding = model.get_input_embeddings().weight
     gradients = []
     for frozen in (False, True):
         if frozen:
             freeze_routers(model)
         backbone_hidden(model, inputs).square().sum().backward()
-        routers = [p for module in router_modules(model).values() for p in module.parameters()]
+        routers = {p for module in router_modules(model).values() for p in module.parameters()}
         assert routers
         assert any(p.grad is not None for p in routers) != frozen  # ERNIE's have a bias without a gradient
-        gradients.append(embedding.grad)
+        others = {name: p.grad for name, p in model.named_parameters() if p.grad is not None and p not in routers}
+        assert "model.embed_tokens.weight" in others
+        gradients.append(others)
         model.zero_grad(set_to_none=True)
-    assert torch.equal(*gradients)
+    trained, kept = gradients
+    assert trained.keys() == kept.keys()
+    assert all(torch.equal(trained[name], kept[name]) for name in trained)
 
 
 def test_a_router_cannot_be_frozen_that_is_adapted_or_absent():

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from statistics import fmean
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from safetensors.torch import load_file
 from logitless.errors import ConfigurationError
 from logitless.train.recipe.loading import load_recipe
 from tests.train.test_data_parallel import _assert_alike, _on
-from tests.train.tiny import assert_equal, assert_same_run, blocks_of, finished_run, start, tiny_model, tiny_recipe
+from tests.train.tiny import assert_equal, assert_same_run, finished_run, start, tiny_model, tiny_recipe
 
 MIXTURE = {
     "model__source__model_type": "qwen3_moe", "model__source__num_hidden_layers": 2, "model__source__head_dim": 16,
@@ -113,17 +112,8 @@ def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
     _assert_alike(one, several, 2 if "parallel__sequence" not in changes else None)
 
 
-def test_completions_of_a_mixture_get_shorter_where_each_token_costs_1(tmp_path):
-    rewards = [{"name": "length", "cap": 6, "unit": "tokens", "weight": -1.0}]
-    options = {"train__blocks": 12, "checkpoint__every_blocks": 99, "train__tokens_per_micro_batch": 1000}
-    run = finished_run(tmp_path, **MIXTURE, **options, rewards=rewards, data__held_out=None, kl=None)
-    means = [record["reward/mean"] for record in blocks_of(run)]
-    assert means[0] < -4 < -2 < fmean(means[-3:])
-
-
-@pytest.mark.slow
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
-    """Held-out accuracy, sampled at temperature 1, rises from 0.56 to 0.78; with 60 blocks at 0.002 to 0.86."""
+    """Held-out accuracy, sampled at temperature 1, rises from 0.58 to 0.72; with other seeds by as much."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.yaml"
     dense = load_recipe(recipe).model.source
     experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
@@ -131,16 +121,17 @@ def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_pat
     words = json.dumps({"min_length": 3, "max_length": 3})
     overrides = [
         *(f"{data}.options={words}" for data in ("data.train", "data.held_out", "warm_start.data")),
-        *(f"{data}.size={size}" for data, size in (("data.train", 3000), ("data.held_out", 200))),
-        *("warm_start.data.size=3000", "warm_start.steps=45", "train.blocks=30", "seed=1"),
-        *("train.optimizer.learning_rate=0.0015", "evaluation.every_blocks=30", "checkpoint.every_blocks=30"),
+        *(f"{data}.size={size}" for data, size in (("data.train", 1500), ("data.held_out", 200))),
+        *(f"{name}.sampling.max_new_tokens=6" for name in ("rollout", "evaluation")),
+        *("warm_start.data.size=1500", "warm_start.steps=45", "train.blocks=20", "seed=1"),
+        *("train.optimizer.learning_rate=0.0015", "evaluation.every_blocks=20", "checkpoint.every_blocks=20"),
         *(f"model.source={json.dumps(source)}", "model.router.loss=0.01", f"output={tmp_path}", "writers=[]"),
     ]
     run, complete = start(load_recipe(recipe, overrides))
     assert complete
     records = list(run.read_metrics())
     begun, *_, ended = (each["evaluation/accuracy"] for each in records if "evaluation/accuracy" in each)
-    assert begun < 0.65  # of 200 prompts: 0.035 is one standard deviation
-    assert ended > 0.66
+    assert begun < 0.65 < ended
+    assert ended > begun + 0.07  # of 200 prompts: 0.035 is one standard deviation
     assert 2 <= records[-1]["loss/router"] < 2.2  # 2 where all experts are loaded alike
     assert records[-1]["router/load_min"] > 0.3

@@ -103,6 +103,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
     if fit.plan is None:
         return found, 1
+    found["choices"] = list(fit.plan.chosen)
     found["plan"] = {
         **{name: size_text(size) for name, size in fit.plan.memory_bytes.items()},
         "total": size_text(fit.plan.total_bytes),

@@ -21,6 +21,7 @@ from logitless.models.lm_head import backbone, causal_lm
 from logitless.types import PackedInputs, PromptGroup, SharedInputs
 
 _NAMES = ("gate", "router")  # what transformers calls the router beside `experts`
+_CHOOSING = ("HunYuanMoEV1Gate", "AfmoeTokenChoiceRouter")  # classes of routers, beside those that end in TopkRouter
 
 
 def router_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -344,7 +345,7 @@ class _Reader(NamedTuple):
 
 
 def _readers(model: nn.Module) -> list[_Reader]:
-    """Of all routers, or of none: those of LongCat and Trinity give no logits."""
+    """Of all routers, or of none: those of LongCat give no logits."""
     found, inside = list[_Reader](), dict(backbone(model).named_modules())
     for name, router in router_modules(model).items():
         block, before = inside[name.rpartition(".")[0]], len(found)
@@ -354,7 +355,7 @@ def _readers(model: nn.Module) -> list[_Reader]:
                 found.append(_Reader(module, module, "probabilities"))
             elif kind == "Llama4Router":
                 found.append(_Reader(module, module, "logits"))
-            elif kind == "HunYuanMoEV1Gate" or (kind.lower().endswith("topkrouter") and "Longcat" not in kind):
+            elif kind in _CHOOSING or (kind.lower().endswith("topkrouter") and "Longcat" not in kind):
                 found.append(_Reader(module, module, "choice"))
         if type(block).__name__ == "JambaSparseMoeBlock":
             found.append(_Reader(router, block, "logits"))
