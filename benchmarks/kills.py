@@ -100,6 +100,8 @@ def _be(recipe: Recipe, log: Path) -> None:
         resume = RunFolder(Path(recipe.output) / recipe.name).config.exists()
         with ranks_of_environment("cpu") as ranks:
             status = 0 if run.run_recipe(recipe, resume=resume, ranks=ranks).complete else STOPPED
+    except KeyboardInterrupt as interrupt:  # a signal before there was anything to save; the command line ends so too
+        status = 128 + interrupt.args[0]
     except BaseException:
         traceback.print_exc()
     finally:
