@@ -318,7 +318,7 @@ def test_auto_takes_fused_where_it_can_run(caplog):
     called = mock.patch.object(divergence_chunked, "measured", wraps=divergence_chunked.measured)
     with called as calls, caplog.at_level("INFO", logger="logitless"):
         found = measured(given, "auto")
-    assert calls.call_args.kwargs["fused"]
+    assert calls.call_args.kwargs == {"fused": True, "group": None}
     assert torch.equal(found["value"], measured(given, "fused")["value"])
     assert "head backend of two streams: fused" in caplog.text
 

