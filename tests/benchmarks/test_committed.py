@@ -153,6 +153,12 @@ def test_sampling_on_a_gpu_of_its_own_changes_no_bit_and_is_as_fast_as_the_page_
     kept = [round(row["over_one_gpu"], 2) for row in small if row["in_flight"]]
     assert f"in flight {min(kept)} to {max(kept)}" in page
     assert f"at most {max(row['push_seconds'] for row in rows):.2f} s" in page
+    (longer,) = (row for row in rows if row["workload"] == "64x8-512-128:2048" and row["arrangement"] == "1+1")
+    assert f"with 128 to 2048 new tokens {longer['over_one_gpu']:.2f} (1.7B)" in page
+    mixed = {row["in_flight"]: row for row in rows if row.get("mixed_fraction")}
+    share = round(100 * max(row["mixed_fraction"] for row in mixed.values()))
+    over = {way: round(row["over_one_gpu"], 2) for way, row in mixed.items()}
+    assert f"sample {share}% of completions, in flight makes {over['keep']} (`keep`) and {over['recompute']}" in page
 
 
 def test_a_cycle_of_the_tinker_service_has_its_samples_log_probs_and_the_seconds_on_the_page():
@@ -186,14 +192,24 @@ def test_tenants_at_once_differ_in_no_bit_from_tenants_alone_and_the_page_counts
 
 
 def test_samplers_that_share_weights_hold_and_take_what_the_page_says_and_sample_the_same():
-    shared, whole = committed("shards-H200")["rows"]
+    rows = committed("shards-H200")["rows"]
+    shared, whole = (row for row in rows if row["model"] == "qwen3-32b")
     page = " ".join((ROOT / "docs" / "scale.md").read_text(encoding="utf-8").split())
     assert (shared["shards"], whole["shards"]) == (2, 1)
     assert shared["completions"] == whole["completions"]
     assert f"hold {shared['weights_gib']:.0f} GiB each instead of {whole['weights_gib']:.0f}" in page
     assert f"in {shared['seconds']:.0f} s instead of {whole['seconds']:.0f}" in page
-    for row in (shared, whole):
-        assert row["forecast_gib"] == pytest.approx(row["weights_gib"], rel=0.01)
+    of_limit = {row["shards"]: row for row in rows if row["limit_gib"]}
+    (limit,) = {row["limit_gib"] for row in of_limit.values()}
+    (needed,) = (
+        row["weights_gib"] for row in rows if row["model"] == "llama-3.1-8b" and row["shards"] == 1 and row["fits"]
+    )
+    assert [of_limit[shards]["fits"] for shards in (2, 1)] == [True, False]
+    assert f"limited to {limit:.0f} GiB each, they sample from 8B, which needs {needed:.0f}" in page
+    assert len({row["completions"] for row in rows if row["model"] == "llama-3.1-8b" and row["fits"]}) == 1
+    for row in rows:
+        if row["fits"]:
+            assert row["forecast_gib"] == pytest.approx(row["weights_gib"], rel=0.01)
 
 
 def test_a_first_call_starts_with_graphs_in_under_ten_seconds():
