@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from logitless.errors import InputError, UnavailableError
-from logitless.models.lm_head import backbone, backbone_hidden, verify_packing
+from logitless.models.lm_head import backbone, backbone_hidden, verify_packing, why_unshared
 from logitless.models.loading import load_model
 from logitless.models.packed import packed_attention
 from logitless.models.packed_layout import PackedLayout
@@ -178,6 +178,21 @@ def test_rounding_that_follows_the_other_sequences_is_no_leak_in_experts_and_one
     else:
         with pytest.raises(UnavailableError, match="sequences see each other"):
             verify_packing(model)
+
+
+def test_a_deep_model_in_bfloat16_is_not_refused_for_products_of_other_rows_that_round_otherwise(monkeypatch):
+    model = load_model(CONFIGS["llama"] | {"num_hidden_layers": 80}, random_weights=True, dtype=torch.bfloat16)
+
+    def linear(x, weight, bias=None):
+        """Each number is rounded up or down, as the number of rows decides."""
+        generator = torch.Generator().manual_seed(x[..., 0].numel())
+        exact = torch.einsum("...i,oi->...o", x.double(), weight.double())
+        down, up = exact.bfloat16(), torch.nextafter(exact.bfloat16(), exact.sign().bfloat16() * torch.inf)
+        return torch.where(torch.rand(exact.shape, generator=generator) < 0.5, down, up)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    verify_packing(model)
+    assert why_unshared(model) is None
 
 
 @pytest.mark.parametrize(
