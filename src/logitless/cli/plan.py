@@ -11,7 +11,7 @@ from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.sampling import with_sampling
-from logitless.train.plan.sampling_shards import room_of, with_sampling_shards
+from logitless.train.plan.placement import placed, room_of
 from logitless.train.plan.scaling import forecast, forecast_text
 from logitless.train.recipe.loading import load_recipe
 
@@ -39,9 +39,10 @@ def run(options: argparse.Namespace) -> int:
     arrangement = arrangement_of(recipe, options.gpus)
     model = policy_model(recipe.model, tokenizer_of(recipe.model), seed=recipe.seed, device=torch.device("meta"))
     gpu = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    recipe, shards = with_sampling_shards(recipe, model, arrangement, room_of(gpu))
+    recipe, placement = placed(recipe, model, arrangement, room_of(gpu))
+    arrangement = arrangement_of(recipe, options.gpus)
     value_head = value_head_of(recipe, algorithm_of(recipe), model)
     processes = min(options.gpus, options.gpus_per_machine)
     found = forecast(recipe, model, arrangement, value_head=value_head, processes=processes)
-    print(forecast_text(recipe, found, line, shards))
+    print(forecast_text(recipe, found, line, placement))
     return 0

@@ -41,8 +41,8 @@ from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
 from logitless.train.loop import Loop
 from logitless.train.optim.master_weights import drop_master_weights
+from logitless.train.plan.placement import resolve_placement
 from logitless.train.plan.run_plan import check_disk, disk
-from logitless.train.plan.sampling_shards import resolve_sampling_shards
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.parallel import ParallelSection
@@ -104,7 +104,7 @@ def run_recipe(
     if division.training is None:
         sample_only(inputs, division, open_engines, clock, repeats=repeats)
         return RunResult.of_json(everyone.broadcast_object(None))
-    inputs, shards_line = resolve_sampling_shards(inputs, division.training)
+    inputs, placement = resolve_placement(inputs, division.training)
     ranks = division.training.arranged(inputs.arrangement)
     check_writers(recipe.writers)
     clock.outside("start")
@@ -126,7 +126,7 @@ def run_recipe(
         parts = assemble(inputs, loaded, engines, ranks, folder=folder.path, replayed=replay)
         del loaded  # of a sharded model, whole weights must not stay in memory
         services.callback(parts.collector.close)
-        journal.message(*([f"parallel.sampling_shards: {shards_line}"] if shards_line else []))
+        journal.message(*placement)
         journal.message(*described(parts, ranks))
         loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
         begun.restore(loop, recipe)

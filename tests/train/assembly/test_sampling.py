@@ -45,5 +45,5 @@ def test_the_dry_run_and_the_plan_say_what_auto_chose(tmp_path, capsys):
     asked = [str(path), "--set", "parallel.sampling=auto", "--set", "rollout.staleness=1"]
     assert main(["train", *asked, "--dry-run"]) == main(["plan", *asked, "--gpus", "6"]) == 0
     said = capsys.readouterr().out
-    assert "\n  parallel.sampling 0 of 1, half, rounded down\n" in said
-    assert "on 3 processes: 3 copies of the weights\n  parallel.sampling 3 of 6, half\n" in said
+    assert "\n  parallel.sampling: 0 of 1, half, rounded down\n" in said
+    assert "on 3 processes: 3 copies of the weights\n  parallel.sampling: 3 of 6, half\n" in said

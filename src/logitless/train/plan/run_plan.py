@@ -112,7 +112,7 @@ def plan_of(recipe: Recipe) -> Plan:
             dtype_line(recipe.model),
             f"layers {chosen.layers_line}",
             f"engine {chosen.engine_line}",
-            *((f"parallel.sampling {inputs.sampling_line}",) if inputs.sampling_line else ()),
+            *((f"parallel.sampling: {inputs.sampling_line}",) if inputs.sampling_line else ()),
             *(() if recipe.teacher is None else (teacher_line(recipe.teacher),)),
             *layers_lines(recipe, teachers_on_meta(recipe), inputs.arrangement),
             *centering_line(recipe),

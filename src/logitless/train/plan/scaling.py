@@ -3,7 +3,7 @@
 Both are counted from the recipe and the model's shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,12 +150,12 @@ def traffic_of_rank(
     return parts
 
 
-def forecast_text(recipe: Recipe, found: Forecast, sampling: str, shards: str) -> str:
+def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Sequence[str]) -> str:
     """The forecast as text.
 
     Args:
         sampling: of ``with_sampling``.
-        shards: of ``with_sampling_shards``.
+        placement: of ``placed``.
     """
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
@@ -166,8 +166,8 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str, shards: str) -
 
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
-        *([f"  parallel.sampling {sampling}"] if sampling else []),
-        *([f"  parallel.sampling_shards {shards}"] if shards else []),
+        *([f"  parallel.sampling: {sampling}"] if sampling else []),
+        *(f"  {line}" for line in placement),
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batch{'es' * (found.rows > 1)}",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
         *sizes(memory),

@@ -21,14 +21,15 @@ class ParallelSection(Section):
     )
     shard: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes over which one copy of the weights is sharded (FSDP2); auto: all that replicate and "
-        "sequence leave; 1 under sampling and deterministic",
+        description="processes over which one copy of the weights is sharded (FSDP2); auto: 1 under sampling and "
+        "deterministic, and on GPUs that hold a copy each and can sample with it; else all that replicate and sequence "
+        "leave",
     )
     replicate: PositiveInt = Field(1, description="copies of the weights")
     sampling_shards: PositiveInt | Literal["auto"] = Field(
         "auto",
-        description="processes that share the weights they sample with, gathered by layer; auto: all where those that "
-        "`shard` cuts would not fit whole on a GPU and rollout.engine is auto, else 1",
+        description="processes that share the weights they sample with, gathered by layer; auto: where `shard` cuts "
+        "weights on GPUs and rollout.engine is auto, 1 (a whole copy each) if it fits, else all",
     )
     sequence: PositiveInt = Field(
         1, description="processes that share each sequence (Ulysses); weights are sharded over them too"
