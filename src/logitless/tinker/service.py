@@ -557,7 +557,8 @@ class Service:
                 job = SampleJob(request_id, digest, number, None, num_bytes, request=wanted, sampler=sampler)
                 session.jobs[request_id] = job
                 session.samples.append(job)
-                self._state.notify_all()
+                if len(session.samples) == 1:  # the thread looks for the others by itself (``patience``)
+                    self._state.notify_all()
         return promise
 
     # --- futures

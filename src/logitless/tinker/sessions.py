@@ -172,6 +172,7 @@ class Session:
         owner: digest of its key.
         jobs: by request id, waiting or done; those that were retrieved are the first to go.
         samples: requests for samples that wait.
+        usual: so many of them shared a call of the engine lately.
     """
 
     id: str
@@ -186,6 +187,7 @@ class Session:
     jobs: dict[str, Job] = field(default_factory=dict)
     retrieved: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
     samples: list[SampleJob] = field(default_factory=list)
+    usual: int = 0
 
     @property
     def num_pending(self) -> int:
