@@ -552,6 +552,18 @@ def test_samples_of_several_sessions_share_a_call_in_turn_up_to_its_completions(
     assert numbers == [["00", "10", "01", "02"], ["20", "03", "04"]]
 
 
+def test_calls_are_counted_with_the_seconds_that_they_took(service, monkeypatch):
+    monkeypatch.setattr(module.wire, "sample_output", lambda *_: b"")
+    session = session_of(service)
+    model, sampler = model_of(service, session), sampler_of(service, session)
+    result(service, step(service, model, 1))
+    result(service, sample(service, sampler))
+    service.close()  # a call is counted behind its answers
+    calls = service.held(KEY)["calls"]
+    assert {kind: call["count"] for kind, call in calls.items()} == {"pass": 0, "sample": 1, "other": 2}
+    assert all(call["seconds"] > 0 for kind, call in calls.items() if kind != "pass")
+
+
 def test_an_adapter_beyond_the_memory_is_refused_and_what_is_held_is_listed(service, monkeypatch):
     session, shape = session_of(service), Shape(2, True, True, True)
     each = service.trainer.bytes_of(shape)

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from logitless.tinker.adapter import Adapter, Snapshot
 from logitless.tinker.samples import Request
@@ -47,6 +47,7 @@ class Job:
     model: "Model | None" = None
     arrived: float = field(default_factory=time.monotonic)
     answer: "Future[Answer]" = field(default_factory=Future)
+    kind: ClassVar[str] = "other"
 
     def finish(self, outcome: Answer | FailedError) -> None:
         """Answer, unless that was done, and drop the request."""
@@ -64,6 +65,7 @@ class Job:
 class SampleJob(Job):
     """A request for samples."""
 
+    kind = "sample"
     request: Request | None = None
     sampler: "Sampler | None" = None
 
@@ -100,6 +102,7 @@ class PassJob(Job):
         num_tokens: to be read, all targets of a position counted.
     """
 
+    kind = "pass"
     message: Any = None
     num_tokens: int = 0
 
