@@ -220,6 +220,11 @@ def test_more_adapters_than_places_are_sampled_in_turn_and_larger_ranks_get_larg
     assert trainer._stack.rank == 16
     trainer.sample([(adapter, *asked) for adapter in adapters])
     assert (trainer._stack.rank, trainer._stack.num_places) == (32, 1)
+    snapshot = adapters[0].snapshot()
+    for factor in snapshot.weights:
+        factor.fill_(torch.nan)
+    trainer._placed([snapshot])  # of what the adapter holds still
+    assert all(maps.a.isfinite().all() for maps in trainer._stack.maps.values())
     assert 1 < most <= module.TOGETHER
     assert trainer.stack_bytes < 300_000 // 4
 

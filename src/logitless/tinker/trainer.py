@@ -533,6 +533,8 @@ class Trainer:
         from logitless.models.row_invariant.adapters import Lora
 
         distinct = {weights.version: weights for weights in wanted if weights is not None}
+        # An adapter that is as it was when a snapshot was taken is on the device already.
+        distinct |= {adapter.version: adapter for adapter in self._adapters if adapter.version in distinct}
         for version in distinct.keys() & self._places.keys():
             self._places.move_to_end(version)
         for version, weights in distinct.items():
