@@ -5,7 +5,9 @@
 
 A cycle is the cookbook's: weights for a sampler, samples of every prompt, forward_backward (importance_sampling) and
 optim_step, by the SDK in another process. ``small`` is a cycle of one prompt with 4 samples of 32 tokens. The model has
-random weights, so that completions have their full length.
+random weights, so that completions have their full length. ``calls`` are those of the service's thread in a cycle:
+passes are requests of forward_backward, of which the SDK makes several. What its seconds lack of the client's is HTTP,
+waiting for further requests, and the client.
 """
 
 import argparse
@@ -15,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 from script import command_line
 
@@ -29,17 +32,25 @@ TINY = {"model_type": "qwen3", "hidden_size": 16, "intermediate_size": 24, "num_
 TINY |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 1024}
 
 
-def cycles(url: str, *, prompts: int, samples: int, prompt_tokens: int, new_tokens: int, rank: int) -> dict[str, Any]:
+def calls(url: str) -> dict[str, dict[str, float]]:
+    """Of the service's thread so far; of a service that does not count them, none."""
+    with urlopen(Request(f"{url}/api/v1/memory", headers={"X-API-Key": os.environ["TINKER_API_KEY"]})) as reply:
+        return dict(json.load(reply).get("calls", {}))
+
+
+def cycles(url: str, *, prompts: Sequence[Sequence[int]], samples: int, new_tokens: int, rank: int) -> dict[str, Any]:
     """Mean seconds of the phases of a cycle."""
     import tinker
     from tinker import types
 
     client = tinker.ServiceClient(base_url=url)
     trainer = client.create_lora_training_client("model", rank=rank, train_unembed=False).result()
-    ids = [[3 + (7 * p + i) % 8 for i in range(prompt_tokens)] for p in range(prompts)]
+    ids, prompt_tokens = [list(each) for each in prompts], len(prompts[0])
     params, phases = types.SamplingParams(max_tokens=new_tokens), {"weights": 0.0, "sample": 0.0, "train": 0.0}
     kl = sampled = 0.0
     for cycle in range(CYCLES + 2):
+        if cycle == 2:
+            before_timed = calls(url)
         marks = [time.perf_counter()]
         sampler = trainer.save_weights_and_get_sampling_client().result()
         marks.append(time.perf_counter())
@@ -70,8 +81,13 @@ def cycles(url: str, *, prompts: int, samples: int, prompt_tokens: int, new_toke
                 phases[name] += (end - begin) / CYCLES
     whole = sum(phases.values())
     found = {f"{name}_seconds": round(seconds, 4) for name, seconds in phases.items()}
+    counted = {
+        kind: {name: round((value - before_timed[kind][name]) / CYCLES, 4) for name, value in of_kind.items()}
+        for kind, of_kind in calls(url).items()
+    }
     return {
         **found,
+        "calls": counted,
         "seconds": round(whole, 4),
         "tokens_per_second": round(sampled / CYCLES / whole),
         "largest_difference": kl,
@@ -106,20 +122,22 @@ def measured(model: str, workload: str) -> dict[str, Any]:
     """Of the service and, on a GPU, of a block of `logitless train`."""
     import torch
 
+    from bits_cases import MODELS as SHAPES
     from logitless.bench.machine import environment
     from rollout_contenders import block
     from rollout_workloads import Workload
 
     work = Workload.parse(workload)
-    numbers = {"prompts": work.prompts, "samples": work.samples, "prompt_tokens": work.prompt_tokens}
+    vocabulary = SHAPES[model]["vocab_size"] if torch.cuda.is_available() else TINY["vocab_size"]
+    prompts = work.prompt_ids(int(vocabulary))  # as of the block
     found: dict[str, Any] = {
         **environment("cuda" if torch.cuda.is_available() else "cpu", ("torch", "triton", "tinker")),
         "model": model,
         "workload": workload,
     }
     with served(model) as (url, _):
-        found["service"] = cycles(url, **numbers, new_tokens=work.most, rank=16)
-        found["small"] = cycles(url, prompts=1, samples=4, prompt_tokens=16, new_tokens=32, rank=16)
+        found["service"] = cycles(url, prompts=prompts, samples=work.samples, new_tokens=work.most, rank=16)
+        found["small"] = cycles(url, prompts=[prompts[0][:16]], samples=4, new_tokens=32, rank=16)
     if torch.cuda.is_available():
         train = block(f"{model}-lora", "gpu", work)
         seconds = sum(value for name, value in train.items() if name.endswith("_seconds"))

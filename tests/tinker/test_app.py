@@ -1,5 +1,6 @@
 """The service over HTTP without the SDK: futures, keys, hostile requests, and its end."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -250,3 +251,20 @@ def test_no_request_is_answered_with_a_failure_of_the_service(client, owned, dat
         body = data.draw(st.binary(max_size=20) | json_values)
     query = f"?limit={quote(data.draw(text))}" if data.draw(st.booleans()) else ""
     assert client.ask(route + query, body, **path).status_code < 500
+
+
+def test_the_second_packet_of_a_response_does_not_wait_for_the_first_to_be_acknowledged():
+    async def without_delay(connection):
+        told = asyncio.get_running_loop().create_future()
+        server = await asyncio.start_server(lambda _, writer: told.set_result(writer), sock=connection)
+        async with server:
+            _, client = await asyncio.open_connection(*connection.getsockname())
+            writer = await told
+            found = writer.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+            for each in (client, writer):
+                each.close()
+                await each.wait_closed()
+        return found
+
+    with listening(0) as connection:
+        assert asyncio.run(without_delay(connection))

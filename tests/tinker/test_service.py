@@ -289,9 +289,29 @@ def test_a_steady_stream_of_samples_does_not_delay_the_first_for_ever(service, m
         promises = [sample(service, sampler, seq_id) for seq_id in range(2)]
         jobs = service.session(session, KEY).samples
         assert service._schedule.next() == []
-        jobs[0].arrived -= 301
+        jobs[0].arrived -= 60.0 * schedule.GATHER_MOST + 1
         found = service._schedule.next()
     assert [job.id for job in found] == [promise["request_id"] for promise in promises]
+
+
+def test_fewer_samples_than_usual_wait_longer_for_the_rest(service, monkeypatch):
+    monkeypatch.setattr(schedule, "GATHER_SECONDS", 60.0)
+    session = session_of(service)
+    sampler = sampler_of(service, session)
+
+    def found(seq_ids, seconds):
+        for seq_id in seq_ids:
+            sample(service, sampler, seq_id)
+        for job in service.session(session, KEY).samples:
+            job.arrived -= seconds
+        return len(service._schedule.next())
+
+    with service._state:
+        assert found(range(4), 61) == 4
+        assert found(range(4, 7), 61) == 0
+        assert found(range(7, 8), 61) == 4  # all are there
+        assert found(range(8, 10), 301) == 2
+        assert found(range(10, 12), 61) == 2  # that is usual now
 
 
 def test_a_failure_that_nobody_expected_does_not_end_the_service(service, monkeypatch):
@@ -530,6 +550,18 @@ def test_samples_of_several_sessions_share_a_call_in_turn_up_to_its_completions(
     numbers = [[name.rsplit(":", 1)[0][0] + name[-1] for name in call] for call in mixing]
     # Two adapters share a call, so that the third waits; a quiet session is in the first call, however busy another is.
     assert numbers == [["00", "10", "01", "02"], ["20", "03", "04"]]
+
+
+def test_calls_are_counted_with_the_seconds_that_they_took(service, monkeypatch):
+    monkeypatch.setattr(module.wire, "sample_output", lambda *_: b"")
+    session = session_of(service)
+    model, sampler = model_of(service, session), sampler_of(service, session)
+    result(service, step(service, model, 1))
+    result(service, sample(service, sampler))
+    service.close()  # a call is counted behind its answers
+    calls = service.held(KEY)["calls"]
+    assert {kind: call["count"] for kind, call in calls.items()} == {"pass": 0, "sample": 1, "other": 2}
+    assert all(call["seconds"] > 0 for kind, call in calls.items() if kind != "pass")
 
 
 def test_an_adapter_beyond_the_memory_is_refused_and_what_is_held_is_listed(service, monkeypatch):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from logitless.errors import InputError, TrainingError, UnavailableError
-from logitless.head import fused
+from logitless.head import fused, token_scores
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.rollout.gpu import steps
@@ -181,6 +181,35 @@ def test_a_tenant_whose_numbers_are_not_finite_leaves_the_others_alone(row_invar
         assert sampled(trainer, adapters[number]) == samples[number]
 
 
+def test_targets_that_sequences_have_in_common_are_read_once_and_have_the_gradient_of_each(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    shared = [3 + i % 8 for i in range(18)]
+    sequences = [[*shared, *ending] for ending in ((4, 5, 6), (7, 8, 9), (4, 9, 3))]
+    trainer, rows = trainer_of(True, tokens_per_row=32), list[int]()
+    adapter = trainer.create(SHAPES[1], seed=0)
+    with torch.no_grad():
+        for factor in adapter.weights:
+            factor.add_(0.1)
+
+    def scores(hidden, *given, **options):
+        rows.append(len(hidden))
+        return token_scores(hidden, *given, **options)
+
+    monkeypatch.setattr(module, "token_scores", scores)
+    outputs, _ = trainer.forward_backward(adapter, batch(sequences))
+    # 17 targets are shared, 4 and 7 are the next one, and 2 are each sequence's own; 24 inputs are one packed row
+    assert rows == [17 + 2 + 3 * 2]
+    gradients = [weight.grad for weight in adapter.weights]
+    adapter.drop_gradients()
+    for ids, output in zip(sequences, outputs, strict=True):
+        alone, _ = trainer.forward_backward(adapter, batch([ids]))
+        assert output["logprobs"].tolist() == alone[0]["logprobs"].tolist()
+    for gradient, weight in zip(gradients, adapter.weights, strict=True):
+        # sums over 60 targets and at most 16 widths, in another order
+        assert (gradient - weight.grad).abs().max() < 60 * 16 * 2**-23 * weight.grad.abs().max()
+
+
 def test_more_adapters_than_places_are_sampled_in_turn_and_larger_ranks_get_larger_places():
     pytest.importorskip("triton")
     trainer = trainer_of(True, memory=300_000)
@@ -191,6 +220,11 @@ def test_more_adapters_than_places_are_sampled_in_turn_and_larger_ranks_get_larg
     assert trainer._stack.rank == 16
     trainer.sample([(adapter, *asked) for adapter in adapters])
     assert (trainer._stack.rank, trainer._stack.num_places) == (32, 1)
+    snapshot = adapters[0].snapshot()
+    for factor in snapshot.weights:
+        factor.fill_(torch.nan)
+    trainer._placed([snapshot])  # of what the adapter holds still
+    assert all(maps.a.isfinite().all() for maps in trainer._stack.maps.values())
     assert 1 < most <= module.TOGETHER
     assert trainer.stack_bytes < 300_000 // 4
 

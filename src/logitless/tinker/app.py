@@ -87,8 +87,8 @@ async def healthz(call: Call) -> Any:
 async def client_config(call: Call) -> Any:
     """Flags of the SDK; those that are left out have its defaults."""
     wire.parsed(wire.Anything, call.body)
-    # On loopback bodies need no compression, and httpx is there without a second HTTP client.
-    return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False, "use_pyqwest_transport": False}
+    # On loopback bodies need no compression.
+    return {"pjwt_auth_enabled": False, "proto_compress_fwdbwd": False}
 
 
 async def dynamic_config(_: Call) -> Any:

@@ -5,7 +5,7 @@ Training requests of a model run in the order of ``seq_id``, whenever they arriv
 
 import itertools
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
 from logitless.tinker.sessions import FailedError, Job, Model, PassJob, SampleJob, Session
@@ -15,7 +15,11 @@ COMPLETIONS = 2048
 """A call of the engine takes no further request once it has so many completions: others wait for its end."""
 
 GATHER_SECONDS = 0.02
-"""A sample waits so long for others of the same batch, which come one by one; five times as long if they go on."""
+"""A sample waits so long for the next one of the same batch, for they come one by one; five times as long while there
+are fewer than usual. A batch in two calls of the engine would take twice as many steps."""
+
+GATHER_MOST = 50
+"""Times ``GATHER_SECONDS``, after which no sample waits for others, though they go on."""
 
 MISSING_SECONDS = 120.0
 """Requests of a model wait so long for one before them that was refused or lost on its way."""
@@ -36,7 +40,7 @@ class Schedule:
     @property
     def patience(self) -> float:
         """Seconds to wait for work: short if samples wait for others."""
-        return GATHER_SECONDS if any(session.samples for session in self._sessions.values()) else 5.0
+        return GATHER_SECONDS / 4 if any(session.samples for session in self._sessions.values()) else 5.0
 
     def next(self) -> Sequence[Job]:
         """The next request of the session whose turn it is, with those that share its call; or none.
@@ -54,7 +58,8 @@ class Schedule:
             first = min(due, key=lambda job: job.number)
             if isinstance(first, SampleJob):
                 last = session.samples[-1]
-                if now - last.arrived < GATHER_SECONDS and now - first.arrived < 5 * GATHER_SECONDS:  # more may come
+                gap = GATHER_SECONDS * (1 if len(session.samples) >= session.usual else 5)
+                if now - last.arrived < gap and now - first.arrived < GATHER_MOST * GATHER_SECONDS:  # more may come
                     continue
                 return self._sampled_together(session, first)
             found = self._passes_together(first) if isinstance(first, PassJob) else [first]
@@ -98,7 +103,7 @@ class Schedule:
         """
         found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
         queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
-        num_completions, served = 0, dict[str, None]()
+        num_completions, served = 0, Counter[str]()
         while num_completions < COMPLETIONS and any(queues.values()):
             for name, queue in queues.items():
                 while queue:
@@ -113,10 +118,12 @@ class Schedule:
                     versions.add(job.version)
                     num_completions += job.request.num_samples
                     self._sessions[name].samples.remove(job)
-                    served[name] = None
+                    served[name] += 1
                     break
-        for name in served:
-            self._note_served(self._sessions[name])
+        for name, count in served.items():
+            session = self._sessions[name]
+            session.usual = max(count, session.usual // 2)
+            self._note_served(session)
         return found
 
 

@@ -95,6 +95,7 @@ class Service:
         self._numbers, self._session_numbers = itertools.count(), itertools.count()
         self._read: OrderedDict[int, Snapshot] = OrderedDict()  # used by the thread alone
         self._most = {"pass": 0, "sample": 0}
+        self._calls = {kind: {"count": 0, "seconds": 0.0} for kind in ("pass", "sample", "other")}
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="logitless-tinker", daemon=True)
         self._thread.start()
@@ -244,7 +245,8 @@ class Service:
     def held(self, key: str) -> dict[str, Any]:
         """Bytes that the models of a key hold, on the device and as snapshots in host memory, and those of all.
 
-        Beside it the most adapters that have shared a pass, and a call of the engine.
+        Beside it the most adapters that have shared a pass, and a call of the engine; and how many calls there were of
+        each kind, with the seconds that they took.
         """
         with self._state:
             every = [model for session in self._sessions.values() for model in session.models.values()]
@@ -254,6 +256,7 @@ class Service:
                 "held_bytes": sum(model.num_bytes for model in every),
                 "sampling_bytes": self.trainer.stack_bytes,
                 "most_adapters_in_a_call": dict(self._most),
+                "calls": {kind: dict(each) for kind, each in self._calls.items()},
                 "models": {
                     name: {"device_bytes": model.num_bytes, "snapshot_bytes": _snapshot_bytes(model)}
                     for name, model in own.items()
@@ -557,7 +560,8 @@ class Service:
                 job = SampleJob(request_id, digest, number, None, num_bytes, request=wanted, sampler=sampler)
                 session.jobs[request_id] = job
                 session.samples.append(job)
-                self._state.notify_all()
+                if len(session.samples) == 1:  # the thread looks for the others by itself (``patience``)
+                    self._state.notify_all()
         return promise
 
     # --- futures
@@ -599,11 +603,15 @@ class Service:
                 if not (jobs := self._schedule.next()):
                     self._state.wait(timeout=self._schedule.patience)
                     continue
+            began = time.perf_counter()
             try:
                 self._together(jobs)
             except Exception as error:  # without this thread all clients would wait for ever
                 for job in jobs:
                     job.finish(_failure(error))
+            call = self._calls[jobs[0].kind]
+            call["count"] += 1
+            call["seconds"] += time.perf_counter() - began
 
     def _together(self, jobs: Sequence[Job]) -> None:
         """Answer requests that share a call; what cannot be read or fails alone, is its request's own failure."""

@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from logitless.tinker.adapter import Adapter, Snapshot
 from logitless.tinker.samples import Request
@@ -47,6 +47,7 @@ class Job:
     model: "Model | None" = None
     arrived: float = field(default_factory=time.monotonic)
     answer: "Future[Answer]" = field(default_factory=Future)
+    kind: ClassVar[str] = "other"
 
     def finish(self, outcome: Answer | FailedError) -> None:
         """Answer, unless that was done, and drop the request."""
@@ -64,6 +65,7 @@ class Job:
 class SampleJob(Job):
     """A request for samples."""
 
+    kind = "sample"
     request: Request | None = None
     sampler: "Sampler | None" = None
 
@@ -100,6 +102,7 @@ class PassJob(Job):
         num_tokens: to be read, all targets of a position counted.
     """
 
+    kind = "pass"
     message: Any = None
     num_tokens: int = 0
 
@@ -172,6 +175,7 @@ class Session:
         owner: digest of its key.
         jobs: by request id, waiting or done; those that were retrieved are the first to go.
         samples: requests for samples that wait.
+        usual: so many of them shared a call of the engine lately.
     """
 
     id: str
@@ -186,6 +190,7 @@ class Session:
     jobs: dict[str, Job] = field(default_factory=dict)
     retrieved: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
     samples: list[SampleJob] = field(default_factory=list)
+    usual: int = 0
 
     @property
     def num_pending(self) -> int:

@@ -302,10 +302,19 @@ class Trainer:
 
         Gradient: to the factors of adapters.
         """
-        return [
-            self._scores(states, head, batch.target)
-            for (states, head), (_, batch) in zip(self._states(parts), parts, strict=True)
-        ]
+        found = []
+        for (hidden, source, head), (_, batch) in zip(self._passed(parts), parts, strict=True):
+            # Samples of a prompt have its targets in common: the head reads each once.
+            pairs = (source * self.vocabulary + batch.target).numpy()
+            _, first, place = (
+                torch.from_numpy(each) for each in np.unique(pairs, return_index=True, return_inverse=True)
+            )
+            logp = self._scores(self._taken(hidden, source[first]), head, batch.target[first])
+            found.append(self._taken(logp, place))
+        return found
+
+    def _taken(self, rows: Tensor, index: Tensor) -> Tensor:
+        return RepeatedRows.of(index).to(self.device).take(rows)
 
     def _scores(self, states: Tensor, head: LMHead, target: Tensor, temperature: float = 1.0) -> Tensor:
         target = sent(target, self.device)
@@ -313,6 +322,10 @@ class Trainer:
 
     def _states(self, parts: Sequence[tuple[Weights, PackedBatch]]) -> list[tuple[Tensor, LMHead]]:
         """The hidden states [N, D] that predict each batch's targets, from one pass, and the head with its adapter."""
+        return [(self._taken(hidden, source), head) for hidden, source, head in self._passed(parts)]
+
+    def _passed(self, parts: Sequence[tuple[Weights, PackedBatch]]) -> list[tuple[Tensor, Tensor, LMHead]]:
+        """From one pass, of each batch: hidden states [T, D], which of them predicts each target, and the head."""
         read = [share_prompts(batch.inputs) if self.row_invariant else batch.inputs for _, batch in parts]
         factors, sizes = [self._factors(weights) for weights, _ in parts], [len(each.input_ids) for each in read]
         scales = [1.0 if weights is None else ALPHA / weights.shape.rank for weights, _ in parts]
@@ -326,18 +339,14 @@ class Trainer:
             assert len(parts) == 1
             with self._applied(parts[0][0]):
                 hidden = backbone_hidden(self.model, read[0].to(self.device))
-        found, base = list[tuple[Tensor, LMHead]](), lm_head(self.model)
+        found, base = list[tuple[Tensor, Tensor, LMHead]](), lm_head(self.model)
         rows = [hidden] if len(parts) == 1 else torch.split(hidden, sizes)
         for own, inputs, of_adapter, scale in zip(rows, read, factors, scales, strict=True):
             head = base
             if self._head in of_adapter:
                 lora_a, lora_b = (factor.to(self.device) for factor in of_adapter[self._head])
                 head = replace(base, lora_a=lora_a, lora_b=lora_b, lora_scale=scale)
-            if isinstance(inputs, SharedInputs):  # the first targets of a group are predicted by the same hidden state
-                own = RepeatedRows.of(inputs.source).to(self.device).take(own)
-            else:
-                own = own.index_select(0, sent(inputs.source, self.device))
-            found.append((own, head))
+            found.append((own, inputs.source, head))
         return found
 
     def _moved(self, factors: Factors) -> Factors:
@@ -362,13 +371,13 @@ class Trainer:
             for handle in handles:
                 handle.remove()
 
-    def _rows(self, batch: Any) -> Sequence[Sequence[int]]:
+    def _rows(self, inputs: PackedInputs) -> Sequence[Sequence[int]]:
         """Packed rows; where layers are not row-invariant, one sequence each."""
-        sequences = range(len(batch.inputs.lengths))
+        sequences = range(len(inputs.lengths))
         if not self.exact:
             return [(s,) for s in sequences]
-        limit = max(self.tokens_per_row, *batch.inputs.lengths)
-        return Packing(limit, self.row_invariant, self._head.weight.shape[1]).rows(sequences, batch.inputs)
+        limit = max(self.tokens_per_row, *inputs.lengths)
+        return Packing(limit, self.row_invariant, self._head.weight.shape[1]).rows(sequences, inputs)
 
     # --- training
 
@@ -380,7 +389,7 @@ class Trainer:
             metrics.
         """
         work = Work(adapter, request)
-        for row in self._rows(work.batch):
+        for row in self._rows(work.to_pack):
             self._pass([(work, row)])
         return work.result()
 
@@ -396,7 +405,7 @@ class Trainer:
         if len(pairs) == 1:
             return [self.forward_backward(*pairs[0])]
         works = [Work(adapter, request) for adapter, request in pairs]
-        rows = [self._rows(work.batch) for work in works]
+        rows = [self._rows(work.to_pack) for work in works]
         num_tokens = sum(sum(work.batch.inputs.lengths) for work in works)
         before = [[None if w.grad is None else w.grad.clone() for w in adapter.weights] for adapter, _ in pairs]
         try:
@@ -524,6 +533,8 @@ class Trainer:
         from logitless.models.row_invariant.adapters import Lora
 
         distinct = {weights.version: weights for weights in wanted if weights is not None}
+        # An adapter that is as it was when a snapshot was taken is on the device already.
+        distinct |= {adapter.version: adapter for adapter in self._adapters if adapter.version in distinct}
         for version in distinct.keys() & self._places.keys():
             self._places.move_to_end(version)
         for version, weights in distinct.items():
@@ -558,7 +569,7 @@ class Trainer:
                 continue
             ids = [np.array(request.tokens) for *_, request in own]
             batch = packed([(each[:-1], each[1:]) for each in ids])
-            for row in self._rows(batch):
+            for row in self._rows(batch.inputs):
                 [(states, head)] = self._states([(own[row[0]][1], batch.take(row))])
                 for s, part in zip(row, torch.split(states, [len(ids[s]) - 1 for s in row]), strict=True):
                     self._score_prompt(found[own[s][0]], own[s][2], part, head)

@@ -105,10 +105,10 @@ def add_low_rank_kernel_of_rows(
     depth = tl.arange(0, DEPTH)
     mine, lowest, highest = adapters_of(index, row, num_rows)
     at = out + row[:, None].to(tl.int64) * out_stride + column[None, :]
-    inside_out = (row < num_rows)[:, None] & (column < num_columns)[None, :]
+    changed = tl.load(scale + mine, mask=row < num_rows, other=0.0) != 0.0  # no other row is read: logits are large
+    inside_out = changed[:, None] & (column < num_columns)[None, :]
     before = tl.load(at, mask=inside_out, other=0.0).to(tl.float32)
     value = before
-    changed = row < 0
     for each in range(lowest, highest + 1):
         own = mine == each
         factor = tl.load(scale + each)
@@ -124,8 +124,7 @@ def add_low_rank_kernel_of_rows(
                 w = tl.load(weight + r[None, :], mask=(column < num_columns)[:, None] & (r < rank)[None, :], other=0.0)
                 acc = tl.dot(x, w.T, acc, input_precision="ieee")
             value = tl.where(own[:, None], tl.fma(acc, factor, before), value)
-            changed = changed | own
-    tl.store(at, value.to(out.dtype.element_ty), mask=inside_out & changed[:, None])
+    tl.store(at, value.to(out.dtype.element_ty), mask=inside_out)
 
 
 _COLUMNS = 128
