@@ -224,7 +224,10 @@ def spans_keep_bits(model: nn.Module) -> bool:
             """Of the factors and rows of these spans."""
             rows, own = slice(starts[first], starts[last]), loras[first:last]  # noqa: B023
             given = x[rows].clone().requires_grad_()
-            outs = project(given, SpanAdapters(lengths[first:last], tuple(own)).projections(group))
+            # Times 1, for a kernel gives the backward's thread its CUDA context; torch warns if cuBLAS comes first.
+            outs = [
+                each * 1.0 for each in project(given, SpanAdapters(lengths[first:last], tuple(own)).projections(group))
+            ]
             leaves = [factor for lora in own for pair in lora.factors.values() for factor in pair]
             of_leaves = torch.autograd.grad(outs, [*leaves, given], [grad[rows] for grad in grads])
             return [*of_leaves[:-1], *of_leaves[-1].split(lengths[first:last])]  # type: ignore[no-untyped-call]
