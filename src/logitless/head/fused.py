@@ -86,8 +86,8 @@ class MemoryPlan:
 def default_budget(device: torch.device) -> int:
     """Bytes for kept exponentials by default: a third of the device's memory, whether it is free or not.
 
-    Rows that are kept and rows that are recomputed round their gradients differently. What is free differs between a run
-    and its resumption, and with the other processes on a GPU; the device's memory does not.
+    Kept rows and recomputed ones round their gradients differently. What is free differs between a run and its
+    resumption, and with the other processes on a GPU; the device's memory does not.
 
     Example:
         >>> default_budget(torch.device("cpu")) // 2**20
