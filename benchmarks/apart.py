@@ -18,21 +18,17 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 import rollout_contenders as contenders
 from logitless.bench.machine import environment, release
 from logitless.distributed.ranks import Ranks, ranks_of_environment
-from logitless.models import loading
 from logitless.models.char_tokenizer import character_tokenizer
-from logitless.models.seeded import seeded
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.train.assembly.engines import Engines, engines_on
 from logitless.train.assembly.process import set_process
@@ -45,7 +41,7 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import WallClock, compilations_counted
 from logitless.train.run import Division, sample_only
 from rollout_workloads import Workload
-from script import RESULTS, Rows, main, rows_of_processes, short_name
+from script import RESULTS, Rows, digest, main, rows_of_processes, short_name, weights_drawn_on
 from shapes import SHAPES, TINY
 
 LETTERS = "abcdefgh"
@@ -106,9 +102,9 @@ def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
         alone[row["staleness"]] = row
     over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
     same = None if row.get("in_flight") else alone.get(row["staleness"])
-    if same is not None and same.get("whole_blocks") != row.get("whole_blocks"):
-        same = None  # weights after another number of steps
-    return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["weights"] == row["weights"]}
+    if same is not None and (same.get("whole_blocks") != row.get("whole_blocks") or "digest" not in same):
+        same = None  # weights after another number of steps, or of a file that says "weights" in place of a digest
+    return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["digest"] == row["digest"]}
 
 
 def _rank(
@@ -136,19 +132,6 @@ def _rank(
                         print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
                 release(device)
                 ranks.barrier()
-
-
-@contextmanager
-def weights_drawn_on(device: str) -> Iterator[None]:
-    """Inside, random weights of a model are drawn on the device: seconds, where a CPU takes minutes for 8 billion."""
-    plain = loading._built
-
-    def built(config: Any, options: Any) -> Any:
-        with seeded(0, device), torch.device(device):
-            return plain(config, options)
-
-    with patch.object(loading, "_built", built):
-        yield
 
 
 def _recipe(
@@ -246,7 +229,7 @@ def _measured(
                 "whole_blocks": before + blocks,
                 "mixed_fraction": sum(mixed[-blocks:]) / blocks,
                 "phases": {name: (value - at_first.get(name, 0.0)) / blocks for name, value in after.items()},
-                "weights": _checksum(learner.policy.held().values()),
+                "digest": digest(learner.policy.held()),
                 "gpu": torch.cuda.get_device_name() if device == "cuda" else "cpu",
             }
         )
@@ -272,16 +255,6 @@ def _sample_short_first(engine: Any, work: Workload) -> None:
         return sampled
 
     engine.sample = sample
-
-
-def _checksum(parameters: Any) -> int:
-    """A number of all bits of some tensors."""
-    views = (p.detach().view(torch.int16 if p.element_size() == 2 else torch.int32).flatten() for p in parameters)
-    total = 0
-    for view in views:
-        places = torch.arange(len(view), device=view.device) % 8191 + 1
-        total = (total * 31 + int((view.long() * places).sum())) % 2**61
-    return total
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ the same model after its recipe. ``step`` measures the second of two blocks, wit
 ``digest`` is of all weights and optimizer states after both blocks.
 """
 
-import hashlib
 import itertools
 import json
 import statistics
@@ -23,7 +22,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from script import command_line, metrics_of, needs_gpu, parsed, record, short_name, short_name_of, summary_of, trained
+from script import (
+    command_line,
+    digest,
+    metrics_of,
+    needs_gpu,
+    parsed,
+    record,
+    short_name,
+    short_name_of,
+    summary_of,
+    trained,
+)
 
 RESULT = "distillation-cpu.json"
 _ALONE = ["rollout.zero_signal=keep", "teacher.alone=true"]
@@ -139,17 +149,7 @@ TEACHER = {
 
 
 HEAD_BUDGET = 24 * 2**30
-"""Bytes; the default depends on what else is on the GPU, and gradients on what the head keeps within it."""
-
-
-def digest_of(tensors: Mapping[str, Any]) -> str:
-    """SHA-256 of the numbers of tensors by name, in the order of their names."""
-    import torch
-
-    found = hashlib.sha256()
-    for name in sorted(tensors):
-        found.update(tensors[name].detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-    return found.hexdigest()
+"""Bytes, the same on every GPU: gradients depend on what the head keeps within it."""
 
 
 def step_rows(
@@ -189,7 +189,7 @@ def step_rows(
             *(Ranks.alone(), shape, "replicate", work, device),
             changes=changes,
             teacher=teacher,
-            noted=lambda learner: {"digest": digest_of(learner.tensors())},
+            noted=lambda learner: {"digest": digest(learner.tensors())},
         )
         row = {
             "student": student,

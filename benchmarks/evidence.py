@@ -11,7 +11,6 @@ files lack are made, each in a process of its own, on all visible GPUs; its row 
 has the digest of its initial weights, and only rows with equal digests are compared. ``--size tiny`` is for a CPU.
 """
 
-import hashlib
 import json
 import os
 import queue
@@ -55,7 +54,7 @@ from logitless.train.recipe.training import OptimizerSection
 from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import run_recipe
 from logitless.types import Completion, LMHead, Prompt, TokenScores
-from script import command_line, parsed
+from script import command_line, digest, parsed
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS_PER_BLOCK, SAMPLES, EPOCHS, LENGTH = 32, 16, 2, 24
@@ -184,21 +183,13 @@ def imitate(size: str, folder: Path) -> None:
     for name in ("train", "held_out"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[name]))
     begun = policy_from(folder / "model")
-    found = {"accuracy": accuracy(begun, judged), "imitation_steps": steps, "digest": digest(begun.model)}
+    found = {"accuracy": accuracy(begun, judged), "imitation_steps": steps}
+    found["digest"] = digest(dict(begun.model.named_parameters()))
     found |= {"parameters": sum(p.numel() for p in begun.model.parameters()), "curve": curve}
     found["seconds"] = time.perf_counter() - began
     print(found, flush=True)
     (folder / "base.part").write_text(json.dumps(found))
     (folder / "base.part").rename(folder / "base.json")
-
-
-def digest(model: nn.Module) -> str:
-    """Of every weight, in float32."""
-    found = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        found.update(name.encode())
-        found.update(parameter.detach().float().cpu().numpy().tobytes())
-    return found.hexdigest()[:16]
 
 
 def in_products_of_bfloat16() -> dict[str, Any]:

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
-from evidence import device, difference, digest, in_processes, leave_row, save_plot, train_in_trl, trl_arguments
+from evidence import device, difference, in_processes, leave_row, save_plot, train_in_trl, trl_arguments
 from logitless.bench.machine import environment, write_result
 from logitless.data.prompts import PromptOrder
 from logitless.models.loading import load_model, load_tokenizer
@@ -43,7 +43,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import run_recipe
-from script import command_line, parsed, short_name
+from script import command_line, digest, parsed, short_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -117,7 +117,7 @@ def base(folder: Path, source: str) -> None:
     part = folder / "base.part"
     model.save_pretrained(str(part))
     tokenizer.save_pretrained(str(part))
-    (part / "digest").write_text(digest(model))
+    (part / "digest").write_text(digest(dict(model.named_parameters())))
     part.rename(folder / "base")
 
 

@@ -21,13 +21,13 @@ from contextlib import ExitStack, contextmanager
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from logitless.bench.machine import environment, write_result
 from logitless.data.prompts import load_prompts
 from logitless.data.sources import FileData
-from logitless.models import loading
 from logitless.train.assembly import model as assembly_model
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.process import set_allocator
@@ -35,7 +35,7 @@ from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import run_recipe
-from script import command_line, needs_gpu, parsed
+from script import command_line, needs_gpu, parsed, weights_drawn_on
 
 RESULT = "recipe-memory.json"
 LIMITS = {
@@ -85,16 +85,11 @@ def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
         rounded_there: weights are rounded to four bits on the GPU; the limit applies only afterwards, because weights
             that are read from files are rounded from host memory.
     """
-    build, load = loading._built, assembly_model.load_model
+    load = assembly_model.load_model
     if not torch.cuda.is_available():
         yield
         return
     fraction = min(1.0, limit / torch.cuda.get_device_properties(0).total_memory)
-
-    def built(config: Any, options: Any) -> Any:
-        torch.cuda.manual_seed(0)
-        with torch.device("cuda"):
-            return build(config, options)
 
     def loaded(*arguments: Any, **options: Any) -> Any:
         torch.cuda.set_per_process_memory_fraction(1.0 if rounded_there else fraction)
@@ -106,11 +101,8 @@ def drawn_on_the_device(limit: int, *, rounded_there: bool) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(fraction)
         return model
 
-    loading._built, assembly_model.load_model = built, loaded
-    try:
+    with weights_drawn_on("cuda"), patch.object(assembly_model, "load_model", loaded):
         yield
-    finally:
-        loading._built, assembly_model.load_model = build, load
 
 
 def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blocks: int) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Shared by the scripts of this folder: command line, runs of recipes, result files, a clock, tables in pages.
+"""Shared by the scripts of this folder: command line, runs of recipes, weights, result files, a clock, tables in pages.
 
 Torch is imported inside functions, because one script times imports.
 """
 
 import argparse
+import hashlib
 import json
 import platform
 import resource
@@ -13,9 +14,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from logitless.errors import ConfigurationError, DataError, LogitlessError, UnavailableError
 
@@ -230,6 +233,40 @@ def reward_curve(label: str, rewards: Sequence[float]) -> Any:
 
     means = tuple(statistics.fmean(rewards[max(0, end - 10) : end]) for end in range(1, len(rewards) + 1))
     return Line(label, tuple(range(1, len(rewards) + 1)), means)
+
+
+# --- weights
+
+
+def digest(tensors: Mapping[str, Any]) -> str:
+    """Of tensors by name, in their order: the same for the same bits.
+
+    16 bits are widened first, so that weights read in another width have the same digest; committed results hold it.
+    """
+    found = hashlib.sha256()
+    for name, tensor in tensors.items():
+        wide = tensor.detach().float() if tensor.itemsize == 2 and tensor.is_floating_point() else tensor.detach()
+        found.update(name.encode())
+        found.update(wide.cpu().numpy().tobytes())
+    return found.hexdigest()[:16]
+
+
+@contextmanager
+def weights_drawn_on(device: str) -> Iterator[None]:
+    """Inside, random weights of a model are drawn on the device: seconds, where a CPU takes minutes for 8 billion."""
+    import torch
+
+    from logitless.models import loading
+    from logitless.models.seeded import seeded
+
+    plain = loading._built
+
+    def built(config: Any, options: Any) -> Any:
+        with seeded(0, device), torch.device(device):
+            return plain(config, options)
+
+    with patch.object(loading, "_built", built):
+        yield
 
 
 # --- rows

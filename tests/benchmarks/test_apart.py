@@ -4,18 +4,15 @@ import json
 import sys
 
 import pytest
-import torch
 
 import apart
-from logitless.models.loading import load_model
 from rollout_workloads import Workload
 from script import main
-from shapes import TINY
 
 
 def row(arrangement, staleness, speed, weights=1):
     place = {"model": "tiny", "workload": "4x2-16-4:12", "steps": 1, "arrangement": arrangement, "staleness": staleness}
-    return {**place, "tokens_per_second": speed, "weights": weights}
+    return {**place, "tokens_per_second": speed, "digest": weights}
 
 
 def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_staleness():
@@ -26,14 +23,9 @@ def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_stale
     assert apart._compared(row("1", 0, 5.0), rows)["over_one_gpu"] == 1.0
     assert apart._compared({**row("1+1", 1, 15.0), "in_flight": "keep"}, rows)["same_weights"] is None
     assert apart._compared({**row("1+1", 1, 15.0), "whole_blocks": 2}, rows)["same_weights"] is None
-
-
-def test_one_bit_changes_the_checksum():
-    weights = torch.ones(5)
-    other = weights.clone()
-    other.view(torch.int32)[3] += 1
-    assert apart._checksum([weights, weights]) == apart._checksum([weights, weights.clone()])
-    assert apart._checksum([weights, weights]) != apart._checksum([weights, other])
+    [older] = [{**each, "weights": each["digest"]} for each in rows[:1]]
+    del older["digest"]
+    assert apart._compared(row("1+1", 0, 15.0), [older])["same_weights"] is None
 
 
 @pytest.mark.slow
@@ -57,10 +49,3 @@ def test_the_first_call_alone_samples_short_completions():
 
     apart._sample_short_first(engine := Engine(), work)
     assert 8 <= engine.sample() <= 12 < 64 <= engine.sample() == engine.sample() == work.tokens
-
-
-def test_weights_are_drawn_on_the_named_device_with_one_seed():
-    tiny = {**TINY.config, "num_hidden_layers": 1}
-    with apart.weights_drawn_on("cpu"):
-        models = [load_model(tiny, random_weights=True, seed=seed) for seed in (1, 2)]
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

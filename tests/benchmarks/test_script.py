@@ -9,8 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from script import PAGES, RESULTS, ROOT, begin, end, update
+from logitless.models.loading import load_model
+from script import PAGES, RESULTS, ROOT, begin, digest, end, update, weights_drawn_on
+from shapes import TINY
 
 SCRIPTS = [
     path
@@ -81,3 +84,19 @@ def test_a_script_measures_everything_at_toy_size_without_a_gpu(script, tmp_path
     for row in (row for document in found for row in document.get("rows", [document])):
         assert row.get("failure") is None
         assert any(isinstance(value, float) and value > 0 for value in row.values())
+
+
+def test_one_bit_or_another_name_changes_the_digest_and_another_width_does_not():
+    weights = torch.ones(5)
+    other = weights.clone()
+    other.view(torch.int32)[3] += 1
+    found = [digest({"a": each}) for each in (weights, weights.clone(), weights.bfloat16(), other)]
+    assert found[0] == found[1] == found[2] != found[3]
+    assert digest({"b": weights}) != found[0]
+
+
+def test_weights_are_drawn_on_the_named_device_with_one_seed():
+    tiny = {**TINY.config, "num_hidden_layers": 1}
+    with weights_drawn_on("cpu"):
+        models = [load_model(tiny, random_weights=True, seed=seed) for seed in (1, 2)]
+    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))

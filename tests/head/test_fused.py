@@ -1,6 +1,7 @@
 """The fused head: on the CPU under Triton's interpreter, and the same bodies on a GPU."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -193,6 +194,28 @@ def test_a_memory_plan_stays_within_its_budget(rows, vocabulary, budget):
     assert 0 <= plan.kept_rows <= rows
     assert plan.kept_bytes <= budget
     assert plan.kept_bytes >= 2 * vocabulary * plan.kept_rows
+
+
+@pytest.mark.parametrize("allocated", [0, 60 * 2**30])
+def test_the_default_budget_is_the_same_on_a_full_gpu_and_on_an_empty_one(allocated, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=72 * 2**30))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
+    assert fused.default_budget(torch.device("cuda")) == 24 * 2**30
+
+
+def test_exponentials_that_do_not_fit_are_an_error_that_names_the_budget(monkeypatch):
+    inputs, empty = problem(ODD, "cpu"), torch.empty
+
+    def full(*shape, **options):
+        if shape == (21, 40):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return empty(*shape, **options)
+
+    monkeypatch.setattr(torch, "empty", full)
+    expected = r"needed 1,680 bytes .* 21 rows.* \(train.head_memory_budget\) below 1680,.* CUDA out of memory"
+    with pytest.raises(torch.OutOfMemoryError, match=expected):
+        fused.token_scores(inputs.hidden, inputs.head, inputs.target)
+    fused.token_scores(inputs.hidden, inputs.head, inputs.target, memory_budget=1679)
 
 
 def test_what_the_kernels_cannot_take_is_an_error_with_a_remedy():

@@ -40,12 +40,14 @@ def test_a_signal_saves_and_resume_continues_bitwise_however_long_a_save_takes(
     assert_same_run(uninterrupted, folder)
 
 
-def test_ctrl_c_while_rolling_out_leaves_no_trace(uninterrupted, tmp_path, monkeypatch):
+# 1: the first evaluation, 3: the second block, 4: the evaluation after it, 6: the one after the last block.
+@pytest.mark.parametrize("call", [1, 3, 4, 6])
+def test_ctrl_c_while_sampling_leaves_no_trace(uninterrupted, tmp_path, monkeypatch, call):
     recipe, calls = tiny_recipe(tmp_path), []
 
     def pressed(*arguments, **options):
         calls.append(1)
-        if len(calls) == 3:  # the initial evaluation, the first block, the second block
+        if len(calls) == call:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:

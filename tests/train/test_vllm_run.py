@@ -21,6 +21,7 @@ from logitless.train.collect.ahead import CollectedBlocks
 from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.run import run_recipe
 from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Prompt
 from tests.ranks import run_on_ranks
@@ -70,9 +71,15 @@ def test_a_signal_ends_the_wait_for_a_server_that_died_before_the_first_push(tmp
     assert not any((tmp_path / "runs").glob("*"))
 
 
-def test_a_signal_ends_the_wait_of_a_later_push_and_the_resumed_run_ends_as_one_that_never_stopped(tmp_path):
-    with serving(_served(tmp_path)) as url:
-        whole = completed(_recipe(tmp_path, url, name="whole"))
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run on a server, never stopped."""
+    folder = tmp_path_factory.mktemp("whole")
+    with serving(_served(folder)) as url:
+        return completed(_recipe(folder, url))
+
+
+def test_a_signal_ends_the_wait_of_a_later_push_and_the_resumed_run_ends_as_one_that_never_stopped(tmp_path, whole):
     served = _served(tmp_path)
     pushes = []
 
@@ -93,6 +100,33 @@ def test_a_signal_ends_the_wait_of_a_later_push_and_the_resumed_run_ends_as_one_
         resumed, complete = start(recipe, resume=True)
         assert complete
     assert_same_end(whole, resumed)
+
+
+@pytest.mark.parametrize(("evaluation", "block"), [(1, 0), (2, 2), (3, 3)], ids=["first", "amid the run", "last"])
+def test_a_signal_ends_an_evaluation_on_a_dead_server_and_the_resumed_run_makes_it_first(
+    tmp_path, whole, evaluation, block
+):
+    served = _served(tmp_path)
+    path, begun = "/inference/v1/generate", []
+
+    def fail_in_the_evaluation(body):
+        begun.append(body["sampling_params"]["n"] == 1)
+        if sum(begun) < evaluation:
+            return 200, json.dumps(served.answer(path, body)).encode()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return failing(503)(body)
+
+    served.faults[path] = [fail_in_the_evaluation] * 10_000
+    with serving(served) as url:
+        recipe = _recipe(tmp_path, url, engine={"give_up_seconds": 2.0})
+        stopped = run_recipe(recipe)
+        assert (stopped.ended_by, stopped.exit_status) == ("signal", 143)
+        assert checkpoints(stopped.folder.checkpoints)[-1].name.startswith(f"block-{block:06d}")
+        served.faults.clear()
+        resumed = completed(recipe, resume=True)
+    assert_same_end(whole, resumed)
+    found = [[line.get("evaluation/reward_mean") for line in run.read_metrics()] for run in (whole, resumed)]
+    assert found[0] == found[1]
 
 
 def _die_from_the_second_block(served):

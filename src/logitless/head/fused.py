@@ -25,8 +25,8 @@ from logitless.head.sharded import summed_like, whole
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
-SHARE = 2
-"""By default kept exponentials take at most 1/SHARE of the memory that torch has not allocated."""
+SHARE = 3
+"""By default kept exponentials take at most 1/SHARE of the device's memory."""
 
 
 OLDEST = (8, 0)
@@ -84,9 +84,10 @@ class MemoryPlan:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for kept exponentials by default: half of the memory that torch has not allocated.
+    """Bytes for kept exponentials by default: a third of the device's memory, whether it is free or not.
 
-    It depends on this process's allocations only, so that the same program keeps the same rows in every run.
+    Kept rows and recomputed ones round their gradients differently. What is free differs between a run and its
+    resumption, and with the other processes on a GPU; the device's memory does not.
 
     Example:
         >>> default_budget(torch.device("cpu")) // 2**20
@@ -94,8 +95,7 @@ def default_budget(device: torch.device) -> int:
     """
     if device.type != "cuda":
         return 2**30
-    total = torch.cuda.get_device_properties(device).total_memory
-    return max(0, total - torch.cuda.memory_allocated(device)) // SHARE
+    return torch.cuda.get_device_properties(device).total_memory // SHARE
 
 
 @torch.compiler.disable
@@ -136,6 +136,7 @@ def token_scores(
     Raises:
         UnavailableError: the kernels cannot take these tensors; triton is missing; the backward runs under
             ``create_graph=True``.
+        torch.OutOfMemoryError: too little is free for the exponentials; it names the budget.
 
     Equals: ``reference.token_scores``.
     Ranks: with ``group`` a step sends six numbers a row in five small collectives, and the gradients of hidden and

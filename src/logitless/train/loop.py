@@ -102,10 +102,8 @@ class Loop:
             with self._at_once():  # nothing to save yet, and a server may keep it waiting
                 self._sync_weights()
             if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
-                found = self._evaluated(self.evaluation.sets)
-                self._watch(found)
-                self.journal.write({**self._block_start, **found})
-                self._tell(self._block_start, found)
+                self.unwritten = self._block_start
+                self._evaluate()
                 self.save()  # in the background, while the first block is collected
             try:
                 self._blocks()
@@ -117,10 +115,10 @@ class Loop:
             # A signal may have reached some ranks only; all must return the same result.
             signals = self.ranks.all_gather_object(self.interrupt.signal)
             stopped_by = self.ranks.broadcast_object(self.callbacks.stopped_by)
-        folder = self.journal.folder
-        if self._ended and self.journal.nothing_scored:
+        folder, ended = self.journal.folder, self._ended and not self.unwritten
+        if ended and self.journal.nothing_scored:
             return RunResult(folder, "unscored")
-        if self._ended:
+        if ended:
             return RunResult(folder, "blocks" if self._done >= self.recipe.train.blocks else "early_stopping")
         for number in signals:
             if number is not None:
@@ -129,8 +127,8 @@ class Loop:
 
     def _blocks(self) -> None:
         """Train on all blocks that are left, and save the last checkpoint."""
-        if self.unwritten:  # resumed after a block's last step, before its metrics were written
-            self._end_block({}, by_rank={})
+        if self.unwritten:  # resumed after a block's last step, or amid an evaluation
+            self._evaluate()
         while not self._ended and not self._stopping():
             self._block()
             if self._stopping() or self._is_best or self._done % self.recipe.checkpoint.every_blocks == 0:
@@ -183,19 +181,40 @@ class Loop:
                 waits = self._at_once() if self.recipe.rollout.engine.is_vllm else nullcontext()
                 try:
                     with waits:
-                        synced = self._sync_weights()
+                        self.unwritten |= self._sync_weights()
                 except KeyboardInterrupt:
                     return
-                self._end_block(synced, by_rank=self.learner.by_rank)
+                self._evaluate(self.learner.by_rank)
             for message in (self.learner.halved, self.learner.check_skipped()):
                 if message is not None:
                     self.journal.message(message)
 
-    def _end_block(self, synced: Numbers, *, by_rank: Mapping[str, Sequence[int]]) -> None:
-        """Evaluate the new weights, if it is due, and write the block's last line of metrics."""
-        due = self.evaluation.due(self._done, self.recipe.train.blocks)
-        found = self._evaluated(due)
-        was_ended = self._ended
+    def _evaluate(self, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+        """Evaluate the weights before the first block, or if it is due after one, and write the line that waits for it.
+
+        A signal ends an evaluation at once. The line then stays unwritten, and a resumed run evaluates first.
+        """
+        is_start = self.unwritten["block"] > self._done
+        due = self.evaluation.sets if is_start else self.evaluation.due(self._done, self.recipe.train.blocks)
+        watches = [each for each in (self.patience, self.best) if each is not None]
+        before = [each.state_dict() for each in watches]
+        try:
+            with self._at_once() if due else nullcontext():
+                found = self._evaluated_and_watched(due)
+        except KeyboardInterrupt:
+            for each, state in zip(watches, before, strict=True):
+                each.load_state_dict(state)
+            return
+        record, self.unwritten = self.unwritten | found, {}
+        self._write(record, by_rank)
+        if not is_start:
+            self.callbacks.block(self._of_block)
+        self._of_block = {}
+        self._tell(record, found)
+
+    def _evaluated_and_watched(self, due: Sequence[HeldOut]) -> Numbers:
+        """Metrics of the sets that are due, and of the others where early stopping ends the run by them."""
+        found, was_ended = self._evaluated(due), self._ended
         self._watch(found)
         if self._ended and not was_ended:
             assert self.patience is not None
@@ -206,11 +225,7 @@ class Loop:
             self._watch(rest)
             seconds = [each.get("time/evaluation_seconds", 0.0) for each in (found, rest)]
             found |= {**rest, "time/evaluation_seconds": sum(seconds)}
-        record, self.unwritten = self.unwritten | synced | found, {}
-        self._write(record, by_rank)
-        self.callbacks.block(self._of_block)
-        self._of_block = {}
-        self._tell(record, found)
+        return found
 
     def _write(self, record: Numbers, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
         """Write a line of metrics, and remember it for ``Callback.on_block``."""
@@ -275,7 +290,7 @@ class Loop:
         """End a block without a token to train on."""
         self.unwritten = {**self._block_start, **self.block_metrics}
         self.learner.end_block()
-        self._end_block({}, by_rank={})
+        self._evaluate()
         self.journal.message(f"block {self._done}: in every group all rewards are equal; no step taken")
         self.block_metrics = {}
 

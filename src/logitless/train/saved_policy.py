@@ -117,7 +117,7 @@ def chosen_source(folder: RunFolder, which: str) -> Path:
         return folder.model
     if which == "latest" and found:
         return found[-1]
-    if which == "best" and found and (best := read_checkpoint(found[-1]).state["loop"].get("best")) is not None:
+    if which == "best" and found and (best := _best(folder, found[-1])) is not None:
         which = folder_name(best["block"], best["step"])
     elif which == "best" and load_recipe(folder.config).checkpoint.keep_best is None:
         raise ConfigurationError(
@@ -153,6 +153,16 @@ def _read_adapter(model: nn.Module, folder: Path) -> None:
         )
     for name, tensor in own.items():
         tensor.copy_(stored[name])
+
+
+def _best(folder: RunFolder, last: Path) -> dict[str, Any] | None:
+    """Block and step of the best evaluation; None if the run keeps none."""
+    loop = read_checkpoint(last).state["loop"]
+    best: dict[str, Any] | None = loop.get("best")
+    if best is not None and loop.get("unwritten") and folder.summary.is_file():
+        # A signal stopped the run amid an evaluation; one that was resumed and completed then exported the best.
+        best = json.loads(folder.summary.read_bytes()).get("exported", best)
+    return best
 
 
 def _summary(folder: RunFolder) -> dict[str, int]:

@@ -280,6 +280,10 @@ def test_a_later_set_wins_null_switches_a_section_off_and_all_after_the_first_eq
         *((override, "--set") for override in ("seed", "=3", "rewards.1.cap=5", "rewards.first.cap=5", "name.x.y=1")),
         ("model.source={a: ", "well-formed YAML in --set model.source"),
         ("name=../elsewhere", "name"),  # it cannot leave the output folder
+        (
+            "rollout.engine={name: recorded, path: x, urls: [y]}",
+            "(another kind of rollout.engine has it",
+        ),
         *((f"{key}=1", "unknown key") for key in ("zzz", "train.zzz", "foo.bar")),  # like no other, without a proposal
     ],
 )

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import signal
 from unittest import mock
 
 import pytest
@@ -107,6 +108,26 @@ def test_a_run_that_was_stopped_anywhere_stops_early_at_the_same_block_in_every_
     states = [checkpoints.load_checkpoint(run.checkpoints).state["loop"] for run in (whole, result.folder)]
     assert states[0] == states[1]
     assert_equal(_weights(whole), _weights(result.folder))
+
+
+@pytest.mark.parametrize(("patience", "stopped", "best"), [(2, 4, BEST), (4, 6, "block-000006-step-000012")])
+def test_the_best_checkpoint_is_that_of_an_evaluation_which_a_resumed_run_made_first(
+    tmp_path, evaluated, monkeypatch, patience, stopped, best
+):
+    def pressed(loop, sets):
+        if loop._done == stopped:
+            signal.raise_signal(signal.SIGTERM)
+        return _accurate(loop, sets)
+
+    recipe = tiny_recipe(tmp_path, **{**WATCHED, "evaluation__stop": {"patience": patience}})
+    with monkeypatch.context() as patched:
+        patched.setattr(Loop, "_evaluated", pressed)
+        assert run_recipe(recipe).ended_by == "signal"
+    result = run_recipe(recipe, resume=True)
+    assert result.complete
+    assert result.metrics["block"] == stopped
+    assert chosen_source(result.folder, "best").name == best
+    _assert_exported(result.folder, best)
 
 
 def test_the_best_checkpoint_of_a_run_that_kept_none_is_refused_in_words(tmp_path):

@@ -95,13 +95,15 @@ def test_opening_a_folder_without_a_run_is_an_error(tmp_path):
             open_run_folder(path)
 
 
-def test_the_newest_five_runs_beside_a_folder_without_one_are_named(tmp_path):
+def test_the_newest_five_runs_in_a_folder_or_beside_it_are_named(tmp_path):
     for number in range(7):
         config = create_run_folder(tmp_path, f"run-{number}").config
         config.write_text("name: toy")
         os.utime(config, (number, number))
-    with pytest.raises(ConfigurationError, match=r"newest first: run-6, run-5, run-4, run-3, run-2\."):
-        open_run_folder(tmp_path / "none")
+    for path in (tmp_path / "none", tmp_path):
+        expected = rf"Name one of those in {tmp_path}, newest first: run-6, run-5, run-4, run-3, run-2\."
+        with pytest.raises(ConfigurationError, match=expected):
+            open_run_folder(path)
 
 
 def test_metrics_are_read_back_with_null_for_what_json_does_not_have(folder):

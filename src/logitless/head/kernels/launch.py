@@ -129,9 +129,20 @@ def listed(chosen: Tensor) -> Compaction:
 
 
 def kept_rows(rows: int, vocabulary: int, variant: Variant, device: torch.device) -> Tensor:
-    """A buffer for the exponentials of this many rows, aligned to 16 bytes for TMA."""
+    """A buffer for the exponentials of this many rows, aligned to 16 bytes for TMA.
+
+    Raises:
+        torch.OutOfMemoryError: it does not fit. Fewer rows would fit, and would round the gradients differently.
+    """
     stride = -(-vocabulary // 8) * 8
-    return torch.empty(rows, stride, dtype=variant.kept, device=device)
+    try:
+        return torch.empty(rows, stride, dtype=variant.kept, device=device)
+    except torch.OutOfMemoryError as error:
+        size = rows * stride * variant.kept.itemsize
+        raise torch.OutOfMemoryError(
+            f"needed {size:,} bytes for the exponentials of {rows:,} rows in the head; given too little free memory. "
+            f"Set memory_budget (train.head_memory_budget) below {size}, or score fewer rows at once. {error}"
+        ) from error
 
 
 def low_rows(hidden: Tensor, lora_a: Tensor, scale: float, variant: Variant, *, addends: int) -> Tensor:

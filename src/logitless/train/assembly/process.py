@@ -128,13 +128,13 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     frozen = [p for p in model.parameters() if not p.requires_grad]
     checkpointing = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
-    sdpa = sdpa_allowed()
+    sdpa, products = sdpa_allowed(), section.autocast or _dtypes(trained)
     lines = [
         f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
         dtype_line(section),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
-        f"matrix products in {section.autocast or _dtypes(trained)}; those in float32 have torch's precision "
+        f"matrix products in {products}{', ' if products == 'float32' else '; those in float32 '}at torch's precision "
         f"{torch.get_float32_matmul_precision()!r}",
         f"attention {causal_lm(model).config._attn_implementation}; SDPA may use {', '.join(sdpa)}",
         f"layers {layers}",

@@ -157,6 +157,8 @@ def _unknown(path: Sequence[str], known: set[str], *, of_function: bool) -> str:
         return f"unknown key {where!r} (what others call {name} is {ELSEWHERE[name]!r} here)"
     if of_function and not difflib.get_close_matches(name, known, n=1, cutoff=_LIKE):
         return f"unknown key {where!r} (a function has no options; a class does, see the end of docs/own_reward.md)"
+    if [*path] in _paths(Recipe):
+        return f"unknown key {where!r} (another kind of {'.'.join(path[:-1])} has it; its `name` says which kind it is)"
     near = _nearest(path, known)
     if near is None and [*path[:-1]] == ["algorithm"]:
         return f"unknown key {where!r} (a parameter of the preset is set under 'algorithm.parameters')"

@@ -302,9 +302,11 @@ def open_run_folder(path: Path) -> RunFolder:
     """
     folder = RunFolder(path)
     if not folder.config.is_file():
-        begun = sorted(path.absolute().parent.glob("*/config.yaml"), key=lambda config: -config.stat().st_mtime)
-        runs = [config.parent.name for config in begun[:5]]
-        remedy = f"Name one of those in {path.parent}, newest first: {', '.join(runs)}." if runs else "Check the path."
+        near, begun = path, list(path.glob("*/config.yaml"))  # a folder of runs, or one beside runs
+        if not begun:
+            near, begun = path.parent, list(path.absolute().parent.glob("*/config.yaml"))
+        runs = [each.parent.name for each in sorted(begun, key=lambda config: -config.stat().st_mtime)[:5]]
+        remedy = f"Name one of those in {near}, newest first: {', '.join(runs)}." if runs else "Check the path."
         raise ConfigurationError(
             needed=f"the folder of a run at {path}",
             given="a folder without a config.yaml" if path.is_dir() else "a file" if path.exists() else "nothing",
