@@ -14,6 +14,7 @@ CASES = {
     "glm4_moe": {"n_routed_experts": 12, "num_local_experts": 12, "n_group": 3, "topk_group": 2,
                  "num_experts_per_tok": 3, "routed_scaling_factor": 1.7, "first_k_dense_replace": 0},
     "gpt_oss": {"num_local_experts": 6},
+    "llama4_text": {"num_local_experts": 6},
 }  # fmt: skip
 
 

@@ -28,7 +28,7 @@ LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_fre
 LLAMA3_ROPE |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 32}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 8}
 HYBRIDS = ("qwen3_5", "qwen3_5_moe_text", "qwen3_next")
-TWO_LAYERS = ("gemma3", "gpt_oss", "glm4_moe", *HYBRIDS)
+TWO_LAYERS = ("gemma3", "gpt_oss", "glm4_moe", "llama4_text", *HYBRIDS)
 """With layers of two kinds."""
 ROUTED = {"num_experts": 6, "num_local_experts": 6, "n_routed_experts": 6, "num_key_value_heads": 2}
 OWN = {
@@ -40,6 +40,8 @@ OWN = {
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
     "qwen3_5_moe_text": {"head_dim": 16},
     "qwen3_next": {"norm_topk_prob": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    "llama4_text": {"attention_chunk_size": 3, "no_rope_layers": [1, 0], "floor_scale": 2, "attn_scale": 0.5,
+                    "interleave_moe_layer_step": 2},
 }  # fmt: skip
 MIXTURES = {name: mixtures.MIXTURES[name] | ROUTED | own for name, own in OWN.items()}
 COVERED = {
@@ -49,7 +51,7 @@ COVERED = {
     "phi3": PHI3,
 }
 LENGTHS = [4, 1, 6]
-ATTENTION = {"gpt_oss": "packed"}  # transformers' eager one does not keep its packed sequences apart
+ATTENTION = {"gpt_oss": "packed", "llama4_text": "packed"}  # whose eager ones do not keep packed sequences apart
 
 
 def small(name, **options):

@@ -13,7 +13,7 @@ from logitless.models.row_invariant.experts import experts_of, router_of, uncove
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
-    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text",
 )  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
 """Families with norms before and after attention and MLP."""
@@ -65,7 +65,11 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
     for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
         if rope not in _FIXED_ROPE:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
+    chunks = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
+    if getattr(config, "use_qk_norm", False) and getattr(rotary, "attention_scaling", 1.0) != 1:
+        # ours come before the rotation, whose scale they would then leave
+        found.append("norms of queries and keys behind rotary positions that scale them")
+    kinds = set(getattr(config, "layer_types", None) or ()).difference(_LAYER_TYPES, chunks)
     found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
     found.extend(_uncovered_modules(decoder, config))
     return tuple(dict.fromkeys(found))
@@ -78,11 +82,11 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
         modules = [*inputs_of(layer), output_of(layer)]
         if (mixer := delta_net_of(layer)) is not None:
             found.extend(_uncovered_delta_net(mixer))
-        if router_of(layer.mlp) is not None:
-            found.extend(uncovered_mixture(layer.mlp, config))
-            dtypes |= {weight.dtype for weight in experts_of(layer.mlp)[0].parameters()}
-        if (dense := dense_mlp(layer.mlp)) is not None:
-            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(layer.mlp)]
+        if router_of(mlp_of(layer)) is not None:
+            found.extend(uncovered_mixture(mlp_of(layer), config))
+            dtypes |= {weight.dtype for weight in experts_of(mlp_of(layer))[0].parameters()}
+        if (dense := dense_mlp(mlp_of(layer))) is not None:
+            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(mlp_of(layer))]
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:
@@ -130,6 +134,11 @@ def output_of(layer: Any) -> Any:
     """The last linear map of a layer's attention or delta net."""
     mixer = delta_net_of(layer)
     return layer.self_attn.o_proj if mixer is None else mixer.out_proj
+
+
+def mlp_of(layer: Any) -> Any:
+    """A layer's MLP or mixture of experts."""
+    return next(layer._modules[name] for name in ("mlp", "feed_forward") if name in layer._modules)
 
 
 def dense_mlp(mlp: Any) -> Any:
