@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logitless.models.kernels.route import Routing, route, route_backward
+from logitless.models.row_invariant.coverage import mlp_of
 from logitless.models.row_invariant.experts import mixture_form, router_of
 from tests.models.mixtures import mixture
 
@@ -21,10 +22,15 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_weights_experts_and_gradients_are_those_of_transformers_router(name):
     model = mixture(name, **CASES[name])
-    mlp = model.model.layers[0].mlp
+    mlp = mlp_of(model.model.layers[0])
     router, routing = router_of(mlp), mixture_form(mlp, model.config).routing
     x = torch.randn(50, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    logits, theirs, chosen = router(x)
+    if name == "llama4_text":  # the scores of all experts, of which those that are not chosen have 0
+        scores, logits = router(x)
+        chosen = logits.topk(router.top_k).indices
+        theirs = scores.gather(1, chosen)
+    else:
+        logits, theirs, chosen = router(x)
     order = chosen.sort(-1).indices
     ours, mine = route(logits.detach(), routing, getattr(router, "e_score_correction_bias", None))
     own_order = mine.long().sort(-1).indices
@@ -45,6 +51,12 @@ def test_experts_with_equal_logits_are_chosen_from_the_lowest_number_on():
 def test_numbers_that_are_none_choose_experts_that_exist(value):
     _, chosen = route(torch.full((3, 5), value), Routing(2))
     assert 0 <= chosen.min() <= chosen.max() < 5
+
+
+def test_logits_of_which_the_sigmoid_is_1_choose_the_largest():
+    weights, chosen = route(torch.tensor([[40.0, 50.0, 45.0]]), Routing(2, "sigmoid of the chosen"))
+    assert chosen.tolist() == [[1, 2]]
+    assert weights.tolist() == [[1.0, 1.0]]
 
 
 def test_no_tokens_have_no_choices():
