@@ -42,7 +42,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
         "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
         "jamba": {"num_experts": 4, **_JAMBA},
-        "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 24},
+        "llama4_text": {
+            "num_local_experts": 4, "intermediate_size_mlp": 24, "attention_chunk_size": 8, "no_rope_layers": [1, 0],
+            "floor_scale": 4,
+        },
         "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, **_GEMMA},
     }.items()
 }

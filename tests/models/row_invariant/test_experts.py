@@ -64,8 +64,9 @@ def test_a_token_has_the_same_bits_among_any_others(name, dtype):
             assert torch.equal(mixed(x[rows], weights), whole[rows])
 
 
-def test_gradients_do_not_depend_on_the_order_of_other_tokens_and_repeat_in_every_bit():
-    _, mlp, form, x, grad = layer("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_gradients_do_not_depend_on_the_order_of_other_tokens_and_repeat_in_every_bit(name):
+    _, mlp, form, x, grad = layer(name)
 
     def run():
         leaf = x.clone().requires_grad_()
@@ -82,8 +83,9 @@ def test_experts_without_tokens_have_zero_gradients():
     assert mlp.experts.gate_up_proj.grad[idle].eq(0).all()
 
 
-def test_gradients_of_bfloat16_weights_are_summed_in_float32():
-    _, mlp, form, x, grad = layer("qwen3_moe", torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(name):
+    _, mlp, form, x, grad = layer(name, torch.bfloat16)
     named = dict(mlp.named_parameters())
     of_ours(mlp, form, x).backward(grad)
     once = {name: weight.grad.float() for name, weight in named.items()}

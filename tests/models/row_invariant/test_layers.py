@@ -40,8 +40,7 @@ OWN = {
     "qwen3_moe": {"head_dim": 16, "norm_topk_prob": True},
     "qwen3_5_moe_text": {"head_dim": 16},
     "qwen3_next": {"norm_topk_prob": True, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
-    "llama4_text": {"attention_chunk_size": 3, "no_rope_layers": [1, 0], "floor_scale": 2, "attn_scale": 0.5,
-                    "interleave_moe_layer_step": 2},
+    "llama4_text": {"attention_chunk_size": 2, "floor_scale": 1, "attn_scale": 0.5, "interleave_moe_layer_step": 2},
 }  # fmt: skip
 MIXTURES = {name: mixtures.MIXTURES[name] | ROUTED | own for name, own in OWN.items()}
 COVERED = {
@@ -112,7 +111,9 @@ def test_hidden_states_and_gradients_are_those_of_transformers_layers(name):
     assert_near(hidden_and_gradients(model, inputs, grad), wanted)
 
 
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt_oss", "llama4_text"))]
+)
 def test_bfloat16_is_no_further_from_float64_than_transformers_layers(name):
     lengths = [40, 11, 29]  # of few tokens one decides
     inputs, grad = packed(lengths), torch.randn(sum(lengths), 16, dtype=torch.float64)
@@ -314,6 +315,18 @@ def test_a_copy_of_the_model_on_another_device_is_compared_with_the_model():
 def test_a_law_turns_red_when(mutation):
     laws = Laws(small("qwen3").requires_grad_(False), "cpu", sizes=FEW)
     with bits_mutations.MUTATIONS[mutation]():
+        assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
+
+
+@pytest.mark.parametrize("left_out", ["chunks", "the temperature"])
+def test_a_law_turns_red_when_decoding_leaves_out(left_out):
+    laws = Laws(small("llama4_text").requires_grad_(False), "cpu", sizes=FEW)
+    honest = {"chunks": decoding.decode_attention, "the temperature": decoding.rotate}[left_out]
+
+    def mutant(*given, **options):
+        return honest(*given, **options | {"chunks": {"window": None}, "the temperature": {"factor": None}}[left_out])
+
+    with bits_mutations._while_decoding(decoding, honest.__name__, mutant):
         assert any(row["differ"] for row in laws.rows(["decoded, rows joining and leaving"]))
 
 
