@@ -70,7 +70,9 @@ def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
     assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == [0, 0]
 
 
-@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"window": 70}), (torch.bfloat16, {"window": Chunks(64)})], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"window": 70}), (torch.bfloat16, CHUNKS)], ids=str
+)
 def test_a_tree_gives_the_bits_of_its_sequences_alone(dtype, options):
     layout = AttentionLayout(TREE)
     assert layout.branch_rows is not None

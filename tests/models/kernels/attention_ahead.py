@@ -62,7 +62,8 @@ def compile_all(
 
 
 def main() -> None:
-    """Widths after the capability; prints what became of each; --resources: registers and spills; --chunks: in chunks, too."""
+    """Widths after the capability; prints what became of each. With --resources registers and spills, with --chunks
+    chunks, too."""
     resources = "--resources" in sys.argv
     capability, *widths = (int(x) for x in sys.argv[1:] if not x.startswith("--"))
     report = []

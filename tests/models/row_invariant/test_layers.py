@@ -199,6 +199,14 @@ def test_generating_runs_as_before():
         ({**CONFIGS["qwen3"], "attention_dropout": 0.1}, "attention dropout of 0.1"),
         ({**CONFIGS["llama"], "hidden_act": "relu"}, "the activation relu"),
         (CONFIGS["llama-dynamic"], "positions scaled by dynamic, which depends on the longest sequence"),
+        (
+            {**MIXTURES["llama4_text"], "rope_parameters": YARN},
+            "queries and keys scaled by 1.13863 and then normed",
+        ),
+        (
+            {**MIXTURES["llama4_text"], "attention_chunk_size": None, "no_rope_layers": [1, 1]},
+            "layers of the kind chunked_attention",
+        ),
         ({**PHI3, "rope_parameters": LONGROPE}, "positions scaled by longrope, which depends on the longest sequence"),
     ],
 )

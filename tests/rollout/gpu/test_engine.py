@@ -80,7 +80,7 @@ def without_version(groups):
         pytest.param({}, "qwen3_next", marks=pytest.mark.slow),
         ({}, "llama4_text"),
     ],
-    ids=["lora", "rslora", "trained-head", "head", "experts", "experts without adapters", "gated delta nets", "both", "chunks"],
+    ids=["lora", "rslora", "trained-head", "head", "experts", "plain experts", "gated delta nets", "both", "chunks"],
 )
 def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options, name):
     model = add_lora(model_of(name, end_bias=-1.0), LoraOptions(rank=2, **options))

@@ -5,9 +5,9 @@
 
 rounded as by transformers' separate operations. With ``interleaved`` pairs (Llama 4) ``half_turned(x)`` is
 ``(-x[1], x[0], -x[3], x[2], ...)``, and the sum is rounded once. Queries may also be multiplied by a number of their
-position. The tables of cosines and sines include any scaling of positions. A
-program takes some heads of one token. The order of a norm's sum depends on the model's shape only, so that training and
-decoding, which both run this kernel, are bitwise identical.
+position. The tables of cosines and sines include any scaling of positions. A program takes some heads of one token. The
+order of a norm's sum depends on the model's shape only, so that training and decoding, which both run this kernel, are
+bitwise identical.
 """
 
 import math

@@ -34,7 +34,7 @@ def end_of_queries(position: Tensor, window: Window) -> Tensor:
 
     Example:
         >>> import torch
-        >>> end_of_queries(torch.tensor([3, 8, 9]), 4).tolist(), end_of_queries(torch.tensor([3, 8]), Chunks(4)).tolist()
-        ([7, 12, 13], [4, 12])
+        >>> end_of_queries(torch.tensor([3, 8]), 4).tolist(), end_of_queries(torch.tensor([3, 8]), Chunks(4)).tolist()
+        ([7, 12], [4, 12])
     """
     return first_seen(position, window) + window.length if isinstance(window, Chunks) else position + window

@@ -28,7 +28,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 DELTA = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
-_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 
 def uncovered(model: nn.Module) -> tuple[str, ...]:
@@ -65,11 +65,10 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
     for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
         if rope not in _FIXED_ROPE:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")
-    chunks = ["chunked_attention"] if getattr(config, "attention_chunk_size", None) else []
-    if getattr(config, "use_qk_norm", False) and getattr(rotary, "attention_scaling", 1.0) != 1:
-        # ours come before the rotation, whose scale they would then leave
-        found.append("norms of queries and keys behind rotary positions that scale them")
-    kinds = set(getattr(config, "layer_types", None) or ()).difference(_LAYER_TYPES, chunks)
+    if config.model_type == "llama4_text" and config.use_qk_norm and rotary.attention_scaling != 1:
+        # its norms come after the rotation and ours before it, which is the same unless it also scales
+        found.append(f"queries and keys scaled by {rotary.attention_scaling:g} and then normed")
+    kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
     found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
     found.extend(_uncovered_modules(decoder, config))
     return tuple(dict.fromkeys(found))
@@ -79,14 +78,14 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
     found = []
     dtypes = set()
     for layer in decoder.layers:
-        modules = [*inputs_of(layer), output_of(layer)]
+        modules, mlp = [*inputs_of(layer), output_of(layer)], mlp_of(layer)
         if (mixer := delta_net_of(layer)) is not None:
             found.extend(_uncovered_delta_net(mixer))
-        if router_of(mlp_of(layer)) is not None:
-            found.extend(uncovered_mixture(mlp_of(layer), config))
-            dtypes |= {weight.dtype for weight in experts_of(mlp_of(layer))[0].parameters()}
-        if (dense := dense_mlp(mlp_of(layer))) is not None:
-            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(mlp_of(layer))]
+        if router_of(mlp) is not None:
+            found.extend(uncovered_mixture(mlp, config))
+            dtypes |= {weight.dtype for weight in experts_of(mlp)[0].parameters()}
+        if (dense := dense_mlp(mlp)) is not None:
+            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(mlp)]
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:

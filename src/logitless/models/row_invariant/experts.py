@@ -256,11 +256,11 @@ class _Mixture(torch.autograd.Function):
         weights, chosen = route(logits, form.routing, given.correction)
         if given.chosen is not None:
             given.chosen(logits, weights, chosen)
-        rows = x
+        rows, of_rows = x, chosen
         shares: Tensor | None = weights.view(-1)
         if form.scales_input:
-            rows, shares, chosen = _scaled(x, weights), None, chosen.view(-1, 1)
-        slots = Slots.of(chosen, num_experts)
+            rows, of_rows, shares = _scaled(x, weights), chosen.view(-1, 1), None
+        slots = Slots.of(of_rows, num_experts)
         first, second = given.low_ranks(x.dtype)
         low = low_rank_term(rows, first, slots, of_tokens=True)
         hidden, both = gated_products(

@@ -133,9 +133,7 @@ class Rotary(torch.autograd.Function):
         turned = rotate(query, key, value, heads, position, table.cos, table.sin, norms, factor=table.factor)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
             raw_heads = query.detach(), key.detach(), value.detach()
-            again = partial(
-                rotate, *raw_heads, heads, position, table.cos, table.sin, norms, factor=table.factor
-            )
+            again = partial(rotate, *raw_heads, heads, position, table.cos, table.sin, norms, factor=table.factor)
             can_be_recomputed_together(turned, again)
         return turned
 

@@ -426,7 +426,8 @@ class _LayerWeights:
     @classmethod
     def of(cls, layer: Any, adapters: RowAdapters | None = None) -> "_LayerWeights":
         maps = _projections if adapters is None else adapters.projections
-        mixer, dense, form = delta_net_of(layer), dense_mlp(mlp_of(layer)), layer.row_invariant_mixture
+        mixer, mlp, form = delta_net_of(layer), mlp_of(layer), layer.row_invariant_mixture
+        dense = dense_mlp(mlp)
         attention = layer.self_attn if mixer is None else mixer
         norms = [layer._modules[name] for name in _NORMS if name in layer._modules]
         head_norms = None
@@ -444,8 +445,8 @@ class _LayerWeights:
             maps([output_of(layer)])[0],
             [] if dense is None else maps(modules_of(dense, GATE_UP)),
             None if dense is None else maps([dense.down_proj])[0],
-            [_projection(module) for module in gates_of_shared(mlp_of(layer))],
-            None if form is None else MixtureWeights.of(mlp_of(layer), form),
+            [_projection(module) for module in gates_of_shared(mlp)],
+            None if form is None else MixtureWeights.of(mlp, form),
         )
 
     @property
@@ -588,7 +589,8 @@ def install_row_invariant(model: nn.Module) -> Installation:
     originals = [*decoder.layers, decoder]
     installation = Installation(model, (), gemma, once, tables, originals)
     for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
-        dense = dense_mlp(mlp_of(layer))
+        mlp = mlp_of(layer)
+        dense = dense_mlp(mlp)
         for modules in (inputs_of(layer), *([] if dense is None else [modules_of(dense, GATE_UP)])):
             linears = [linear_of(module) for module in modules]
             lay_end_to_end([linear.weight for linear in linears])
@@ -596,7 +598,7 @@ def install_row_invariant(model: nn.Module) -> Installation:
                 lay_end_to_end([linear.bias for linear in linears])
             _lay_adapters_end_to_end(modules)
         kind = _of_family(RowInvariantLayer, layer.__class__)
-        experts = None if router_of(mlp_of(layer)) is None else mixture_form(mlp_of(layer), config)
+        experts = None if router_of(mlp) is None else mixture_form(mlp, config)
         gelu = ACTIVATIONS[activation_of(config)]
         decoder.layers[number] = kind(layer, form, experts, gemma=gemma, once=once, gelu=gelu)
     inner, name = causal_lm(model), _name_of(decoder, causal_lm(model))

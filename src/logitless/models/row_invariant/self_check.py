@@ -269,14 +269,15 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     for layer in decoder.layers:
         for modules in (inputs_of(layer), [output_of(layer)]):
             _add_shapes(found, modules)
-        if (router := router_of(mlp_of(layer))) is not None:
+        mlp = mlp_of(layer)
+        if (router := router_of(mlp)) is not None:
             out_dtype = torch.float32 if layer.row_invariant_mixture.float32_router else None
             found.setdefault(Shape.of(router.weight, getattr(router, "bias", None), out_dtype), False)
-        if (dense := dense_mlp(mlp_of(layer))) is not None:
+        if (dense := dense_mlp(mlp)) is not None:
             for modules in (
                 modules_of(dense, GATE_UP),
                 [dense.down_proj],
-                *([each] for each in gates_of_shared(mlp_of(layer))),
+                *([each] for each in gates_of_shared(mlp)),
             ):
                 _add_shapes(found, modules)
             _add_gated_shape(found, dense, gelu=layer.row_invariant_gelu)
