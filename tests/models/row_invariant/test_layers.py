@@ -203,10 +203,6 @@ def test_generating_runs_as_before():
             {**MIXTURES["llama4_text"], "rope_parameters": YARN},
             "queries and keys scaled by 1.13863 and then normed",
         ),
-        (
-            {**MIXTURES["llama4_text"], "attention_chunk_size": None, "no_rope_layers": [1, 1]},
-            "layers of the kind chunked_attention",
-        ),
         ({**PHI3, "rope_parameters": LONGROPE}, "positions scaled by longrope, which depends on the longest sequence"),
     ],
 )
