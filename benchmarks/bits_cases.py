@@ -35,6 +35,21 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "n_shared_experts": 1,
         "first_k_dense_replace": 1,
     },
+    "llama-4-scout-4-layers": {
+        "model_type": "llama4_text",
+        "vocab_size": 202048,
+        "hidden_size": 5120,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 40,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "num_local_experts": 16,
+        "num_experts_per_tok": 1,
+        # a thirty-second of the published 8192, so that sequences of a thousand tokens have several
+        "attention_chunk_size": 256,
+        "floor_scale": 256,
+    },
 }
 """The published shapes with fewer layers: a law needs no more, and a GPU of 80 GB holds them."""
 _DELTA_NET = {

@@ -21,7 +21,7 @@ PACKAGES = ("triton", "transformers", "peft")
 MODELS = ("qwen2.5-0.5b", "qwen2.5-0.5b-lora", "qwen3-1.7b", "qwen3-4b", "llama-3.1-8b", "llama-3.1-8b-lora")
 LAW_ALONE = (
     "qwen3-30b-a3b-8-layers", "glm-4.5-air-3-layers", "gpt-oss-20b-4-layers", "qwen3.5-9b-8-layers",
-    "qwen3.5-35b-a3b-8-layers",
+    "qwen3.5-35b-a3b-8-layers", "llama-4-scout-4-layers",
 )  # fmt: skip
 WORKLOADS = ("64x8-512-64:512", "8x8-512-128:2048", "256x1-512-512", "32x16-2048-128:1024")
 ENGINES = ("gpu", "transformers", "generate")

@@ -131,7 +131,7 @@ FAMILIES = (
     Family("llama4_text", "Llama 4", {
         "intermediate_size_mlp": 24, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 4,
         "no_rope_layers": [1, 0], "floor_scale": 3, "interleave_moe_layer_step": 2},
-        "experts, chunks, NoPE layers"),
+        "experts, chunks, NoPE layers", exact=True),
     Family("qwen3_next", "Qwen3-Next", {**WIDE_NET, **EXPERTS, **SHARED_EXPERT}, "gated delta nets, experts",
            exact=True),
     Family("qwen3_5_text", "Qwen3.5, 3.6 dense", WIDE_NET, "gated delta nets", exact=True),

@@ -23,6 +23,7 @@ _GEMMA = {
     "enable_moe_block": True, "hidden_size_per_layer_input": 0, "global_head_dim": 16, "num_kv_shared_layers": 0,
     "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 8,
 }  # fmt: skip
+_CHUNKS = {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "floor_scale": 4}
 _ROTARY = {"rope_type": "default", "rope_theta": 1e4}
 MIXTURES: dict[str, dict[str, Any]] = {
     name: {"model_type": name, **LLAMA, **_CHOOSE_2_OF_4, **_ENDS, **own}
@@ -42,7 +43,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24, "moe_layer_start_index": 0},
         "hunyuan_v1_moe": {"num_experts": 4, "moe_topk": 2},
         "jamba": {"num_experts": 4, **_JAMBA},
-        "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 24},
+        "llama4_text": {"num_local_experts": 4, "intermediate_size_mlp": 24, **_CHUNKS},
         "gemma4_text": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, **_GEMMA},
     }.items()
 }

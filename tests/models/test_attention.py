@@ -15,6 +15,7 @@ from logitless.models import attention
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_tiles
 from logitless.models.kernels.attention_tiles import INTERPRETED, KeyTile, QueryTile
+from logitless.models.kernels.window import Chunks, first_seen
 from logitless.types import PromptGroup
 from tests.head.interpreter import interpreted
 from tests.models.kernels.attention_cases import dense, draw, unlike
@@ -33,6 +34,7 @@ block and longer, ending with a block and in it."""
 
 PAIR = (PromptGroup(70, (30, 1, 40)), PromptGroup(0, (45, 5)))
 OPTIONS = [{}, {"window": 70}, {"softcap": 3.0}]
+CHUNKS = {"window": Chunks(128)}
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +62,7 @@ def shared_and_unshared(layout, x, **options):
 
 @pytest.mark.parametrize(
     ("dtype", "options"),
-    list(zip([torch.bfloat16, torch.float16, torch.float32], OPTIONS, strict=True)),
+    [*zip([torch.bfloat16, torch.float16, torch.float32], OPTIONS, strict=True), (torch.bfloat16, CHUNKS)],
     ids=str,
 )
 def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
@@ -68,7 +70,9 @@ def test_a_shared_prompt_gives_the_bits_of_its_copies(dtype, options):
     assert shared_and_unshared(layout, draw(layout.num_tokens, 4, 2, 16, dtype)[:3], **options) == [0, 0]
 
 
-@pytest.mark.parametrize(("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"window": 70})], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "options"), [(torch.bfloat16, {}), (torch.float32, {"window": 70}), (torch.bfloat16, CHUNKS)], ids=str
+)
 def test_a_tree_gives_the_bits_of_its_sequences_alone(dtype, options):
     layout = AttentionLayout(TREE)
     assert layout.branch_rows is not None
@@ -102,6 +106,7 @@ def test_no_packing_changes_a_bit_of_a_sequence(data):
         (QueryTile(64, 1, 1), {"window": 70}),
         (QueryTile(32, 1, 1, tma=True), {}),
         (QueryTile(32, 1, 1, tma=True), {"softcap": 3.0}),
+        (QueryTile(64, 1, 1, tma=True), CHUNKS),
     ],
     ids=str,
 )
@@ -151,6 +156,8 @@ def error(a, b):
         ((7, 1), 16, torch.float32, {"softcap": 2.0}, PAIR),
         ((4, 2), 16, torch.bfloat16, {}, TREE[:1]),
         ((4, 2), 96, torch.float16, {"window": 70, "softcap": 5.0}, PAIR),
+        ((4, 2), 16, torch.float32, {"window": Chunks(64)}, TREE[:1]),
+        ((4, 2), 16, torch.float32, {"window": Chunks(40)}, PAIR),
     ],
     ids=str,
 )
@@ -204,17 +211,18 @@ def test_tiles_cover_every_query_and_every_pair_once(groups):
         for _, _, row, length, first, *_ in layout.query_tiles(tokens, 2, None).tolist():
             seen[row + first : row + min(first + tokens, length)] += 1
         assert (seen == 1).all()
-    for keys, window in ((64, None), (32, 20)):
+    for keys, window in ((64, None), (32, 20), (64, Chunks(48))):
         pairs = torch.zeros(layout.num_tokens, layout.num_tokens, dtype=torch.int64)
         for first, last, begin, stop, *_ in layout.key_tiles(keys, 2, window)[0].tolist():
             pairs[begin:stop, first:last] += 1
         assert pairs.max() == 1
         for piece in layout.pieces:
             row, length = piece.row, piece.length
-            near = torch.arange(length)[:, None] - torch.arange(length)
-            wanted = (near >= 0) & (near < (window or length))
-            assert (pairs[row : row + length, row : row + length][wanted] == 1).all()
-            assert (pairs[row : row + length, piece.seen_rows] == 1).all()
+            position = torch.arange(len(piece.seen_rows) + length)
+            rows = torch.cat([piece.seen_rows, torch.arange(row, row + length)])
+            own = position[len(piece.seen_rows) :]
+            wanted = (position <= own[:, None]) & (position >= first_seen(own, window)[:, None])
+            assert (pairs[row : row + length, rows][wanted] == 1).all()
 
 
 def test_long_sequences_follow_each_other_and_short_ones_are_mixed_by_their_work():

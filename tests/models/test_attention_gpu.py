@@ -8,6 +8,7 @@ from logitless.models import attention
 from logitless.models.attention import AttentionLayout, prefix_attention
 from logitless.models.kernels import attention_launch
 from logitless.models.kernels.attention_tiles import hopper_tiles, plain_tiles
+from logitless.models.kernels.window import Chunks
 from logitless.models.row_invariant import paged_attention
 from logitless.models.row_invariant.paged_attention import (
     DecodeLayout,
@@ -32,7 +33,7 @@ TREE = (
     PromptGroup(30, (PromptGroup(0, (70, 9)), PromptGroup(500, (PromptGroup(17, (40, 40)), 0)))),
 )
 SHAPES = [(14, 2, 64), (16, 8, 128), (32, 8, 128), (32, 32, 96), (8, 4, 256)]
-OPTIONS = [{}, {"window": 400}, {"softcap": 50.0}]
+OPTIONS = [{}, {"window": 400}, {"softcap": 50.0}, {"window": Chunks(256)}]
 
 
 def on_gpu(shape, dtype=torch.bfloat16, groups=GROUPS, **options):

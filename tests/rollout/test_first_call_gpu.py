@@ -41,8 +41,9 @@ def test_a_first_call_samples_with_training_log_probs_whether_kernels_are_compil
         assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_a_first_call_of_a_mixture_of_experts_samples_with_training_log_probs(tmp_path):
-    done = first_calls([{}, GREEDY, {"top_p": 0.9}], tmp_path, model="qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_a_first_call_of_a_mixture_of_experts_samples_with_training_log_probs(name, tmp_path):
+    done = first_calls([{}, GREEDY, {"top_p": 0.9}], tmp_path, model=name)
     assert done.returncode == 0, done.stderr[-4000:]
 
 

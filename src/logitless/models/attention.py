@@ -30,6 +30,7 @@ from torch import Tensor
 from logitless.errors import InputError, UnavailableError
 from logitless.models.kernels.attention_tiles import PROCESSORS, AttentionTiles, attention_tiles
 from logitless.models.kernels.rows import as_rows, divided_up
+from logitless.models.kernels.window import Chunks, Window, end_of_queries, first_seen
 from logitless.models.one_node import apply, refuse_twice
 from logitless.transfer import sent
 from logitless.types import PromptGroup
@@ -215,7 +216,7 @@ class AttentionLayout:
                 lengths.append(len(rows[-1]))
         return AttentionLayout.of_sequences(lengths, self.device), torch.cat(rows).to(self.device)
 
-    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
+    def query_tiles(self, tokens: int, num_key_heads: int, window: Window | None) -> Int[Tensor, "n 8"]:
         """The tiles of queries, at most ``tokens`` tokens of one piece each.
 
         Returns:
@@ -240,7 +241,7 @@ class AttentionLayout:
         """
         self.kept("parts", lambda: torch.tensor(lengths).cumsum(0))
 
-    def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
+    def key_tiles(self, keys: int, num_key_heads: int, window: Window | None) -> tuple[Tensor, Tensor, int]:
         """The tiles of keys, at most ``keys`` keys of one piece each, and the queries that attend to them.
 
         Returns:
@@ -251,13 +252,18 @@ class AttentionLayout:
         """
 
         def make() -> tuple[Tensor, Tensor, int]:
-            _, _, row, length, last_seen_by, is_prompt, rank, *_ = self.segments
+            _, prefix_length, row, length, last_seen_by, is_prompt, rank, *_ = self.segments
             segment, offset = cut(length, keys)
             first = row[segment] + offset
             last = torch.minimum(first + keys, (row + length)[segment])
             end = last_seen_by[segment]
             if window is not None:
-                end = torch.where(is_prompt[segment], end, torch.minimum(end, last + window - 1))
+                to_position = (prefix_length - row)[segment]
+                until = end_of_queries(last - 1 + to_position, window) - to_position
+                beyond = is_prompt[segment]
+                if isinstance(window, Chunks):  # no completion attends to a chunk that ends within its prompt
+                    beyond = beyond & (until > (row + length)[segment])
+                end = torch.where(beyond, end, torch.minimum(end, until))
             work = end - first
             # Keys of a long prompt have many queries. To balance the load, they are split into equal parts.
             ends = self.tables.get("parts", torch.tensor([self.num_tokens]))
@@ -295,7 +301,7 @@ def cut(lengths: Tensor, size: "int | Tensor") -> tuple[Tensor, Tensor]:
 
 
 def cut_queries(
-    prefix_length: Tensor, length: Tensor, rank: Tensor, tokens: int, num_key_heads: int, window: int | None
+    prefix_length: Tensor, length: Tensor, rank: Tensor, tokens: int, num_key_heads: int, window: Window | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Tiles of at most ``tokens`` queries of one piece: its index, the offset in it, and the order of ``in_order``.
 
@@ -306,7 +312,7 @@ def cut_queries(
     """
     piece, first = cut(length, tokens)
     end = prefix_length[piece] + torch.minimum(first + tokens, length[piece])
-    lowest = torch.zeros_like(end) if window is None else (prefix_length[piece] + first - window + 1).clamp(min=0)
+    lowest = first_seen(prefix_length[piece] + first, window)
     return piece, first, in_order(rank[piece], end - lowest, num_key_heads)
 
 
@@ -334,14 +340,14 @@ def prefix_attention(
     layout: AttentionLayout,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
     """Causal attention over a packed row whose completions may share a prompt.
 
     ``out[t] = sum_s softmax_s(z[t, s]) v[s]``, ``z[t, s] = scale * q[t] @ k[s]`` (with a softcap
     ``softcap * tanh(z / softcap)``), over tokens s of t's own sequence, its prompt included, with
-    ``position[t] - window < position[s] <= position[t]``.
+    ``position[t] - window < position[s] <= position[t]``, or with ``Chunks`` of t's own chunk of positions.
 
     Gradient: through both outputs, to query, key and value; deterministic.
 
@@ -350,7 +356,7 @@ def prefix_attention(
             CUDA (on the CPU only under Triton's interpreter). Slices of a fused QKV projection are not copied.
         layout: of the row.
         scale: default ``E ** -0.5``.
-        window: number of positions that a token attends to, its own included; None for all.
+        window: number of positions that a token attends to, its own included, or ``Chunks``; None for all.
         softcap: bound of the absolute scores (Gemma 2: 50); None for none.
 
     Returns:
@@ -423,7 +429,7 @@ def launches() -> Any:
 
 
 def forward_tiles(
-    layout: Any, heads: Any, dtype: torch.dtype, device: torch.device, window: int | None
+    layout: Any, heads: Any, dtype: torch.dtype, device: torch.device, window: Window | None
 ) -> tuple[AttentionTiles, Int[Tensor, "n 8"]]:
     """The tile sizes of the kernels, and the forward kernel's table of query tiles.
 
@@ -465,7 +471,7 @@ class PrefixAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, layout: AttentionLayout, scale: float,
-        window: int | None, softcap: float | None,
+        window: Window | None, softcap: float | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         launch = launches()
         form = launch.Form(scale, window, softcap)

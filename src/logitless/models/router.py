@@ -336,7 +336,7 @@ class _Reader(NamedTuple):
 
     def choice(self, output: Any) -> Choice:
         parts = [output] if isinstance(output, Tensor) else list(output)
-        if self.gives == "logits":
+        if self.gives == "logits" and parts[-1].is_floating_point():  # else row-invariant layers say what they chose
             return Choice(parts[-1], parts[-1].topk(self.experts_per_token, dim=-1).indices)
         logits, experts = parts[0], parts[-1]
         if experts.is_floating_point():  # Granite's are the other way round

@@ -8,6 +8,7 @@ import torch
 from logitless.models.attention import AttentionLayout
 from logitless.models.kernels import attention_launch
 from logitless.models.kernels.attention_tiles import AttentionTiles, hopper_tiles, plain_tiles
+from logitless.models.kernels.window import Chunks
 from logitless.types import PromptGroup
 from tests.models.kernels.ahead import Kernel, compiled
 
@@ -61,16 +62,18 @@ def compile_all(
 
 
 def main() -> None:
-    """Widths after the capability; prints what became of each; with --resources registers and spills, too."""
+    """Widths after the capability; prints what became of each. With --resources registers and spills, with --chunks
+    chunks, too."""
     resources = "--resources" in sys.argv
-    capability, *widths = (int(x) for x in sys.argv[1:] if x != "--resources")
+    capability, *widths = (int(x) for x in sys.argv[1:] if not x.startswith("--"))
     report = []
     for width in widths:
         padded = max(16, 1 << (width - 1).bit_length())
         choice = hopper_tiles(padded) if capability == 90 else plain_tiles(padded)
         passes = ("forward", "paged", "backward", "branches", "decode")
-        found = compile_all(capability, width, choice, only=passes, resources=resources)
-        report += [[width, *kernel] for kernel in found]
+        for window in (None, Chunks(8192)) if "--chunks" in sys.argv else (None,):
+            found = compile_all(capability, width, choice, only=passes, window=window, resources=resources)
+            report += [[width, *kernel] for kernel in found]
     print(json.dumps(report))
 
 

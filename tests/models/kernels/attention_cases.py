@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import torch
 
 from logitless.models.attention import AttentionLayout, prefix_attention
+from logitless.models.kernels.window import first_seen
 from logitless.models.row_invariant import paged_attention
 from logitless.models.row_invariant.paged_attention import PAGE, Chunk, DecodeLayout, PagedCache, PrefillLayout
 
@@ -70,8 +71,9 @@ def dense(query, key, value, layout, *, window=None, softcap=None):
         if softcap is not None:
             z = softcap * torch.tanh(z / softcap)
         position = torch.arange(prefix + length, device=query.device)
-        distance = position[prefix:, None] - position
-        z = z.masked_fill((distance < 0) | (distance >= (window or len(rows) + 1)), -float("inf"))
+        unseen = position[prefix:, None] < position
+        unseen |= position < first_seen(position[prefix:], window)[:, None]
+        z = z.masked_fill(unseen, -float("inf"))
         own = rows[prefix:]
         output = output.index_copy(0, own, torch.einsum("hqk,khe->qhe", z.softmax(-1).to(v.dtype), v))
         log_sum_exp = log_sum_exp.index_copy(0, own, z.logsumexp(-1).T)

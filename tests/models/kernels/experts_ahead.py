@@ -12,12 +12,12 @@ from logitless.models.kernels.route import Routing, Score, route, route_backward
 from tests.models.kernels.ahead import compiled
 
 
-def launch(rows: int, act: Act, *, adapters: bool, biases: bool) -> None:
+def launch(rows: int, act: Act, *, adapters: bool, biases: bool, transposed: bool = False) -> None:
     """The products of a few experts in tiles of so many rows, forward and backward."""
     dtype, width, inner = torch.bfloat16, 256, 128
     x, down = torch.zeros(8, width, dtype=dtype), torch.zeros(4, width, inner, dtype=dtype)
     gate_up = torch.zeros(4, 2 * inner, width, dtype=dtype)
-    if act.interleaved:  # as gpt-oss keeps them
+    if transposed:  # as gpt-oss and Llama 4 keep them
         gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
     slots = Slots.of(torch.zeros(8, 2, dtype=torch.int32), 4, rows=rows)
     weights, low = torch.zeros(slots.count), torch.zeros(slots.count, 16, dtype=dtype)
@@ -42,11 +42,12 @@ def main() -> None:
     large = capability in (80, 90, 100)
     tiles = mock.patch.object(experts, "_tile", lambda small, big, rows, _: (big if large else small)[rows])
     outer = mock.patch.object(experts, "_outer_tile", return_value=(experts._OUTER_ROWS, experts._OUTER))
-    scores: tuple[Score, ...] = ("softmax", "sigmoid", "softmax of the chosen")
+    scores: tuple[Score, ...] = ("softmax", "sigmoid", "softmax of the chosen", "sigmoid of the chosen")
     with tiles, outer, compiled(capability) as found:
         for rows in experts.TILE_ROWS:
             launch(rows, Act(), adapters=rows == 16, biases=False)
-        launch(128, Act(interleaved=True, limit=7.0), adapters=True, biases=True)
+        launch(128, Act(), adapters=False, biases=False, transposed=True)
+        launch(128, Act(interleaved=True, limit=7.0), adapters=True, biases=True, transposed=True)
         logits = torch.zeros(8, 128, dtype=torch.bfloat16)
         for score in scores:
             routing = Routing(8, score, groups=4 if score == "sigmoid" else 1, chosen_groups=2)

@@ -61,14 +61,17 @@ def main() -> None:
         for gelu in (False, True):
             gated(x[:, :128], x[:, 128:], gelu=gelu)
             gated_backward(x[:, :128], x[:, 128:], x[:, :128].contiguous(), gelu=gelu)
-        for width, rotary in ((96, 72), (128, 128)):
-            heads = Heads(4, 2, width, rotary)
+        for width, rotary, factor in ((96, 72, None), (128, 128, None), (128, 0, torch.zeros(8))):
+            heads = Heads(4, 2, width, rotary, interleaved=width == 128)
             query, key = torch.zeros(8, 4 * width, dtype=dtype), torch.zeros(8, 2 * width, dtype=dtype)
             table, position = torch.zeros(8, rotary, dtype=dtype), torch.zeros(8, dtype=torch.int32)
+            table = table.float() if heads.interleaved else table
+            table = table if rotary else None
             grads = [torch.zeros(8, n, width, dtype=dtype) for n in (4, 2, 2)]
             for norms in (None, HeadNorms(query[0, :width], key[0, :width], 1e-6)):
-                rotate(query, key, key, heads, position, table, table, norms, slot=position.long())
-                rotate_backward(query, key, heads, position, table, table, norms, *grads, norm_dtypes=(dtype, dtype))
+                rotate(query, key, key, heads, position, table, table, norms, slot=position.long(), factor=factor)
+                options = {"norm_dtypes": (dtype, dtype), "factor": factor}
+                rotate_backward(query, key, heads, position, table, table, norms, *grads, **options)
     print(json.dumps([list(kernel) for kernel in found]))
 
 

@@ -185,6 +185,49 @@ def test_rotary_positions_and_their_gradients_are_those_of_float64(turning, gemm
         assert (got is None) if weight is None else relative(got, weight.grad) < 1e-6
 
 
+def in_pairs(x, weight, turns, factor, eps=1e-5):
+    """[T, h, E] in the dtype of x, each two neighbours as a complex number, as Llama 4 has it."""
+    if weight is not None:
+        x = x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight
+    if turns is not None:
+        x = torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (-1, 2))) * turns[:, None]).flatten(-2)
+    return x if factor is None else x * factor[:, None, None]
+
+
+@pytest.mark.parametrize("turning", [12, 0])
+def test_pairs_of_neighbours_factors_of_queries_and_their_gradients_are_those_of_float64(turning):
+    heads, rows, columns, ones = Heads(4, 2, 12, turning, interleaved=True), 5, (48, 24, 24), torch.ones(12)
+    qkv, position = draw(rows, 8 * 12), torch.tensor([0, 3, 8, 2, 2], dtype=torch.int32)
+    angle, norms, factor = draw(9, 6, seed=1), HeadNorms(ones, ones, 1e-5), None
+    cos, sin = (f(angle).repeat_interleave(2, 1) for f in (torch.cos, torch.sin))
+    turns = torch.polar(torch.ones(9, 6).double(), angle.double())[position]
+    if turning == 0:
+        cos, sin, turns, norms, factor = None, None, None, None, 1 + draw(9, seed=3).abs()
+    query, key, value = qkv.split(columns, 1)
+    found = rotate(query, key, value, heads, position, cos, sin, norms, factor=factor)
+    leaf = qkv.double().requires_grad_()
+    parts = [part.unflatten(1, (-1, 12)) for part in leaf.split(columns, 1)]
+    weight, of_query = None if norms is None else ones.double(), None if factor is None else factor[position].double()
+    wanted = [in_pairs(parts[0], weight, turns, of_query), in_pairs(parts[1], weight, turns, None), parts[2]]
+    grads = [draw(rows, count, 12, seed=4 + count) for count in (4, 2, 2)]
+    sum((w * g).sum() for w, g in zip(wanted, grads, strict=True)).backward()
+    for got, want in zip(found, wanted, strict=True):
+        assert relative(got, want.detach()) < 1e-6
+    options = {"norm_dtypes": None, "factor": factor}
+    grad, *_ = rotate_backward(query, key, heads, position, cos, sin, norms, *grads, **options)
+    assert relative(grad, leaf.grad) < 1e-6
+
+
+def test_pairs_of_neighbours_are_rounded_once():
+    heads, position = Heads(4, 2, 12, 12, interleaved=True), torch.arange(9)
+    query, key, value = draw(9, 96, dtype=torch.bfloat16).split((48, 24, 24), 1)
+    angle = draw(9, 6, seed=1)
+    cos, sin = (f(angle).repeat_interleave(2, 1) for f in (torch.cos, torch.sin))
+    found = rotate(query, key, value, heads, position, cos, sin, None)[0].double()
+    exact = in_pairs(query.double().unflatten(1, (-1, 12)), None, torch.polar(torch.ones(9, 6), angle).cdouble(), None)
+    assert ((found - exact).abs() <= 2**-8 * exact.abs() + 1e-6).all()
+
+
 def test_norms_over_all_heads_of_a_token_and_their_gradients_are_those_of_float64():
     heads, rows, columns = Heads(4, 2, 12, 8), 5, (48, 24, 24)
     qkv, weights = draw(rows, 96), (draw(48, seed=2), draw(24, seed=3))

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from logitless.models.kernels.experts import Slots, by_expert
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.router import Routers
-from logitless.models.row_invariant.coverage import uncovered
+from logitless.models.row_invariant.coverage import dense_mlp, mlp_of, uncovered
 from logitless.models.row_invariant.experts import MixtureWeights, mixture_form, uncovered_mixture
 from logitless.models.row_invariant.experts import mixture as mixed
 from tests.models.kernels.test_route import CASES
@@ -20,7 +20,7 @@ TOKENS = 21
 def layer(name, dtype=torch.float32, **changes):
     """A mixture's first layer of experts, its form, inputs and an upstream gradient."""
     model = mixture(name, **CASES[name] | changes).to(dtype)
-    mlp = model.model.layers[0].mlp
+    mlp = mlp_of(model.model.layers[0])
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in mlp.parameters():
@@ -31,11 +31,11 @@ def layer(name, dtype=torch.float32, **changes):
 
 def of_transformers(mlp, x):
     out = mlp(x[None])
-    return (out[0] if isinstance(out, tuple) else out)[0]
+    return (out[0] if isinstance(out, tuple) else out).view_as(x)
 
 
 def of_ours(mlp, form, x):
-    shared = getattr(mlp, "shared_experts", None)
+    shared = dense_mlp(mlp)
     return mixed(x, MixtureWeights.of(mlp, form), None if shared is None else shared(x))
 
 
@@ -64,8 +64,9 @@ def test_a_token_has_the_same_bits_among_any_others(name, dtype):
             assert torch.equal(mixed(x[rows], weights), whole[rows])
 
 
-def test_gradients_do_not_depend_on_the_order_of_other_tokens_and_repeat_in_every_bit():
-    _, mlp, form, x, grad = layer("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_gradients_do_not_depend_on_the_order_of_other_tokens_and_repeat_in_every_bit(name):
+    _, mlp, form, x, grad = layer(name)
 
     def run():
         leaf = x.clone().requires_grad_()
@@ -82,8 +83,9 @@ def test_experts_without_tokens_have_zero_gradients():
     assert mlp.experts.gate_up_proj.grad[idle].eq(0).all()
 
 
-def test_gradients_of_bfloat16_weights_are_summed_in_float32():
-    _, mlp, form, x, grad = layer("qwen3_moe", torch.bfloat16)
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_gradients_of_bfloat16_weights_are_summed_in_float32(name):
+    _, mlp, form, x, grad = layer(name, torch.bfloat16)
     named = dict(mlp.named_parameters())
     of_ours(mlp, form, x).backward(grad)
     once = {name: weight.grad.float() for name, weight in named.items()}
@@ -97,12 +99,12 @@ def test_gradients_of_bfloat16_weights_are_summed_in_float32():
         assert (weight.grad / 3 - once[name]).norm() <= 2**-8 * once[name].norm(), name
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "llama4_text"])
 @pytest.mark.parametrize("targets", ["all-linear", ("gate_up_proj",), ("down_proj",)], ids=str)
 def test_adapters_of_experts_are_applied_unmerged_with_pefts_numbers(name, targets):
     model, mlp, form, x, grad = layer(name)
     model = add_lora(model, LoraOptions(rank=3, targets=targets))
-    mlp = model.base_model.model.model.layers[0].mlp
+    mlp = mlp_of(model.base_model.model.model.layers[0])
     with torch.no_grad():
         for parameter in mlp.parameters():
             if parameter.requires_grad:
@@ -112,15 +114,17 @@ def test_adapters_of_experts_are_applied_unmerged_with_pefts_numbers(name, targe
     wanted, found = of_transformers(mlp, x), of_ours(mlp, form, x)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     theirs, ours = (torch.autograd.grad(out, [x, *trained], grad) for out in (wanted, found))
-    assert len(trained) == (4 if targets == "all-linear" else 2)
+    of_experts = [parameter for parameter in mlp.experts.parameters() if parameter.requires_grad]
+    assert len(of_experts) == (4 if targets == "all-linear" else 2)
     for mine, right in zip(ours, theirs, strict=True):
         assert (mine - right).norm() <= 3e-5 * right.norm()
     with model.disable_adapter():
         assert not torch.allclose(of_ours(mlp, form, x), found, atol=1e-2)
 
 
-def test_what_a_router_chooses_can_be_read():
-    model, mlp, form, x, _ = layer("qwen3_moe")
+@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
+def test_what_a_router_chooses_can_be_read(name):
+    model, mlp, form, x, _ = layer(name)
     with torch.no_grad(), Routers(model).read() as choices:
         of_ours(mlp, form, x)
         of_transformers(mlp, x)

@@ -33,7 +33,7 @@ from tests.models.tiny import packed
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
-WIDE |= {"moe_intermediate_size": 256}
+WIDE |= {"moe_intermediate_size": 256, "intermediate_size_mlp": 1024, "attention_chunk_size": 192}
 SIZES = Sizes(24, 4, 30, 150, (520, 600, 1050))
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from logitless.errors import InputError
 from logitless.models.kernels import attention_tiles
+from logitless.models.kernels.window import Chunks
 from logitless.models.row_invariant.paged_attention import (
     PAGE,
     Chunk,
@@ -26,7 +27,7 @@ pytestmark = pytest.mark.skipif(not interpreted(), reason="the interpreter is of
 GROUPS = (PromptGroup(140, (30, 1, 60)), PromptGroup(0, (65,)), PromptGroup(64, (10, 40)))
 """A prompt that ends in a page, a plain sequence, a prompt that ends with a page."""
 
-OPTIONS = [{}, {"window": 70}, {"softcap": 3.0}]
+OPTIONS = [{}, {"window": 70}, {"softcap": 3.0}, {"window": Chunks(50)}, {"window": Chunks(128)}]
 
 
 @pytest.fixture(autouse=True)

@@ -1,10 +1,12 @@
 """The self-check away from a GPU: what is looked at, what attention says, and findings that survive the disk."""
 
+import pytest
 import torch
 
 from logitless.models.kernels.experts import Act
 from logitless.models.kernels.linear import Tile
 from logitless.models.kernels.rotary import Heads
+from logitless.models.kernels.window import Chunks
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant import self_check as check
 from logitless.models.row_invariant.delta_check import DeltaProblem
@@ -47,8 +49,9 @@ def test_findings_survive_the_disk_and_a_folder_that_cannot_be_written_is_no_fai
     assert check._read(tmp_path / "file" / "known.json") == {}
 
 
-def test_attention_here_has_the_bits_of_the_packed_row():
-    form = AttentionForm(Heads(2, 1, 16, 16), 0.25, None, None, "")
+@pytest.mark.parametrize("window", [None, Chunks(8192)], ids=str)
+def test_attention_here_has_the_bits_of_the_packed_row(window):
+    form = AttentionForm(Heads(2, 1, 16, 16), 0.25, window, None, "")
     found = check.AttentionProblem.of(form, torch.bfloat16, torch.device("cpu")).differences()
     assert set(found) == {
         f"{how}, {what}"

@@ -46,7 +46,7 @@ def interpreted_head(monkeypatch):
 
 
 def model_of(name="qwen3", end_bias=None, **options):
-    layers = {"num_hidden_layers": 2} if name in ("qwen3_5", "qwen3_next") else {}  # one of each kind
+    layers = {"num_hidden_layers": 2} if name in ("qwen3_5", "qwen3_next", "llama4_text") else {}  # one of each kind
     model = load_model(
         {**(CONFIGS | MIXTURES)[name], **ONE_LAYER, **layers}, random_weights=True, seed=1, device=DEVICE, **options
     ).eval()
@@ -78,8 +78,9 @@ def without_version(groups):
         ({"targets": ("q_proj",)}, "mixtral"),
         ({}, "qwen3_5"),
         pytest.param({}, "qwen3_next", marks=pytest.mark.slow),
+        ({}, "llama4_text"),
     ],
-    ids=["lora", "rslora", "trained-head", "head", "experts", "experts without adapters", "gated delta nets", "both"],
+    ids=["lora", "rslora", "trained-head", "head", "experts", "plain experts", "gated delta nets", "both", "chunks"],
 )
 def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options, name):
     model = add_lora(model_of(name, end_bias=-1.0), LoraOptions(rank=2, **options))

@@ -27,6 +27,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
         (True, {}, "qwen3_5"),
         (False, {}, "qwen3_next"),
         (True, {}, "qwen3_5_moe_text"),
+        (True, {}, "llama4_text"),
     ],
 )
 def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(lora, filters, name):

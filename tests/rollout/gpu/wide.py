@@ -11,7 +11,8 @@ from tests.models.tiny import CONFIGS
 
 WIDE = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
 WIDE |= {"vocab_size": 4000, "max_position_embeddings": 4096, "head_dim": 64, "initializer_range": 0.05}
-MANY_EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+MANY_EXPERTS = {"num_experts": 32, "num_local_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
+MANY_EXPERTS |= {"intermediate_size_mlp": 1024, "attention_chunk_size": 128}
 
 
 def wide_model(name="qwen3", **sizes):

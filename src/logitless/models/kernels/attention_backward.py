@@ -17,6 +17,8 @@ import triton.language as tl
 from logitless.models.kernels.attention_forward import (
     LOG2E,
     block_row,
+    blocks_of_tile,
+    first_seen,
     key_rows,
     load_rows,
     load_whole_block,
@@ -78,10 +80,7 @@ def query_gradient(
     row_ok = (token < tokens) & (first + token < own_length)
     position = prefix_length + first + token
     end = prefix_length + tl.minimum(first + tokens, own_length)
-    whole = (prefix_length + first + 1) // BLOCK * BLOCK
-    lowest = first * 0
-    if WINDOWED:
-        lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
+    lowest, whole = blocks_of_tile(prefix_length + first, end - 1, window, WINDOWED, BLOCK)
     trunk_length = prefix_length
     branches = branch_rows
     if branch_rows is not None:
@@ -170,7 +169,10 @@ def add_key_gradient(
         visible = key_row[:, None] <= row[None, :]
         if WINDOWED:
             query_position = tl.load(position + row, mask=row_ok, other=0)
-            visible = visible & (key_position[:, None] > query_position[None, :] - window)
+            if WINDOWED == 1:
+                visible = visible & (key_position[:, None] > query_position[None, :] - window)
+            else:
+                visible = visible & (key_position[:, None] >= first_seen(query_position, window, WINDOWED)[None, :])
         p = tl.where(visible, p, 0.0)
     grad_values = tl.dot(p.to(grad_outputs.dtype), grad_outputs, grad_values, input_precision=PRECISION)
     g = p * (tl.dot(values, tl.trans(grad_outputs), input_precision=PRECISION) - d[None, :])

@@ -11,7 +11,7 @@ Tiles have 16 rows on one warp or 64 on four: then a row's sums have the same or
 import triton
 import triton.language as tl
 
-from logitless.models.kernels.attention_forward import LN2, add_block, empty, load_rows, merge
+from logitless.models.kernels.attention_forward import LN2, add_block, empty, first_seen, load_rows, merge
 from logitless.models.kernels.overlap import after_inputs
 from logitless.quick_launch import quick_launch
 
@@ -66,7 +66,7 @@ def first_block(position, split, window, BLOCK: tl.constexpr, SPLIT: tl.constexp
     """Position of the first block of a split that a query at ``position`` attends to."""
     start = split * SPLIT
     if WINDOWED:
-        start = tl.maximum(start, tl.maximum(position - window + 1, 0) // BLOCK * BLOCK)
+        start = tl.maximum(start, first_seen(position, window, WINDOWED) // BLOCK * BLOCK)
     return start
 
 
@@ -229,7 +229,7 @@ def merge_splits(
     query_position = tl.load(position + row)
     first = query_position * 0
     if WINDOWED:
-        first = tl.maximum(query_position - window + 1, 0) // SPLIT
+        first = first_seen(query_position, window, WINDOWED) // SPLIT
     end = (query_position + SPLIT) // SPLIT
     for start in range(first, end, AT_ONCE):
         for i in tl.static_range(AT_ONCE):  # unrolled, so that their loads overlap

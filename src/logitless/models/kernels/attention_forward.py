@@ -41,11 +41,21 @@ def products(queries, keys, inner, SOFTCAP: tl.constexpr, PRECISION: tl.constexp
 
 
 @triton.jit
+def first_seen(query_position, window, WINDOWED: tl.constexpr):
+    """Position of the first key that a query attends to. WINDOWED is 1 for a window, 2 for chunks of its length."""
+    if WINDOWED == 2:
+        return tl.maximum(query_position, 0) // window * window
+    return tl.maximum(query_position - window + 1, 0)
+
+
+@triton.jit
 def seen(query_position, key_position, window, WINDOWED: tl.constexpr):
     """[queries, keys]: whether a query attends to a key: at or before it, and within the window."""
     ok = key_position[None, :] <= query_position[:, None]
-    if WINDOWED:
+    if WINDOWED == 1:
         ok = ok & (key_position[None, :] > query_position[:, None] - window)
+    if WINDOWED == 2:
+        ok = ok & (key_position[None, :] >= first_seen(query_position, window, WINDOWED)[:, None])
     return ok
 
 
@@ -166,6 +176,18 @@ def query_tile(tiles, K: tl.constexpr, R: tl.constexpr, BM: tl.constexpr):
 
 
 @triton.jit
+def blocks_of_tile(first, last, window, WINDOWED: tl.constexpr, BLOCK: tl.constexpr):
+    """Blocks of queries at the positions ``first`` to ``last``: where they begin, and up to where all attend to all."""
+    lowest = first * 0
+    whole = (first + 1) // BLOCK * BLOCK
+    if WINDOWED:
+        lowest = first_seen(first, window, WINDOWED) // BLOCK * BLOCK
+    if WINDOWED == 2:  # unless they are in one chunk, which begins with a block
+        whole = tl.where(first_seen(last, window, WINDOWED) == lowest, whole, 0)
+    return lowest, whole
+
+
+@triton.jit
 def run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED: tl.constexpr):
     """Range ``run`` of a tile's blocks: [start, masked) are loaded whole and unmasked, [masked, stop) gathered.
 
@@ -176,7 +198,7 @@ def run_of_blocks(run, lowest, whole, end, straddled, gathered, own, WINDOWED: t
     start = tl.where(run == 0, lowest, tl.maximum(lowest, own))
     stop = tl.where(first, tl.minimum(own, end), end)
     masked = tl.where(first, tl.minimum(whole, gathered), whole)
-    if WINDOWED:
+    if WINDOWED == 1:
         masked = start
     return start, tl.minimum(tl.maximum(masked, start), tl.maximum(stop, start)), stop
 
@@ -196,7 +218,7 @@ def attention_forward(
     branch_rows,  # [b] int32: rows of prefixes after their trunks; None: a prefix is its trunk
     page_table,  # [sequences, max_pages] int32: pages of each sequence in order; None: not paged
     max_pages, query_stride, key_stride,
-    window,  # positions that a query attends to, itself included
+    window,  # positions that a query attends to, itself included; or of a chunk
     inner,  # scale / softcap
     gain,  # scale (softcap) in bits
     K: tl.constexpr,  # key heads
@@ -219,10 +241,7 @@ def attention_forward(
     row_ok = (token < tokens) & (first + token < own_length)
     position = prefix_length + first + token
     end = prefix_length + tl.minimum(first + tokens, own_length)
-    whole = (prefix_length + first + 1) // BLOCK * BLOCK  # all rows attend to all of the blocks below
-    lowest = first * 0
-    if WINDOWED:
-        lowest = tl.maximum(prefix_length + first - window + 1, 0) // BLOCK * BLOCK
+    lowest, whole = blocks_of_tile(prefix_length + first, end - 1, window, WINDOWED, BLOCK)
     trunk_length = prefix_length
     branches = branch_rows
     if branch_rows is not None:

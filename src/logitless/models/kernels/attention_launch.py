@@ -12,6 +12,7 @@ from logitless.models.kernels import attention_backward, attention_decode, atten
 from logitless.models.kernels.attention_tiles import AttentionTiles, KeyTile, QueryTile
 from logitless.models.kernels.overlap import overlapping
 from logitless.models.kernels.rows import as_rows, divided_up, empty_rows, power_of_two
+from logitless.models.kernels.window import Chunks, Window
 from logitless.quick_launch import descriptor
 
 _LOG2E = math.log2(math.e)
@@ -21,19 +22,25 @@ class Form(NamedTuple):
     """Options of ``prefix_attention``: ``scale``, ``window`` and ``softcap``."""
 
     scale: float
-    window: int | None
+    window: Window | None
     softcap: float | None
 
     @property
     def numbers(self) -> tuple[int, float, float]:
         """Window, and the factors ``inner`` and ``gain``, as kernels with query-key products take them."""
         softcap = self.softcap or 0.0
-        return self.window or 0, self.scale / (softcap or 1.0), (softcap or self.scale) * _LOG2E
+        length = self.window.length if isinstance(self.window, Chunks) else self.window or 0
+        return length, self.scale / (softcap or 1.0), (softcap or self.scale) * _LOG2E
 
     @property
-    def constants(self) -> dict[str, bool]:
+    def constants(self) -> dict[str, int]:
         """Constants of the same kernels."""
-        return {"WINDOWED": self.window is not None, "SOFTCAP": self.softcap is not None}
+        return {"WINDOWED": self.windowed, "SOFTCAP": self.softcap is not None}
+
+    @property
+    def windowed(self) -> int:
+        """0 without a window, 1 with one, 2 for chunks."""
+        return 0 if self.window is None else 1 + isinstance(self.window, Chunks)
 
 
 class Heads(NamedTuple):
@@ -220,9 +227,9 @@ def decoding(
     if not direct:
         merge = partial(
             attention_decode.merge_splits[(rows, heads.num_key)],
-            m, s, o, position, output, log_sum_exp, splits, form.window or 0, H=num_heads, R=heads.group, E=width,
+            m, s, o, position, output, log_sum_exp, splits, form.numbers[0], H=num_heads, R=heads.group, E=width,
             WIDTH=heads.padded, HEADS=power_of_two(heads.group), SPLIT=attention_tiles.SPLIT,
-            AT_ONCE=4, WINDOWED=form.window is not None, num_warps=4, **overlapping(device),
+            AT_ONCE=4, WINDOWED=form.windowed, num_warps=4, **overlapping(device),
         )  # fmt: skip
         launches.append(merge)
     return Decoding(launches, output, log_sum_exp)

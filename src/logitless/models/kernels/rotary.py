@@ -3,9 +3,11 @@
     out[t, h] = x cos(p_t) + half_turned(x) sin(p_t),   x = norm(heads[t, h]) or heads[t, h]
     half_turned(x) = (-x[R/2:], x[:R/2])                of the first R of E numbers; the others pass
 
-rounded as by transformers' separate operations. The tables of cosines and sines include any scaling of positions. A
-program takes some heads of one token. The order of a norm's sum depends on the model's shape only, so that training and
-decoding, which both run this kernel, are bitwise identical.
+rounded as by transformers' separate operations. With ``interleaved`` pairs (Llama 4) ``half_turned(x)`` is
+``(-x[1], x[0], -x[3], x[2], ...)``, and the sum is rounded once. Queries may also be multiplied by a number of their
+position. The tables of cosines and sines include any scaling of positions. A program takes some heads of one token. The
+order of a norm's sum depends on the model's shape only, so that training and decoding, which both run this kernel, are
+bitwise identical.
 """
 
 import math
@@ -47,9 +49,32 @@ class HeadNorms(NamedTuple):
         return self.query.numel() > heads.width
 
 
+class PositionTable(NamedTuple):
+    """What depends on a token's position, and the norms of heads without weights.
+
+    Args:
+        cos, sin: [P, R]; None if nothing is rotated.
+        factor: [P] float32, of queries; None for none.
+        norms: of queries and keys, with weights of 1; None for the layer's own, if it has some.
+    """
+
+    cos: Tensor | None
+    sin: Tensor | None
+    factor: Tensor | None = None
+    norms: HeadNorms | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those of the table that there are."""
+        found = self.cos, self.sin, self.factor, None if self.norms is None else self.norms.query
+        return [each for each in found if each is not None]
+
+
 @triton.jit
-def partner(d, ROTARY: tl.constexpr):
+def partner(d, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
     """The index that is rotated together with d, and its sign; indices from ROTARY on have none."""
+    if INTERLEAVED:
+        return tl.where(d < ROTARY, d ^ 1, d), tl.where(d % 2 == 0, -1.0, 1.0)
     half: tl.constexpr = ROTARY // 2
     place = tl.where(d < half, d + half, tl.where(d < ROTARY, d - half, d))
     return place, tl.where(d < half, -1.0, 1.0)
@@ -60,19 +85,20 @@ def turned_heads(
     source,  # of the first head
     target,
     norm_weight,  # [E] or None
-    cos,  # [R] of this token's position
-    sin, eps,
+    cos, sin, factor,  # as of ``rotary_kernel``
+    position,  # of this token
+    eps,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,  # E
     ROTARY: tl.constexpr,  # R
-    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of one token, side by side."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
     inside = d < WIDTH
     turns = d < ROTARY
-    other, sign = partner(d, ROTARY)
+    other, sign = partner(d, ROTARY, INTERLEAVED)
     stored = tl.load(source + head + d, mask=inside, other=0.0)
     x = stored.to(tl.float32)
     y = tl.load(source + head + other, mask=inside, other=0.0).to(tl.float32)
@@ -88,9 +114,18 @@ def turned_heads(
             y = (y * inverse).to(stored.dtype).to(tl.float32) * w_y
         x = x.to(stored.dtype).to(tl.float32)
         y = y.to(stored.dtype).to(tl.float32)
-    straight = (x * tl.load(cos + d, mask=turns, other=0.0).to(tl.float32)).to(stored.dtype).to(tl.float32)
-    crossed = (sign * y * tl.load(sin + d, mask=turns, other=0.0).to(tl.float32)).to(stored.dtype).to(tl.float32)
-    out = tl.where(turns, straight + crossed, x)
+    out = x
+    if ROTARY > 0:
+        c = tl.load(cos + position * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
+        s = tl.load(sin + position * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
+        if INTERLEAVED:
+            turned = tl.fma(x, c, sign * y * s)
+        else:
+            straight = (x * c).to(stored.dtype).to(tl.float32)
+            turned = straight + (sign * y * s).to(stored.dtype).to(tl.float32)
+        out = tl.where(turns, turned, x)
+    if factor is not None:
+        out = out * tl.load(factor + position)
     tl.store(target + head + d, out.to(stored.dtype), mask=inside)
 
 
@@ -105,8 +140,9 @@ def rotary_kernel(
     value_out,  # [S, K, E] contiguous, or None: values stay where they are
     position,  # [T]
     slot,  # [T] row of key_out and value_out for each token, -1: nowhere; None: its own number
-    cos,  # [P, R] by position
+    cos,  # [P, R] by position; None if R is 0
     sin,  # [P, R]
+    factor,  # [P] float32 of queries, or None
     query_norm,  # [E] or None
     key_norm,  # [E] or None
     eps, query_stride, key_stride, value_stride,
@@ -116,7 +152,7 @@ def rotary_kernel(
     WIDTH: tl.constexpr,  # E
     ROTARY: tl.constexpr,  # R
     BLOCK: tl.constexpr,  # power of two, at least E
-    GEMMA: tl.constexpr,
+    GEMMA: tl.constexpr, INTERLEAVED: tl.constexpr,
     TOKENS: tl.constexpr,  # a program takes; divides T
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -124,21 +160,22 @@ def rotary_kernel(
     after_inputs(OVERLAP)
     for token in tl.static_range(TOKENS):
         rotate_row(
-            query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
-            query_stride, key_stride, value_stride, tl.program_id(0).to(tl.int64) * TOKENS + token, QUERY_HEADS,
-            KEY_HEADS, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+            query, key, value, query_out, key_out, value_out, position, slot, cos, sin, factor, query_norm, key_norm,
+            eps, query_stride, key_stride, value_stride, tl.program_id(0).to(tl.int64) * TOKENS + token, QUERY_HEADS,
+            KEY_HEADS, HEADS, WIDTH, ROTARY, BLOCK, GEMMA, INTERLEAVED,
         )  # fmt: skip
 
 
 @triton.jit
 def rotate_row(
-    query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
+    query, key, value, query_out, key_out, value_out, position, slot, cos, sin, factor, query_norm, key_norm, eps,
     query_stride, key_stride, value_stride, row, QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of one token; arguments as of ``rotary_kernel``."""
     block = tl.program_id(1)
-    p = tl.load(position + row).to(tl.int64) * ROTARY
+    p = tl.load(position + row).to(tl.int64)
     place = row if slot is None else tl.load(slot + row).to(tl.int64)
     num_query: tl.constexpr = QUERY_HEADS // HEADS
     num_key: tl.constexpr = KEY_HEADS // HEADS
@@ -146,7 +183,7 @@ def rotate_row(
         at = block * HEADS * WIDTH
         turned_heads(
             query + row * query_stride + at, query_out + row * QUERY_HEADS * WIDTH + at, query_norm,
-            cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+            cos, sin, factor, p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA, INTERLEAVED,
         )  # fmt: skip
     elif place < 0:
         pass
@@ -154,7 +191,7 @@ def rotate_row(
         at = (block - num_query) * HEADS * WIDTH
         turned_heads(
             key + row * key_stride + at, key_out + place * KEY_HEADS * WIDTH + at, key_norm,
-            cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+            cos, sin, None, p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA, INTERLEAVED,
         )  # fmt: skip
     elif value_out is not None:
         at = (block - num_query - num_key) * HEADS * WIDTH
@@ -170,21 +207,24 @@ def turned_back(
     grad,  # of the first head, turned
     grad_heads,
     norm_weight,  # [E] or None
-    cos,  # [R] of this token's position
-    sin, eps,
+    cos, sin, factor, position, eps,  # as of ``turned_heads``
     HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr, BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Gradient of HEADS heads of one token; returns the norm weight's gradient [BLOCK]."""
     head = tl.arange(0, HEADS)[:, None] * WIDTH
     d = tl.arange(0, BLOCK)[None, :]
     inside = d < WIDTH
     turns = d < ROTARY
-    other, sign = partner(d, ROTARY)
+    other, sign = partner(d, ROTARY, INTERLEAVED)
     g = tl.load(grad + head + d, mask=inside, other=0.0).to(tl.float32)
-    across = tl.load(grad + head + other, mask=inside, other=0.0).to(tl.float32)
-    straight = g * tl.load(cos + d, mask=turns, other=0.0).to(tl.float32)
-    crossed = across * tl.load(sin + other, mask=turns, other=0.0).to(tl.float32)
-    g = tl.where(turns, straight - sign * crossed, g)
+    if ROTARY > 0:
+        across = tl.load(grad + head + other, mask=inside, other=0.0).to(tl.float32)
+        straight = g * tl.load(cos + position * ROTARY + d, mask=turns, other=0.0).to(tl.float32)
+        crossed = across * tl.load(sin + position * ROTARY + other, mask=turns, other=0.0).to(tl.float32)
+        g = tl.where(turns, straight - sign * crossed, g)
+    if factor is not None:
+        g = g * tl.load(factor + position)
     summed = tl.zeros((BLOCK,), tl.float32)
     if norm_weight is not None:
         x = tl.load(heads + head + d, mask=inside, other=0.0).to(tl.float32)
@@ -210,8 +250,9 @@ def rotary_backward_kernel(
     grad_value_out,  # [T, K, E] contiguous
     grad,  # [T, (H + 2 K) * E] of query, key and value, side by side
     position,  # [T]
-    cos,  # [P, R] by position
+    cos,  # [P, R] by position; None if R is 0
     sin,  # [P, R]
+    factor,  # [P] float32 of queries, or None
     query_norm,  # [E] or None
     key_norm,  # [E] or None
     query_parts,  # [programs, H / HEADS, E] float32, or None
@@ -220,7 +261,7 @@ def rotary_backward_kernel(
     num_rows,  # T
     rows_per_program,
     QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, ROTARY: tl.constexpr,
-    BLOCK: tl.constexpr, GEMMA: tl.constexpr,
+    BLOCK: tl.constexpr, GEMMA: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Some heads of consecutive tokens."""
     block = tl.program_id(1)
@@ -235,10 +276,11 @@ def rotary_backward_kernel(
         summed = tl.zeros((BLOCK,), tl.float32)
         for i in range(count):
             row = first + i
-            p = tl.load(position + row).to(tl.int64) * ROTARY
+            p = tl.load(position + row).to(tl.int64)
             summed += turned_back(
                 query + row * query_stride + at, grad_query_out + row * QUERY_HEADS * WIDTH + at,
-                grad + row * total + at, query_norm, cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+                grad + row * total + at, query_norm, cos, sin, factor, p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+                INTERLEAVED,
             )  # fmt: skip
         if query_parts is not None:
             part = (tl.program_id(0) * num_query + block) * WIDTH + tl.arange(0, BLOCK)
@@ -248,10 +290,11 @@ def rotary_backward_kernel(
         summed = tl.zeros((BLOCK,), tl.float32)
         for i in range(count):
             row = first + i
-            p = tl.load(position + row).to(tl.int64) * ROTARY
+            p = tl.load(position + row).to(tl.int64)
             summed += turned_back(
                 key + row * key_stride + of_key, grad_key_out + row * KEY_HEADS * WIDTH + of_key,
-                grad + row * total + at, key_norm, cos + p, sin + p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+                grad + row * total + at, key_norm, cos, sin, None, p, eps, HEADS, WIDTH, ROTARY, BLOCK, GEMMA,
+                INTERLEAVED,
             )  # fmt: skip
         if key_parts is not None:
             part = (tl.program_id(0) * num_key + block - num_query) * WIDTH + tl.arange(0, BLOCK)
@@ -268,12 +311,16 @@ def rotary_backward_kernel(
 
 @dataclass(frozen=True)
 class Heads:
-    """Counts and widths: H query heads, K key heads, E numbers each, of which the first R are rotated."""
+    """Counts and widths: H query heads, K key heads, E numbers each, of which the first R are rotated.
+
+    ``interleaved``: neighbours are rotated together, else halves.
+    """
 
     query: int
     key: int
     width: int
     rotary: int
+    interleaved: bool = False
 
     @property
     def together(self) -> int:
@@ -292,9 +339,9 @@ class Heads:
 
 
 def rotate(
-    query: Tensor, key: Tensor, value: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
-    norms: HeadNorms | None, *, key_out: Tensor | None = None, value_out: Tensor | None = None,
-    slot: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, heads: Heads, position: Tensor, cos: Tensor | None, sin: Tensor | None,
+    norms: HeadNorms | None, *, factor: Tensor | None = None, key_out: Tensor | None = None,
+    value_out: Tensor | None = None, slot: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Normed and rotated queries and keys, and values, as heads.
 
@@ -302,8 +349,9 @@ def rotate(
         query, key, value: [T, H * E] and [T, K * E] with contiguous rows; may be columns of one tensor.
         heads: counts and widths.
         position: [T] in the sequence.
-        cos, sin: [P, R] contiguous, in the dtype of the query.
+        cos, sin: [P, R] contiguous, in the dtype of the query, or float32 if ``interleaved``; None if R is 0.
         norms: of query and key heads.
+        factor: [P] float32, of queries.
         key_out, value_out: [S, K, E] to write to, such as a cache; None: new tensors.
         slot: [T] each token's row in ``key_out`` and ``value_out``; -1: not written.
 
@@ -321,18 +369,19 @@ def rotate(
     tokens = next(count for count in (TOKENS, 1) if rows % count == 0) if rows >= MANY else 1
     query_norm, key_norm, eps, gemma = norms or (None, None, 0.0, False)
     rotary_kernel[(rows // tokens, blocks)](
-        query, key, value, query_out, key_out, value_out, position, slot, cos, sin, query_norm, key_norm, eps,
-        query.stride(0), key.stride(0), value.stride(0),
+        query, key, value, query_out, key_out, value_out, position, slot, cos, sin, factor, query_norm, key_norm,
+        eps, query.stride(0), key.stride(0), value.stride(0),
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=gemma, TOKENS=tokens, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=gemma, INTERLEAVED=heads.interleaved, TOKENS=tokens, num_warps=heads.warps,
         **overlapping(query.device),
     )  # fmt: skip
     return query_out, key_out, value_out
 
 
 def rotate_backward(
-    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms | None,
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *, norm_dtypes: tuple[torch.dtype, torch.dtype] | None,
+    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor | None, sin: Tensor | None,
+    norms: HeadNorms | None, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, *,
+    norm_dtypes: tuple[torch.dtype, torch.dtype] | None, factor: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """Gradient of query, key and value side by side, [T, (H + 2 K) * E], and of the two norms' weights.
 
@@ -341,7 +390,7 @@ def rotate_backward(
     """
     if norms is not None and norms.over_all(heads):
         return _normed_backward(
-            query, key, heads, position, cos, sin, norms, grad_query, grad_key, grad_value, norm_dtypes
+            query, key, heads, position, cos, sin, norms, grad_query, grad_key, grad_value, norm_dtypes, factor
         )
     rows = query.shape[0]
     grad = query.new_empty(rows, (heads.query + 2 * heads.key) * heads.width)
@@ -354,10 +403,10 @@ def rotate_backward(
         query_parts = grad.new_empty(programs, heads.query // heads.together, heads.width, dtype=torch.float32)
         key_parts = grad.new_empty(programs, heads.key // heads.together, heads.width, dtype=torch.float32)
     rotary_backward_kernel[(programs, blocks)](
-        query, key, grad_query, grad_key, grad_value, grad, position, cos, sin, query_norm, key_norm, query_parts,
-        key_parts, eps, query.stride(0), key.stride(0), rows, per_program,
+        query, key, grad_query, grad_key, grad_value, grad, position, cos, sin, factor, query_norm, key_norm,
+        query_parts, key_parts, eps, query.stride(0), key.stride(0), rows, per_program,
         QUERY_HEADS=heads.query, KEY_HEADS=heads.key, HEADS=heads.together, WIDTH=heads.width, ROTARY=heads.rotary,
-        BLOCK=heads.block, GEMMA=gemma, num_warps=heads.warps,
+        BLOCK=heads.block, GEMMA=gemma, INTERLEAVED=heads.interleaved, num_warps=heads.warps,
     )  # fmt: skip
     if norm_dtypes is None or query_parts is None or key_parts is None:
         return grad, None, None
@@ -369,13 +418,15 @@ def rotate_backward(
 
 
 def _normed_backward(
-    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor, norms: HeadNorms,
-    grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, dtypes: tuple[torch.dtype, torch.dtype] | None,
+    query: Tensor, key: Tensor, heads: Heads, position: Tensor, cos: Tensor | None, sin: Tensor | None,
+    norms: HeadNorms, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor,
+    dtypes: tuple[torch.dtype, torch.dtype] | None, factor: Tensor | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:  # fmt: skip
     """``rotate_backward`` for norms over all heads of a token."""
     grad, _, _ = rotate_backward(
-        query, key, heads, position, cos, sin, None, grad_query, grad_key, grad_value, norm_dtypes=None
-    )
+        query, key, heads, position, cos, sin, None, grad_query, grad_key, grad_value, norm_dtypes=None,
+        factor=factor,
+    )  # fmt: skip
     of_query, of_key, _ = grad.split((query.shape[1], key.shape[1], key.shape[1]), 1)  # type: ignore[no-untyped-call]
     of_weights = [
         norm_backward(rows, weight, norms.eps, part, None, gemma=False, weight_dtype=dtype, in_place=True)[1]

@@ -3,7 +3,8 @@
     choice = score + correction, outside the chosen groups -inf;  experts = the K largest, ties to the lower number
     weight = score of the chosen experts, divided by their sum if ``normalized``, times ``scale``
 
-``score`` is a softmax over all experts, a sigmoid of each, or the logit itself with a softmax over the chosen ones.
+``score`` is a softmax over all experts, a sigmoid of each, or the logit itself with a softmax over the chosen ones or
+a sigmoid of each of them.
 """
 
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from torch import Tensor
 from logitless.models.kernels.gate import sigmoid
 from logitless.models.kernels.rows import power_of_two
 
-Score = Literal["softmax", "sigmoid", "softmax of the chosen"]
-_NUMBER: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "softmax of the chosen": 2}
+Score = Literal["softmax", "sigmoid", "softmax of the chosen", "sigmoid of the chosen"]
+_NUMBER: dict[Score, int] = {"softmax": 0, "sigmoid": 1, "softmax of the chosen": 2, "sigmoid of the chosen": 3}
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,8 @@ def route_kernel(
         weight = tl.where(place < K, weight, -float("inf"))
         weight = tl.exp(weight - tl.max(weight, 0))
         weight = weight / tl.sum(weight, 0)
+    elif SCORE == 3:
+        weight = sigmoid(weight)
     elif NORMALIZED:
         weight = weight / (tl.sum(weight, 0) + (1e-20 if SCORE == 1 else 0.0))
     tl.store(weights + token * K + place, weight * scale, mask=place < K)
@@ -132,13 +135,16 @@ def route_backward_kernel(
         g = tl.load(grad_weights + token * K + k)
         if SCORE == 2:
             g = tl.load(weights + token * K + k) * (g - inner / scale)
+        elif SCORE == 3:
+            w = tl.load(weights + token * K + k)
+            g = g * w * (1.0 - w / scale)
         elif NORMALIZED:
             total += tl.sum(tl.where(expert == best, score, 0.0), 0)
             g = scale * g - inner
         else:
             g = scale * g
         own = tl.where(expert == best, g, own)
-    if SCORE != 2 and NORMALIZED:
+    if SCORE < 2 and NORMALIZED:
         own = own / (total + (1e-20 if SCORE == 1 else 0.0))
     if SCORE == 1:
         own = own * score * (1.0 - score)

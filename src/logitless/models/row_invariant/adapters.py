@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from logitless.models.kernels.row_adapters import add_rows_own
 from logitless.models.lm_head import backbone, causal_lm
-from logitless.models.row_invariant.coverage import GATE_UP, dense_mlp, inputs_of, modules_of, output_of
+from logitless.models.row_invariant.coverage import GATE_UP, dense_mlp, inputs_of, mlp_of, modules_of, output_of
 from logitless.models.row_invariant.linear import Projection, RowsOwn, Span, project
 from logitless.types import LMHead
 
@@ -244,7 +244,7 @@ def groups_of(model: nn.Module) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
     decoder: Any = backbone(model)
     for layer in decoder.layers:
-        dense = dense_mlp(layer.mlp)
+        dense = dense_mlp(mlp_of(layer))
         found += [tuple(inputs_of(layer)), (output_of(layer),)]
         found += [] if dense is None else [tuple(modules_of(dense, GATE_UP)), (dense.down_proj,)]
     return found

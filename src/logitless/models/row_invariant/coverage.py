@@ -13,7 +13,7 @@ from logitless.models.row_invariant.experts import experts_of, router_of, uncove
 
 FAMILIES = (
     "llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "phi3", "gpt_oss", "glm4_moe", "olmoe", "mixtral",
-    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_moe", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "llama4_text",
 )  # fmt: skip
 GEMMA = ("gemma2", "gemma3_text")
 """Families with norms before and after attention and MLP."""
@@ -28,7 +28,7 @@ _FIXED_ROPE = ("default", "linear", "llama3", "yarn")
 QKV = (("q_proj", "k_proj", "v_proj"), ("qkv_proj",))
 GATE_UP = (("gate_proj", "up_proj"), ("gate_up_proj",))
 DELTA = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
-_LAYER_TYPES = ("full_attention", "sliding_attention", "linear_attention")
+_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "linear_attention")
 
 
 def uncovered(model: nn.Module) -> tuple[str, ...]:
@@ -65,6 +65,9 @@ def uncovered(model: nn.Module) -> tuple[str, ...]:
     for rope in sorted(set(ropes.values() if isinstance(ropes, dict) else [ropes])):
         if rope not in _FIXED_ROPE:
             found.append(f"positions scaled by {rope}, which depends on the longest sequence")
+    if config.model_type == "llama4_text" and config.use_qk_norm and rotary.attention_scaling != 1:
+        # its norms come after the rotation and ours before it, which is the same unless it also scales
+        found.append(f"queries and keys scaled by {rotary.attention_scaling:g} and then normed")
     kinds = {kind for kind in getattr(config, "layer_types", None) or () if kind not in _LAYER_TYPES}
     found.extend(f"layers of the kind {kind}" for kind in sorted(kinds))
     found.extend(_uncovered_modules(decoder, config))
@@ -75,14 +78,14 @@ def _uncovered_modules(decoder: Any, config: Any) -> list[str]:
     found = []
     dtypes = set()
     for layer in decoder.layers:
-        modules = [*inputs_of(layer), output_of(layer)]
+        modules, mlp = [*inputs_of(layer), output_of(layer)], mlp_of(layer)
         if (mixer := delta_net_of(layer)) is not None:
             found.extend(_uncovered_delta_net(mixer))
-        if router_of(layer.mlp) is not None:
-            found.extend(uncovered_mixture(layer.mlp, config))
-            dtypes |= {weight.dtype for weight in experts_of(layer.mlp)[0].parameters()}
-        if (dense := dense_mlp(layer.mlp)) is not None:
-            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(layer.mlp)]
+        if router_of(mlp) is not None:
+            found.extend(uncovered_mixture(mlp, config))
+            dtypes |= {weight.dtype for weight in experts_of(mlp)[0].parameters()}
+        if (dense := dense_mlp(mlp)) is not None:
+            modules += [*modules_of(dense, GATE_UP), dense.down_proj, *gates_of_shared(mlp)]
         for module in modules:
             linear = linear_of(module)
             if type(linear) is not nn.Linear:
@@ -130,6 +133,11 @@ def output_of(layer: Any) -> Any:
     """The last linear map of a layer's attention or delta net."""
     mixer = delta_net_of(layer)
     return layer.self_attn.o_proj if mixer is None else mixer.out_proj
+
+
+def mlp_of(layer: Any) -> Any:
+    """A layer's MLP or mixture of experts."""
+    return next(layer._modules[name] for name in ("mlp", "feed_forward") if name in layer._modules)
 
 
 def dense_mlp(mlp: Any) -> Any:

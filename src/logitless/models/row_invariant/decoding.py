@@ -63,11 +63,11 @@ class PagedRows:
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Write keys and values to the layer's pages, then attend to the pages."""
-        cache, (cos, sin) = self.caches[index], self.tables.of(form.rope)
+        cache, table = self.caches[index], self.tables.of(form.rope)
         assert isinstance(cache, PagedCache)
         turned, _, _ = rotate(
-            query, key, value, form.heads, self.position, cos, sin, norms,
-            key_out=cache.key, value_out=cache.value, slot=self.slots,
+            query, key, value, form.heads, self.position, table.cos, table.sin, table.norms or norms,
+            factor=table.factor, key_out=cache.key, value_out=cache.value, slot=self.slots,
         )  # fmt: skip
         options: dict[str, Any] = {"scale": form.scale, "window": form.window, "softcap": form.softcap}
         if isinstance(self.layout, DecodeLayout):

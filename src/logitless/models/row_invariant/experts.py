@@ -2,6 +2,7 @@
 
     y = sum_k weight_k * down_k(act(gate_k(x)) * up_k(x))  (+ shared experts),  k over the chosen experts
 
+or, where weights scale the input (Llama 4), ``gate_k(weight_k * x)``, ``up_k(weight_k * x)`` and no weight in the sum.
 Each is a kernel with a fixed order of sums (``kernels/route.py``, ``kernels/experts.py``), so a token has the same
 router logits, experts and output alone, in any packed row, and decoded.
 """
@@ -40,6 +41,7 @@ SCORES: dict[str, Score] = {
     "mixtral": "softmax",
     "glm4_moe": "sigmoid",
     "gpt_oss": "softmax of the chosen",
+    "llama4_text": "sigmoid of the chosen",
 }
 """How the routers of the supported mixtures score, by model type."""
 
@@ -53,16 +55,21 @@ class Adapter(NamedTuple):
         a: [E * R, M].
         b: [N, R * E], experts innermost.
         scale: a number.
+        swapped: PEFT takes the weight's input for its output, so that ``b @ a`` is transposed.
     """
 
     a: Tensor
     b: Tensor
     scale: float
+    swapped: bool
 
     def of(self, num_experts: int, dtype: torch.dtype) -> LowRank:
         """The same by expert."""
         a = self.a.to(dtype).view(num_experts, -1, self.a.shape[1])
-        return LowRank(a, by_expert(self.b.to(dtype), num_experts), self.scale)
+        b = by_expert(self.b.to(dtype), num_experts)
+        if self.swapped:
+            a, b = (x.transpose(1, 2).contiguous() for x in (b, a))
+        return LowRank(a, b, self.scale)
 
 
 @dataclass(frozen=True)
@@ -74,12 +81,14 @@ class MixtureForm:
         act: between an expert's products.
         transposed: whether weights are stored [E, M, N].
         float32_router: whether router logits are float32, else in the layer's dtype.
+        scales_input: whether the weights of the chosen experts scale their input, else their output.
     """
 
     routing: Routing
     act: Act
     transposed: bool
     float32_router: bool
+    scales_input: bool
 
 
 @dataclass(frozen=True)
@@ -112,7 +121,7 @@ class MixtureWeights:
     def of(cls, mlp: Any, form: MixtureForm) -> "MixtureWeights":
         """Of transformers' module, with PEFT's wrappers of its experts or without."""
         router = router_of(mlp)
-        experts, adapters = experts_of(mlp)
+        experts, adapters = experts_of(mlp, transposed=form.transposed)
         return cls(
             form,
             router.weight,
@@ -152,7 +161,7 @@ def router_of(mlp: Any) -> Any:
     return next((mlp._modules[name] for name in _ROUTERS if name in mlp._modules and "experts" in mlp._modules), None)
 
 
-def experts_of(mlp: Any) -> tuple[Any, dict[str, Adapter]]:
+def experts_of(mlp: Any, *, transposed: bool = False) -> tuple[Any, dict[str, Adapter]]:
     """The experts of a mixture without PEFT's wrappers, and the adapters of these by the name of the weight."""
     experts, adapters = mlp.experts, dict[str, Adapter]()
     for wrapper in _wrappers(mlp):
@@ -160,7 +169,8 @@ def experts_of(mlp: Any) -> tuple[Any, dict[str, Adapter]]:
         for name in wrapper.active_adapters:
             if name in wrapper.lora_A and not wrapper.disable_adapters:
                 a, b = wrapper.lora_A[name].weight, wrapper.lora_B[name].weight
-                adapters[wrapper.parameter_name] = Adapter(a, b, wrapper.scaling[name])
+                swapped = transposed == wrapper._did_swap_in_out_features
+                adapters[wrapper.parameter_name] = Adapter(a, b, wrapper.scaling[name], swapped)
     return experts, adapters
 
 
@@ -192,9 +202,11 @@ def mixture_form(mlp: Any, config: Any) -> MixtureForm:
         int(getattr(router, "num_group", 1)),
         int(getattr(router, "topk_group", 1)),
     )
-    gpt_oss = config.model_type == "gpt_oss"
+    gpt_oss, llama4 = config.model_type == "gpt_oss", config.model_type == "llama4_text"
     act = Act(interleaved=gpt_oss, limit=experts.limit, alpha=experts.alpha) if gpt_oss else Act()
-    return MixtureForm(routing, act, transposed=gpt_oss, float32_router=score == "sigmoid")
+    return MixtureForm(
+        routing, act, transposed=gpt_oss or llama4, float32_router=score == "sigmoid", scales_input=llama4
+    )
 
 
 def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
@@ -244,11 +256,15 @@ class _Mixture(torch.autograd.Function):
         weights, chosen = route(logits, form.routing, given.correction)
         if given.chosen is not None:
             given.chosen(logits, weights, chosen)
-        slots = Slots.of(chosen, num_experts)
+        rows, of_rows = x, chosen
+        shares: Tensor | None = weights.view(-1)
+        if form.scales_input:
+            rows, of_rows, shares = _scaled(x, weights), chosen.view(-1, 1), None
+        slots = Slots.of(of_rows, num_experts)
         first, second = given.low_ranks(x.dtype)
-        low = low_rank_term(x, first, slots, of_tokens=True)
+        low = low_rank_term(rows, first, slots, of_tokens=True)
         hidden, both = gated_products(
-            x, _stored(given.gate_up, form), slots, form.act, bias=given.gate_up_bias, low=low,
+            rows, _stored(given.gate_up, form), slots, form.act, bias=given.gate_up_bias, low=low,
             keeps_both=differentiated,
         )  # fmt: skip
         parts = grouped_product(
@@ -258,7 +274,7 @@ class _Mixture(torch.autograd.Function):
         # the parameters too, so that autograd notices if one is changed before the backward
         ctx.save_for_backward(x, *parameters, logits, weights, chosen, both, low.rows)
         ctx.given, ctx.slots = given, slots
-        return combined(parts, form.routing.experts_per_token, weights.view(-1), shared)
+        return combined(parts, form.routing.experts_per_token, shares, shared)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
@@ -269,6 +285,10 @@ class _Mixture(torch.autograd.Function):
         first, second = given.low_ranks(x.dtype)
         tokens, out = weights.view(-1), _Gradients((None, None, *given.parameters), needed, slots)
         out.found[_SHARED] = grad if needed[_SHARED] else None
+        rows, shares = x, None
+        if form.scales_input:  # then each slot is a token of the products
+            rows, grad = _scaled(x, weights), grad[:, None].expand(*weights.shape, -1).flatten(0, 1)
+            tokens, shares = torch.ones_like(tokens), weights.to(x.dtype).float().view(-1)
         # the second product, and the activation
         back = _low_rank_back(grad, second, slots, of_tokens=True)
         grad_both, grad_weights, hidden = gated_products_backward(
@@ -280,31 +300,50 @@ class _Mixture(torch.autograd.Function):
             out.add(_DOWN, grad, hidden, transposed=form.transposed, a_of_tokens=True, weights=tokens)
         out.add_bias(_DOWN_BIAS, grad, a_of_tokens=True, weights=tokens)
         if second is not None and back is not None and hidden is not None:
-            out.add_factor_a(_DOWN_A, back, hidden, weights=tokens)
+            to_a, to_b = _places(_DOWN_A, given.down_adapter)
+            out.add_factor(to_a, back, hidden, rank_first=True, weights=tokens)
             low_again = grouped_product(hidden, second.a, slots)
-            out.add_factor_b(_DOWN_B, grad, low_again, scale=second.scale, a_of_tokens=True, weights=tokens)
+            out.add_factor(
+                to_b, grad, low_again, rank_first=False, scale=second.scale, a_of_tokens=True, weights=tokens
+            )
         # the first product
-        out.add(_GATE_UP, grad_both, x, transposed=form.transposed, b_of_tokens=True)
+        out.add(_GATE_UP, grad_both, rows, transposed=form.transposed, b_of_tokens=True)
         out.add_bias(_GATE_UP_BIAS, grad_both)
         low_back = _low_rank_back(grad_both, first, slots)
         if first is not None and low_back is not None:
-            out.add_factor_a(_GATE_UP_A, low_back, x, b_of_tokens=True)
-            out.add_factor_b(_GATE_UP_B, grad_both, low_rows, scale=first.scale)
-        # the router
-        grad_weights = grad_weights.view_as(weights)
-        if given.down_bias is not None:
-            of_bias = float32_product(grad, given.down_bias.to(grad.dtype).t())  # [T, E]
-            grad_weights = grad_weights + of_bias.gather(1, chosen.long())
-        grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
-        out.add_router(grad_logits, x)
-        if needed[_X]:
-            of_router = (grad_logits @ given.router.to(grad_logits.dtype)).to(x.dtype)
+            to_a, to_b = _places(_GATE_UP_A, given.gate_up_adapter)
+            out.add_factor(to_a, low_back, rows, rank_first=True, b_of_tokens=True)
+            out.add_factor(to_b, grad_both, low_rows, rank_first=False, scale=first.scale)
+        parts = None
+        if needed[_X] or form.scales_input:
             parts = grouped_product(
                 grad_both, _stored(given.gate_up, form).transpose(1, 2), slots, to_slots=True,
                 low=NO_TERM if first is None else LowRankTerm(low_back, first.a.transpose(1, 2)),
             )  # fmt: skip
-            out.found[_X] = combined(parts, form.routing.experts_per_token, addend=of_router)
+        # the router
+        grad_weights = grad_weights.view_as(weights)
+        if form.scales_input and parts is not None:
+            by_token = parts.view(*weights.shape, -1) * x[:, None]
+            grad_weights = by_token.sum(-1, dtype=torch.float32)
+        elif given.down_bias is not None:
+            of_bias = float32_product(grad, given.down_bias.to(grad.dtype).t())  # [T, E]
+            grad_weights = grad_weights + of_bias.gather(1, chosen.long())
+        grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
+        out.add_router(grad_logits, x)
+        if parts is not None and needed[_X]:
+            of_router = (grad_logits @ given.router.to(grad_logits.dtype)).to(x.dtype)
+            out.found[_X] = combined(parts, form.routing.experts_per_token, shares, of_router)
         return tuple(out.found)
+
+
+def _scaled(x: Tensor, weights: Tensor) -> Tensor:
+    """The input [T * K, D] of the experts that each token is sent to, rounded as by transformers."""
+    return (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
+
+
+def _places(first: int, adapter: Adapter | None) -> tuple[int, int]:
+    """Where the gradients of a ``LowRank``'s factors go: to PEFT's a and b, or the other way round."""
+    return (first + 1, first) if adapter is not None and adapter.swapped else (first, first + 1)
 
 
 def _low_rank_back(grad: Tensor, adapter: LowRank | None, slots: Slots, *, of_tokens: bool = False) -> Tensor | None:
@@ -350,19 +389,19 @@ class _Gradients:
         outer_products(rows, rows.new_ones(self._slots.count, 1), self._slots, total, **options)
         self.found[place] = total[..., 0]
 
-    def add_factor_a(self, place: int, a: Tensor, b: Tensor, **options: Any) -> None:
-        """Of PEFT's [E * R, M]."""
-        if self._needed[place]:
-            total = self._empty(place, len(self._slots.begin) - 1, a.shape[1], b.shape[1])
-            outer_products(a, b, self._slots, total, **options)
-            self.found[place] = total.flatten(0, 1)
-
-    def add_factor_b(self, place: int, a: Tensor, b: Tensor, **options: Any) -> None:
-        """Of PEFT's [N, R * E], experts innermost."""
-        if self._needed[place]:
-            total = self._empty(place, a.shape[1], b.shape[1], len(self._slots.begin) - 1)
-            outer_products(a, b, self._slots, total.permute(2, 0, 1), **options)
-            self.found[place] = total.flatten(1)
+    def add_factor(self, place: int, a: Tensor, b: Tensor, *, rank_first: bool, **options: Any) -> None:
+        """Of an adapter's factor: sums of ``outer_products`` [R, M] with ``rank_first``, else [N, R], by expert."""
+        if not self._needed[place]:
+            return
+        rank, width = (a.shape[1], b.shape[1]) if rank_first else (b.shape[1], a.shape[1])
+        num_experts = len(self._slots.begin) - 1
+        if place in (_GATE_UP_A, _DOWN_A):
+            total = self._empty(place, num_experts, rank, width)
+            target, self.found[place] = total, total.flatten(0, 1)
+        else:
+            total = self._empty(place, width, rank, num_experts)
+            target, self.found[place] = total.permute(2, 1, 0), total.flatten(1)
+        outer_products(a, b, self._slots, target if rank_first else target.transpose(1, 2), **options)
 
     def add_router(self, grad_logits: Tensor, x: Tensor) -> None:
         """Of the router's weight and bias."""

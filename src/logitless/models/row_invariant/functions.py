@@ -11,7 +11,7 @@ from logitless.float32_sums import add_rows, gradient_dtype, sums_in_float32
 from logitless.models.activations import can_be_recomputed, recipes_are_kept
 from logitless.models.kernels.gate import gated, gated_backward
 from logitless.models.kernels.norm import norm, norm_backward
-from logitless.models.kernels.rotary import HeadNorms, Heads, rotate, rotate_backward
+from logitless.models.kernels.rotary import HeadNorms, Heads, PositionTable, rotate, rotate_backward
 from logitless.models.kernels.sinks import with_sinks, with_sinks_backward
 from logitless.models.one_node import apply, refuse_twice
 
@@ -123,31 +123,33 @@ class Rotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, query_norm: Tensor | None, key_norm: Tensor | None,
-        norms: HeadNorms | None, heads: Heads, position: Tensor, cos: Tensor, sin: Tensor,
+        norms: HeadNorms | None, heads: Heads, position: Tensor, table: PositionTable,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         raw = () if norms is None else (query, key, query_norm, key_norm)
-        ctx.save_for_backward(position, cos, sin, *raw)
+        ctx.save_for_backward(position, *raw)
+        ctx.table = table
         ctx.heads, ctx.norms = heads, norms
         ctx.norm_dtypes = None if norms is None else (gradient_dtype(norms.query), gradient_dtype(norms.key))
-        turned = rotate(query, key, value, heads, position, cos, sin, norms)
+        turned = rotate(query, key, value, heads, position, table.cos, table.sin, norms, factor=table.factor)
         if norms is not None and recipes_are_kept():  # norms keep queries and keys as they were
             raw_heads = query.detach(), key.detach(), value.detach()
-            can_be_recomputed_together(turned, partial(rotate, *raw_heads, heads, position, cos, sin, norms))
+            again = partial(rotate, *raw_heads, heads, position, table.cos, table.sin, norms, factor=table.factor)
+            can_be_recomputed_together(turned, again)
         return turned
 
     @staticmethod
     def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Any, ...]:
         refuse_twice()
-        position, cos, sin, *raw = ctx.saved_tensors
+        (position, *raw), table = ctx.saved_tensors, ctx.table
         heads = ctx.heads
         grads = [grad.contiguous() for grad in (grad_query, grad_key, grad_value)]
         query, key = raw[:2] if raw else (grads[0].flatten(1), grads[1].flatten(1))
         grad, grad_query_norm, grad_key_norm = rotate_backward(
-            query, key, heads, position, cos, sin, ctx.norms, *grads,
+            query, key, heads, position, table.cos, table.sin, ctx.norms, *grads, factor=table.factor,
             norm_dtypes=ctx.norm_dtypes if any(ctx.needs_input_grad[3:5]) else None,
         )  # fmt: skip
         columns = (heads.query * heads.width, heads.key * heads.width, heads.key * heads.width)
-        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 5  # type: ignore[no-untyped-call]
+        return *grad.split(columns, 1), grad_query_norm, grad_key_norm, *(None,) * 4  # type: ignore[no-untyped-call]
 
 
 class Sinks(torch.autograd.Function):

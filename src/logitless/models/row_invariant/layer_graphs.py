@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from logitless.graph_capture import captured, multiplied_once, side_stream
 from logitless.models.attention import AttentionLayout, prepare_tables
 from logitless.models.kernels.rows import divided_up, power_of_two
+from logitless.models.kernels.window import Window
 from logitless.transfer import sent
 
 if TYPE_CHECKING:
@@ -153,12 +154,12 @@ class PaddedLayout:
         self._numbers.copy_(sent(numbers, self._numbers.device))
         self.position.copy_(self.positions)
 
-    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Tensor:
+    def query_tiles(self, tokens: int, num_key_heads: int, window: Window | None) -> Tensor:
         """As of ``AttentionLayout``, with padding lines."""
         found: Tensor = self._tables["query", tokens, num_key_heads, window]
         return found
 
-    def key_tiles(self, keys: int, num_key_heads: int, window: int | None) -> tuple[Tensor, Tensor, int]:
+    def key_tiles(self, keys: int, num_key_heads: int, window: Window | None) -> tuple[Tensor, Tensor, int]:
         """As of ``AttentionLayout``, with padding lines."""
         found: tuple[Tensor, Tensor, int] = self._tables["key", keys, num_key_heads, window]
         return found

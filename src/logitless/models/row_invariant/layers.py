@@ -25,7 +25,8 @@ from logitless.distributed.layer_shards import LayerShards
 from logitless.errors import UnavailableError
 from logitless.graph_capture import refuse_unwritten
 from logitless.models.attention import AttentionLayout, PrefixAttention
-from logitless.models.kernels.rotary import HeadNorms, Heads
+from logitless.models.kernels.rotary import HeadNorms, Heads, PositionTable
+from logitless.models.kernels.window import Chunks, Window
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.one_node import apply, one_node
 from logitless.models.packed_layout import PackedLayout
@@ -42,6 +43,7 @@ from logitless.models.row_invariant.coverage import (
     gates_of_shared,
     inputs_of,
     linear_of,
+    mlp_of,
     modules_of,
     output_of,
     uncovered,
@@ -83,18 +85,23 @@ class AttentionForm:
     Args:
         heads: counts and widths.
         scale: factor of query-key products.
-        window: tokens a token attends to, itself included; None for all.
+        window: tokens a token attends to, itself included, or chunks; None for all.
         softcap: of the scaled products.
         rope: name of the layer's table of positions.
         gated: whether the output is multiplied by a gate.
+        tuning: ``(floor_scale, attn_scale)`` of queries multiplied by
+            ``1 + attn_scale * log1p(floor((position + 1) / floor_scale))``; None for none.
+        norm_eps: of norms of query and key heads without weights; None for none.
     """
 
     heads: Heads
     scale: float
-    window: int | None
+    window: Window | None
     softcap: float | None
     rope: str
     gated: bool = False
+    tuning: tuple[float, float] | None = None
+    norm_eps: float | None = None
 
 
 @runtime_checkable
@@ -148,9 +155,10 @@ class PackedRows:
         sinks: Tensor | None,
     ) -> Tensor:
         """Rotary positions, then attention within the layout."""
-        cos, sin = self.tables.of(form.rope)
+        table = self.tables.of(form.rope)
+        norms = table.norms or norms
         weights = (None, None) if norms is None else (norms.query, norms.key)
-        turned = apply(Rotary, query, key, value, *weights, norms, form.heads, self.position, cos, sin)
+        turned = apply(Rotary, query, key, value, *weights, norms, form.heads, self.position, table)
         out, log_sum_exp = apply(PrefixAttention, *turned, self.layout, form.scale, form.window, form.softcap)
         return apply(HeadsAsRows, out) if sinks is None else apply(Sinks, out, log_sum_exp, sinks)
 
@@ -175,37 +183,58 @@ class RopeTables:
     """Cosines and sines by position, computed by the model's rotary embedding and cached."""
 
     def __init__(self, decoder: Any, forms: Sequence[AttentionForm]) -> None:
-        self._decoder, self._widths = decoder, {form.rope: form.heads.rotary for form in forms}
+        self._decoder, self._forms = decoder, {form.rope: form for form in forms}
         self._position = torch.Size([3, 1, -1]) if hasattr(decoder.rotary_emb, "mrope_section") else torch.Size([1, -1])
-        self._tables: dict[str, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[str, PositionTable] = {}
         self._key: tuple[Any, ...] = ()
+        self._length = 0
 
     def reach(self, length: int) -> "RopeTables":
         """Self, extended to at least ``length`` positions, in the decoder's dtype and on its device."""
         weight = self._decoder.norm.weight
-        have = next(iter(self._tables.values()))[0].shape[0] if self._tables else 0
-        if have < length or self._key != (weight.dtype, weight.device):
+        if self._length < length or self._key != (weight.dtype, weight.device):
             refuse_unwritten("the table of rotary positions", weight.device)
             reach = max(256, 1 << (length - 1).bit_length())
-            self._key = (weight.dtype, weight.device)
-            position = torch.arange(reach, device=weight.device).expand(self._position)
+            self._key, self._length = (weight.dtype, weight.device), reach
+            position = torch.arange(reach, device=weight.device)
             like = torch.empty(1, 1, 1, dtype=weight.dtype, device=weight.device)
             with torch.no_grad():
-                for name, width in self._widths.items():
-                    kind = () if name == "" else (name,)
-                    cos, sin = self._decoder.rotary_emb(like, position, *kind)
-                    halves = width // cos.shape[2]  # gpt-oss computes one half: the other is the same
-                    self._tables[name] = cos[0].repeat(1, halves), sin[0].repeat(1, halves)
+                self._tables = {name: self._table(form, position, like) for name, form in self._forms.items()}
         return self
 
-    def of(self, name: str) -> tuple[Float[Tensor, "P R"], Float[Tensor, "P R"]]:
-        """Cosines and sines [P, R]."""
+    def _table(self, form: AttentionForm, position: Int[Tensor, "P"], like: Tensor) -> PositionTable:
+        norms = None
+        if form.norm_eps is not None:
+            ones = like.new_ones(form.heads.width)
+            norms = HeadNorms(ones, ones, form.norm_eps)
+        if form.heads.rotary == 0:
+            factor = None
+            if form.tuning is not None:
+                floor_scale, attn_scale = form.tuning
+                factor = torch.log1p(torch.floor((position.float() + 1.0) / floor_scale)) * attn_scale + 1.0
+            return PositionTable(None, None, factor, norms)
+        kind = () if form.rope == "" else (form.rope,)
+        found = self._decoder.rotary_emb(like, position.expand(self._position), *kind)
+        if form.heads.interleaved:  # complex numbers, one for each pair
+            cos, sin = (x[0].repeat_interleave(2, 1) for x in (found.real, found.imag))
+            return PositionTable(cos, sin, norms=norms)
+        cos, sin = found
+        halves = form.heads.rotary // cos.shape[2]  # gpt-oss computes one half: the other is the same
+        return PositionTable(cos[0].repeat(1, halves), sin[0].repeat(1, halves), norms=norms)
+
+    def of(self, name: str) -> PositionTable:
+        """Of the layers with this name."""
         return self._tables[name]
+
+    @property
+    def all(self) -> list[Tensor]:
+        """Every tensor of the tables."""
+        return [each for table in self._tables.values() for each in table.tensors]
 
     @property
     def addresses(self) -> tuple[int, ...]:
         """Of the tables in memory."""
-        return tuple(table.data_ptr() for pair in self._tables.values() for table in pair)
+        return tuple(each.data_ptr() for each in self.all)
 
 
 class RowInvariantDecoder(nn.Module):
@@ -397,7 +426,8 @@ class _LayerWeights:
     @classmethod
     def of(cls, layer: Any, adapters: RowAdapters | None = None) -> "_LayerWeights":
         maps = _projections if adapters is None else adapters.projections
-        mixer, dense, form = delta_net_of(layer), dense_mlp(layer.mlp), layer.row_invariant_mixture
+        mixer, mlp, form = delta_net_of(layer), mlp_of(layer), layer.row_invariant_mixture
+        dense = dense_mlp(mlp)
         attention = layer.self_attn if mixer is None else mixer
         norms = [layer._modules[name] for name in _NORMS if name in layer._modules]
         head_norms = None
@@ -415,8 +445,8 @@ class _LayerWeights:
             maps([output_of(layer)])[0],
             [] if dense is None else maps(modules_of(dense, GATE_UP)),
             None if dense is None else maps([dense.down_proj])[0],
-            [_projection(module) for module in gates_of_shared(layer.mlp)],
-            None if form is None else MixtureWeights.of(layer.mlp, form),
+            [_projection(module) for module in gates_of_shared(mlp)],
+            None if form is None else MixtureWeights.of(mlp, form),
         )
 
     @property
@@ -525,7 +555,7 @@ class Installation:
         *layers, original = self.originals
         for number, layer in enumerate(layers):
             decoder.layers[number] = _given_back(decoder.layers[number], layer)
-        setattr(inner, inner.base_model_prefix, _given_back(decoder, original))
+        setattr(inner, _name_of(decoder, inner), _given_back(decoder, original))
         self.tables, self.originals = None, []
 
 
@@ -559,7 +589,8 @@ def install_row_invariant(model: nn.Module) -> Installation:
     originals = [*decoder.layers, decoder]
     installation = Installation(model, (), gemma, once, tables, originals)
     for number, (layer, form) in enumerate(zip(decoder.layers, forms, strict=True)):
-        dense = dense_mlp(layer.mlp)
+        mlp = mlp_of(layer)
+        dense = dense_mlp(mlp)
         for modules in (inputs_of(layer), *([] if dense is None else [modules_of(dense, GATE_UP)])):
             linears = [linear_of(module) for module in modules]
             lay_end_to_end([linear.weight for linear in linears])
@@ -567,12 +598,16 @@ def install_row_invariant(model: nn.Module) -> Installation:
                 lay_end_to_end([linear.bias for linear in linears])
             _lay_adapters_end_to_end(modules)
         kind = _of_family(RowInvariantLayer, layer.__class__)
-        experts = None if router_of(layer.mlp) is None else mixture_form(layer.mlp, config)
+        experts = None if router_of(mlp) is None else mixture_form(mlp, config)
         gelu = ACTIVATIONS[activation_of(config)]
         decoder.layers[number] = kind(layer, form, experts, gemma=gemma, once=once, gelu=gelu)
-    inner = causal_lm(model)
-    setattr(inner, inner.base_model_prefix, _of_family(RowInvariantDecoder, decoder.__class__)(decoder, installation))
+    inner, name = causal_lm(model), _name_of(decoder, causal_lm(model))
+    setattr(inner, name, _of_family(RowInvariantDecoder, decoder.__class__)(decoder, installation))
     return installation
+
+
+def _name_of(decoder: nn.Module, inner: nn.Module) -> str:
+    return next(name for name, module in inner.named_children() if module is decoder)
 
 
 def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm | DeltaForm:
@@ -583,19 +618,27 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm | DeltaForm:
     by_kind = isinstance(decoder.rotary_emb.rope_type, dict)
     parameters = config.rope_parameters[kind] if by_kind else config.rope_parameters
     whole = config.model_type in ("mistral", "mixtral", "phi3")
+    window: Window | None = getattr(config if whole else attention, "sliding_window", None)
+    rotary = int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+    turns, llama4 = getattr(attention, "use_rope", True), config.model_type == "llama4_text"
     return AttentionForm(
         heads=Heads(
-            config.num_attention_heads,
-            config.num_key_value_heads,
-            attention.head_dim,
-            int(attention.head_dim * (parameters.get("partial_rotary_factor") or 1.0)),
+            config.num_attention_heads, config.num_key_value_heads, attention.head_dim, rotary if turns else 0,
+            interleaved=llama4,
         ),
         scale=attention.scaling,
-        window=getattr(config if whole else attention, "sliding_window", None),
+        window=Chunks(config.attention_chunk_size) if kind == "chunked_attention" else window,
         softcap=config.attn_logit_softcapping if config.model_type == "gemma2" else None,
-        rope=kind if by_kind else "",
+        rope=kind if by_kind else "" if turns else "none",
         gated=config.model_type in GATED_ATTENTION,
-    )
+        tuning=(attention.floor_scale, attention.attn_scale) if _is_tuned(attention) else None,
+        norm_eps=attention.qk_norm.eps if "qk_norm" in attention._modules else None,
+    )  # fmt: skip
+
+
+def _is_tuned(attention: Any) -> bool:
+    """Whether queries are multiplied by a number of their position."""
+    return getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope
 
 
 def _projections(modules: Sequence[Any]) -> list[Projection]:
@@ -630,7 +673,7 @@ def _kept_bytes(decoder: Any) -> int:
     total = 0
     for layer in decoder.layers:
         heads = layer.row_invariant_form.heads
-        width = linear_of(layer.mlp.down_proj).weight.shape[1]
+        width = linear_of(mlp_of(layer).down_proj).weight.shape[1]
         outs = 2 if "sinks" in layer.self_attn._parameters else 1
         # before and after rotary, and out
         of_attention = (2 + outs) * heads.query * heads.width + 4 * heads.key * heads.width

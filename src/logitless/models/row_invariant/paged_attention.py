@@ -18,6 +18,7 @@ from logitless.errors import InputError
 from logitless.models.attention import check_heads, cut_queries, forward_tiles, launches, table
 from logitless.models.kernels.attention_tiles import BLOCK, attention_tiles
 from logitless.models.kernels.rows import as_rows
+from logitless.models.kernels.window import Window
 from logitless.models.row_invariant.delta_net import PrefilledStates
 
 PAGE = BLOCK
@@ -125,7 +126,7 @@ class PrefillLayout:
         found: PrefilledStates = self._kept(("states", taps), make)
         return found
 
-    def query_tiles(self, tokens: int, num_key_heads: int, window: int | None) -> Int[Tensor, "n 8"]:
+    def query_tiles(self, tokens: int, num_key_heads: int, window: Window | None) -> Int[Tensor, "n 8"]:
         """As of ``AttentionLayout``: line of the page table, positions before the chunk, row, length, token."""
 
         def make() -> Tensor:
@@ -152,7 +153,7 @@ def prefill_attention(
     layout: PrefillLayout,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Tensor, "T H E"], Float[Tensor, "T H"]]:
     """Attention of chunks of sequences over their pages, which hold the chunks' own keys already.
@@ -258,7 +259,7 @@ def decode_attention(
     layout: DecodeLayout,
     *,
     scale: float | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     softcap: float | None = None,
 ) -> tuple[Float[Tensor, "R H E"], Float[Tensor, "R H"]]:
     """Attention of one query a row over its pages, whose last position is the query's own.
@@ -285,7 +286,7 @@ def decode_attention(
 
 
 def decoding(
-    query: Tensor, cache: PagedCache, layout: DecodeLayout, *, scale: float | None = None, window: int | None = None,
+    query: Tensor, cache: PagedCache, layout: DecodeLayout, *, scale: float | None = None, window: Window | None = None,
     softcap: float | None = None,
 ) -> Any:  # fmt: skip
     """The launches of ``decode_attention``, to be made in order, and the tensors that then hold its results."""

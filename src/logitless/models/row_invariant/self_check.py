@@ -34,6 +34,7 @@ from logitless.models.kernels.gate import gated
 from logitless.models.kernels.linear import REFERENCE, Tile, asks_ahead, fixed_order_product, gated_product
 from logitless.models.kernels.rotary import Heads
 from logitless.models.kernels.rows import CHECKED_ROWS, FEW_ROWS
+from logitless.models.kernels.window import Chunks
 from logitless.models.lm_head import _split_lora, backbone, causal_lm
 from logitless.models.row_invariant import (
     attention_check,
@@ -50,6 +51,7 @@ from logitless.models.row_invariant.coverage import (
     gates_of_shared,
     inputs_of,
     linear_of,
+    mlp_of,
     modules_of,
     output_of,
 )
@@ -235,7 +237,7 @@ def _experts(decoder: Any) -> list[ExpertsProblem]:
     for layer in decoder.layers:
         form = layer.row_invariant_mixture
         if form is not None:
-            down = experts_of(layer.mlp)[0].down_proj
+            down = experts_of(mlp_of(layer))[0].down_proj
             inner, width = down.shape[1:] if form.transposed else reversed(down.shape[1:])
             found[ExpertsProblem(width, inner, form.act, form.transposed, down.dtype, down.device)] = None
     return list(found)
@@ -267,14 +269,15 @@ def product_shapes(model: nn.Module) -> list[tuple[Shape, bool]]:
     for layer in decoder.layers:
         for modules in (inputs_of(layer), [output_of(layer)]):
             _add_shapes(found, modules)
-        if (router := router_of(layer.mlp)) is not None:
+        mlp = mlp_of(layer)
+        if (router := router_of(mlp)) is not None:
             out_dtype = torch.float32 if layer.row_invariant_mixture.float32_router else None
             found.setdefault(Shape.of(router.weight, getattr(router, "bias", None), out_dtype), False)
-        if (dense := dense_mlp(layer.mlp)) is not None:
+        if (dense := dense_mlp(mlp)) is not None:
             for modules in (
                 modules_of(dense, GATE_UP),
                 [dense.down_proj],
-                *([each] for each in gates_of_shared(layer.mlp)),
+                *([each] for each in gates_of_shared(mlp)),
             ):
                 _add_shapes(found, modules)
             _add_gated_shape(found, dense, gelu=layer.row_invariant_gelu)
@@ -563,7 +566,7 @@ def form_name(form: AttentionForm | DeltaForm, dtype: torch.dtype) -> str:
     heads = form.heads
     name = f"{heads.query} heads, {heads.key} of keys, {heads.width} wide, {str(dtype).removeprefix('torch.')}"
     if form.window is not None:
-        name += f", window {form.window}"
+        name += f", chunks of {form.window.length}" if isinstance(form.window, Chunks) else f", window {form.window}"
     return name if form.softcap is None else f"{name}, softcap {form.softcap:g}"
 
 

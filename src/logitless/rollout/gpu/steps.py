@@ -473,9 +473,7 @@ class Steps:
     def _hold_tables(self) -> None:
         """Keep the position tables alive: the model replaces them when training needs longer ones."""
         decoder: Any = backbone(self.model)
-        tables = decoder.row_invariant.reach(self.max_pages * PAGE)
-        names = {form.rope for form in self.forms}
-        self._held.append([tables.of(name) for name in names])
+        self._held.append(decoder.row_invariant.reach(self.max_pages * PAGE).all)
 
     def _step(self, rows: int, reach: int, groups: int, sampling: TokenSampling, num_layers: int | None = None) -> None:
         """Sample one token for each row, and update its state, all on the device."""
