@@ -162,6 +162,7 @@ def memory(self):
 
 def impatient(self):
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2), self._ranks.data)
+    object.__setattr__(self._ranks, "timeout", timedelta(seconds=2))
 
 def at(call_number, happens, kind, name):
     plain, calls = getattr(kind, name), []
@@ -202,7 +203,7 @@ SAID = {
     # A process that waits in NCCL cannot speak before its launcher, which names the dead one, or NCCL ends it.
     "cuda": {
         "killed": "local_rank: {rank} ",
-        "hung": "Watchdog caught collective operation timeout",
+        "hung": "rank {rank}, which says nothing: killed, or hung",
         "memory": "OutOfMemoryError: no room for weights",
     },
 }

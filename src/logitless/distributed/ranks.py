@@ -11,6 +11,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
@@ -233,6 +235,30 @@ class Ranks:
                     sent = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor  # gloo sends no bool
                     dist.broadcast(sent, group=self._everyone, group_src=0)
 
+    def wait_for(self, device: torch.device) -> None:
+        """Wait until this stream's collectives are over, at most as long as for one. Not a collective.
+
+        Raises:
+            LostRankError: another rank did not take part; NCCL's kernels, which wait for it, are ended.
+
+        Example:
+            >>> Ranks.alone().wait_for(torch.device("cpu"))
+        """
+        if device.type != "cuda" or self._everyone is None:
+            return
+        over: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        deadline = time.monotonic() + (self.timeout or default_pg_timeout).total_seconds()
+        over.record()
+        while not over.query():
+            if time.monotonic() > deadline:
+                self._everyone._get_backend(device).abort()
+                raise LostRankError(
+                    needed=f"all {self.world} ranks in a collective of NCCL",
+                    given=f"one that did not come, on rank {self.rank}",
+                    remedy="Look for the message of the rank that failed first.",
+                )
+            time.sleep(0.0002)
+
     def begin_gather(self, whole: Shaped[Tensor, "m"], part: Shaped[Tensor, "n"]) -> Callable[[], None]:
         """Begin to gather the parts of all ranks, which are equally long, end to end into ``whole``.
 
@@ -361,16 +387,19 @@ def ranks_of_environment(
         backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
     )
     ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
+    # To destroy a group waits for its NCCL collectives: for ever, where another rank waits for this one in one of them.
+    end = dist.distributed_c10d._abort_process_group
     try:
         nodes = ranks.nodes(environment)
         with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world, nodes)):
             yield ranks
+        end = dist.destroy_process_group
     finally:
         # Threads of a group that is still referred to would end with the interpreter, which can abort the process.
         for each in (ranks, *ranks._derived):
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
-        dist.destroy_process_group()
+        end()
 
 
 def _is_here(address: str) -> bool:

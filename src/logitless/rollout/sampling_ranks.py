@@ -133,8 +133,7 @@ class SamplingRanks:
         begin = time.perf_counter()
         self._ranks.broadcast_object(["load", version, list(tensors)])
         self._ranks.broadcast(tensors.values())
-        if (device := next(iter(tensors.values())).device).type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        self._ranks.wait_for(next(iter(tensors.values())).device)
         self._sent, self.transfer_numbers = version, {"weights/push_seconds": time.perf_counter() - begin}
 
     def sample(
@@ -294,6 +293,7 @@ class _Arriving:
             )
             return
         self._ranks.broadcast(self._parameters[name].detach() for name in names)
+        self._ranks.wait_for(next(iter(self._parameters.values())).device)
         self._engine.load(Weights.of(self._model), version)
 
     def _received(self, tensor: Tensor) -> Tensor:
