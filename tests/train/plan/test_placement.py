@@ -9,6 +9,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.train.assembly import resolve
 from logitless.train.plan.placement import COPY_SHARE, placed, with_sampling_shards
 from logitless.train.plan.training_memory import memory_of_rank, memory_of_sampler
+from logitless.train.record.memory import size_text
 from tests.train.tiny import TINY_LLAMA, tiny_model, tiny_recipe
 
 WIDE = TINY_LLAMA | {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 512}
@@ -99,3 +100,12 @@ def test_each_gpu_has_a_copy_of_the_weights_where_that_fits_and_nothing_says_oth
     assert (found.parallel.shard == 1) == (copies == 2)
     copied = [line for line in lines if line.startswith("parallel.replicate: 2, for with whole weights a GPU needs ")]
     assert len(copied) == (copies == 2)
+
+
+def test_a_plan_without_gpus_says_what_a_copy_would_need(tmp_path):
+    recipe = tiny_recipe(tmp_path, model__source=WIDE)
+    model = tiny_model(recipe, "meta")
+    needed = memory_of_rank(recipe, model, Arrangement(replicate=2)).peak_bytes
+    found, [line] = placed(recipe, model, TWO, None)
+    assert found is recipe
+    assert line.endswith(f"holds {size_text(needed)}")

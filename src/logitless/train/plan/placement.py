@@ -24,6 +24,9 @@ def placed(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room: int
     Args:
         model, arrangement, room: of ``with_sampling_shards``.
     """
+    if room is None and recipe.parallel.shard == "auto" and arrangement.is_sharded:
+        copy = memory_of_rank(recipe, model, Arrangement(replicate=arrangement.world)).peak_bytes
+        return recipe, [f"parallel.shard: auto; a GPU has a copy if it can sample with it and holds {size_text(copy)}"]
     found, copies = with_copies(recipe, model, arrangement, room)
     if copies:
         return found, [f"parallel.replicate: {copies}"]
