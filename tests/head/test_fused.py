@@ -200,7 +200,7 @@ def test_a_memory_plan_stays_within_its_budget(rows, vocabulary, budget):
 def test_the_default_budget_is_the_same_on_a_full_gpu_and_on_an_empty_one(allocated, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=72 * 2**30))
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: allocated)
-    assert fused.default_budget(torch.device("cuda")) == 24 * 2**30
+    assert fused.default_budget(torch.device("cuda")) == 12 * 2**30
 
 
 def test_exponentials_that_do_not_fit_are_an_error_that_names_the_budget(monkeypatch):

@@ -97,7 +97,7 @@ def token_divergence(
         five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
         hidden's gradient and a scaled copy of hidden if the weight is trained; a second copy of the weight's gradient
         if the student's vocabulary is the larger one.
-    Memory (fused): ``memory_budget`` (by default a third of the device's memory), but no less than
+    Memory (fused): ``memory_budget`` (by default a sixth of the device's memory), but no less than
         ``12 R C``, with R = 2048 rows and C = 16,896 columns (0.4 GB). It holds ``12 M C`` bytes for a block of all
         rows, M = N rounded up to a multiple of R, and ``8 M C`` for each block of logits that is kept for the backward;
         all of them are ``8 M V``. Beyond it as chunked, and ``4 C D`` for a block of the weight's gradient.
