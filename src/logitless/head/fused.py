@@ -26,8 +26,8 @@ from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 SHARE = 6
-"""By default kept exponentials take at most 1/SHARE of the device's memory: on a GPU of 24 GB those of 13 thousand tokens
-of a vocabulary of 152 thousand, beside weights and moments of a 0.5B model and the sampler's pages."""
+"""By default kept exponentials take at most 1/SHARE of the device's memory: on a GPU of 24 GB those of 13 thousand
+tokens of a vocabulary of 152 thousand, beside weights and moments of a 0.5B model and the sampler's pages."""
 
 
 OLDEST = (8, 0)
