@@ -18,6 +18,10 @@ from logitless.train.recipe.rule import unmet
 from logitless.train.record.memory import size_text
 
 
+COPY_SHARE = 0.8
+"""Of a GPU's memory that a process with all weights may need by the forecast, which is within a tenth of the truth."""
+
+
 def placed(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room: int | None) -> tuple[Recipe, list[str]]:
     """The recipe with copies of the weights, or with ``parallel.sampling_shards``, and the choice in words.
 
@@ -32,10 +36,6 @@ def placed(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room: int
         return found, [f"parallel.replicate: {copies}"]
     found, shards = with_sampling_shards(recipe, model, arrangement, room)
     return found, [f"parallel.sampling_shards: {shards}"] if shards else []
-
-
-COPY_SHARE = 0.8
-"""Of a GPU's memory that a process with all weights may need by the forecast, which is within a tenth of the truth."""
 
 
 def with_copies(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room: int | None) -> tuple[Recipe, str]:
