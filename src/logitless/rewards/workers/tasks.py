@@ -25,7 +25,10 @@ MAX_SCORE = 1e9
 
 
 def score_of(value: Any) -> Answer:
-    """The answer for one value of a reward function: None is missing, anything but a finite number an error."""
+    """The answer for one value of a reward function: None is missing, anything but a finite number an error.
+
+    What no completion can excuse, a value of another type, is ``malformed`` too.
+    """
     if value is None:
         return {"missing": "the function returned None"}
     try:
@@ -33,7 +36,8 @@ def score_of(value: Any) -> Answer:
     except Exception:
         score = math.nan
     if math.isnan(score):
-        return {"error": f"a number or None expected, {_shown(value)} returned"}
+        answer: Answer = {"error": f"a number or None expected, {_shown(value)} returned"}
+        return answer if isinstance(value, float) else {**answer, "malformed": True}
     if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
     return {"score": score}
@@ -92,7 +96,7 @@ def call_function(path: str, arguments: Mapping[str, Any]) -> Answer:
 def scores_of(result: Any, num_completions: int) -> list[Answer]:
     """An answer for each completion, from the return value of a reward function."""
     try:
-        values = iter(result)
+        values = iter(None if isinstance(result, str | bytes) else result)
     except TypeError:
         given = type(result).__name__
     else:
@@ -100,7 +104,8 @@ def scores_of(result: Any, num_completions: int) -> list[Answer]:
         if len(scores) == num_completions:
             return scores
         given = f"one of {len(scores)}"
-    return [{"error": f"a list of {num_completions} numbers (or None) expected, {given} returned"}] * num_completions
+    error = f"a list of {num_completions} numbers (or None) expected, {given} returned"
+    return [{"error": error, "malformed": True}] * num_completions
 
 
 async def awaited(result: Any) -> Any:
