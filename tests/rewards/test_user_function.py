@@ -110,7 +110,16 @@ def test_a_function_that_returns_no_list_of_numbers_is_refused_before_the_first_
         Function(path=f"{tmp_path}/mine.py:mine").check({"answer": ["4", "5"]})
 
 
-@pytest.mark.parametrize("result", ["[None]", "[float('nan')]", "[1 / len(completions[0])]", "[True]"])
+@pytest.mark.parametrize(
+    "result",
+    [
+        "[None]",
+        "[float('nan')]",
+        "__import__('numpy').full(1, 'nan', 'float32')",
+        "[1 / len(completions[0])]",
+        "[True]",
+    ],
+)
 def test_what_another_completion_may_do_better_at_is_not_refused(tmp_path, result):
     (tmp_path / "mine.py").write_text(f"def mine(completions):\n    return {result}\n")
     Function(path=f"{tmp_path}/mine.py:mine").check({"answer": ["4", "5"]})

@@ -31,13 +31,16 @@ def score_of(value: Any) -> Answer:
     """
     if value is None:
         return {"missing": "the function returned None"}
+    malformed = isinstance(value, str | bytes)
     try:
-        score = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:
+        score = math.nan if malformed else float(value)
+    except OverflowError:
         score = math.nan
+    except Exception:
+        score, malformed = math.nan, True
     if math.isnan(score):
         answer: Answer = {"error": f"a number or None expected, {_shown(value)} returned"}
-        return answer if isinstance(value, float) else {**answer, "malformed": True}
+        return {**answer, "malformed": True} if malformed else answer
     if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
     return {"score": score}
