@@ -98,8 +98,9 @@ def call_function(path: str, arguments: Mapping[str, Any]) -> Answer:
 
 def scores_of(result: Any, num_completions: int) -> list[Answer]:
     """An answer for each completion, from the return value of a reward function."""
+    listed: Any = None if isinstance(result, str | bytes) else result  # a text is no list of its characters
     try:
-        values = iter(None if isinstance(result, str | bytes) else result)
+        values = iter(listed)
     except TypeError:
         given = type(result).__name__
     else:

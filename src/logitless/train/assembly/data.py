@@ -118,7 +118,7 @@ def left_out_in_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
     """A line for each source of which rows were left out.
 
     Example:
-        >>> left_out_in_words({"train": {"rows": 9, "prompts": 6, "too_long": 3}, "held_out": {"rows": 2, "prompts": 2}})
+        >>> left_out_in_words({"train": {"rows": 9, "prompts": 6, "too_long": 3}, "hard": {"rows": 2, "prompts": 2}})
         ['train: 6 prompts of 9 rows; left out: 3 too long']
     """
     lines = {name: prompts_in_words(numbers) for name, numbers in counts.items()}
