@@ -118,3 +118,8 @@ def test_source_is_listed_with_exit_status_0_and_never_run(tmp_path, capsys):
     assert "train.py:3: import xformers [xFormers required]" in out
     assert "nothing was run" in out
     assert "train" not in {*sys.modules} - before
+    (tmp_path / "train.py").write_text("import os\n")
+    assert main(["doctor", "--source", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "nothing found by" in out
+    assert "worth a look" not in out

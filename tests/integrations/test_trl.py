@@ -265,7 +265,8 @@ def test_additions_are_read_by_name():
         ({"beta": 0.1, "kl_estimator": "k1", "use_bias_correction_kl": False}, "gradient is 0"),
         ({"beta": 0.1, "skip_rows": True}, "skip_rows=False"),
         ({"entropy_coef": 0.1, "skip_rows": True}, "skip_rows=False"),
-        ({"loss_type": "sapo", "importance_sampling_level": "sequences"}, "importance_sampling_level"),
+        ({"loss_type": "sapo", "importance_sampling_level": "sequences"}, "an importance_sampling_level"),
+        ({"loss_type": "gspo"}, "loss_type='grpo' and importance_sampling_level='sequence'"),
     ],
 )
 def test_what_nothing_would_read_is_an_error(fields, message):
@@ -297,6 +298,12 @@ def test_attention_whose_gradients_may_be_nan_is_known_by_gpu_torch_and_kernels(
 def test_an_unknown_backend_is_an_error_before_the_first_step(llama_path, tmp_path):
     with pytest.raises(ConfigurationError, match="head_backend"):
         trainer_of(GRPOTrainer, llama_path, tmp_path, config=GRPOConfig, head_backend="triton")
+
+
+def test_a_script_that_sets_up_no_logging_sees_which_settings_have_no_effect(llama_path, tmp_path, caplog):
+    trainer_of(GRPOTrainer, llama_path, tmp_path, loss_type="sapo", delta=2.0)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "delta=2.0 has no effect with loss_type='sapo'" in said
 
 
 def test_trl_refuses_lora_on_the_lm_head_when_the_trainer_is_made(llama_path, tmp_path):

@@ -14,11 +14,12 @@ def saved(folder, template: str | None, **special: str):
     return folder
 
 
+OPENED = "{% if add_generation_prompt %}assistant:{% endif %}"
 TURN = "{{% for m in messages %}}{{{{ m.role }}}}:{{{{ m.content }}}}{end}\n{{% endfor %}}"
 
 
 def test_a_tokenizer_that_ends_its_turns_with_eos_stays_as_it_is(tmp_path, caplog):
-    assert load_tokenizer(saved(tmp_path, TURN.format(end="<eos>"))).eos_token == "<eos>"
+    assert load_tokenizer(saved(tmp_path, TURN.format(end="<eos>") + OPENED)).eos_token == "<eos>"
     assert not caplog.text
 
 
@@ -45,3 +46,16 @@ def test_turns_that_end_with_text_of_several_tokens_are_refused(tmp_path):
 )
 def test_where_the_end_of_a_turn_cannot_be_told_nothing_changes(tmp_path, template):
     assert load_tokenizer(saved(tmp_path, template)).eos_token == "<eos>"
+
+
+def test_a_template_that_leaves_the_header_of_a_turn_to_the_policy_gives_a_warning(tmp_path, caplog):
+    load_tokenizer(saved(tmp_path, TURN.format(end="<eos>")))
+    assert "ignores add_generation_prompt, so that prompts end before 'assistant:'" in caplog.text
+
+
+def test_a_template_that_writes_nothing_between_prompt_and_answer_needs_no_generation_prompt(tmp_path, caplog):
+    mistral = (
+        "{% for m in messages %}{{ '[' + m.content + '] ' if m.role == 'user' else m.content + eos_token }}{% endfor %}"
+    )
+    load_tokenizer(saved(tmp_path, mistral))
+    assert not caplog.text

@@ -99,3 +99,27 @@ def test_a_function_of_a_file_is_called_and_finds_what_stands_beside_the_file(tm
     reward.check({})
     assert reward.metric_name == "tripled"
     assert reward(["p"] * 2, ["a", "four"]) == [3.0, 12.0]
+
+
+@pytest.mark.parametrize(
+    ("result", "given"), [("None", "NoneType"), ("'1.0'", "str"), ("[0.0] * 8", "one of 8"), ("['1.0']", "str")]
+)
+def test_a_function_that_returns_no_list_of_numbers_is_refused_before_the_first_rollout(tmp_path, result, given):
+    (tmp_path / "mine.py").write_text(f"def mine(completions, answer):\n    return {result}\n")
+    with pytest.raises(ConfigurationError, match=rf"expected, {given} returned\. Return for example \[0\.5\]"):
+        Function(path=f"{tmp_path}/mine.py:mine").check({"answer": ["4", "5"]})
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "[None]",
+        "[float('nan')]",
+        "__import__('numpy').full(1, 'nan', 'float32')",
+        "[1 / len(completions[0])]",
+        "[True]",
+    ],
+)
+def test_what_another_completion_may_do_better_at_is_not_refused(tmp_path, result):
+    (tmp_path / "mine.py").write_text(f"def mine(completions):\n    return {result}\n")
+    Function(path=f"{tmp_path}/mine.py:mine").check({"answer": ["4", "5"]})

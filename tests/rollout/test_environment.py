@@ -178,12 +178,13 @@ def test_an_environment_that_cannot_start_an_episode_fails_that_one_alone():
     assert not played_on.failure
 
 
-def test_what_is_no_reply_fails_the_episode_and_says_what_is_needed():
+@pytest.mark.parametrize(("said", "given"), [("no", "str"), (None, "NoneType")])
+def test_what_is_no_reply_fails_the_episode_and_says_what_is_needed(said, given):
     class Talks(AskAgain):
         def reply(self, state, turn):
-            return "no"
+            return said
 
-    assert "Talks has to return a Reply for each turn, not a str" in played(Talks()).failure
+    assert f"Talks has to return a Reply for each turn, not a {given}" in played(Talks()).failure
 
 
 # --- an engine of somebody else's that does not answer what it was asked is named at its first call -------------------

@@ -58,6 +58,14 @@ def test_a_numbered_run_is_called_as_its_folder_and_goes_on_by_that_name(finishe
     assert start(tiny_recipe(tmp_path, **SHORT, name="tiny-2"), resume=True) == (folder, True)
 
 
+def test_a_run_says_which_rows_it_leaves_out(tmp_path, capsys):
+    recipe = tiny_recipe(tmp_path, **SHORT)
+    with (tmp_path / "train.jsonl").open("a") as rows:
+        rows.write(json.dumps({"id": 8, "answer": "a row without a prompt"}) + "\n")
+    start(recipe)
+    assert "train: 8 prompts of 9 rows; left out: 1 empty" in capsys.readouterr().out
+
+
 def test_a_second_process_cannot_join_a_run(tmp_path, monkeypatch):
     recipe, refused = tiny_recipe(tmp_path, **SHORT), []
 

@@ -66,7 +66,9 @@ def _source(folder: Path) -> dict[str, Any]:
     from logitless.doctor.source_audit import NUM_RULES, audit_source
 
     findings, unread = audit_source(folder)
-    found: dict[str, Any] = {f"{folder}: worth a look": [dataclasses.asdict(each) for each in findings]}
+    found: dict[str, Any] = {}
+    if findings:
+        found[f"{folder}: worth a look"] = [dataclasses.asdict(each) for each in findings]
     if unread:
         found["not read"] = unread
     found["done"] = f"{len(findings) or 'nothing'} found by {NUM_RULES} rules; nothing was run"

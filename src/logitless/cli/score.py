@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What scores, the two files, and what to write."""
     scorer = parser.add_mutually_exclusive_group(required=True)
     scorer.add_argument("--suite", choices=get_args(SuiteName), help="suite that the prompts' instruction ids are from")
-    scorer.add_argument("--reward", metavar="MODULE:NAME", help="a reward function, or a reward of the library")
+    scorer.add_argument("--reward", metavar="FILE_OR_MODULE:NAME", help="a reward function, or a reward of the library")
     parser.add_argument("--prompts", type=Path, required=True, help="JSON Lines: prompt, instruction_id_list, kwargs")
     parser.add_argument("--column", default="prompt", help="of the prompts in their file (default: prompt)")
     parser.add_argument(

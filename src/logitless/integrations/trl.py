@@ -155,7 +155,7 @@ class GRPOTrainer(trl.GRPOTrainer):
         self._entropy_window_stats: Tensor | None = None
         self.algorithm = algorithm_of(self.args)
         for note in self.algorithm.notes:
-            logger.info("%s", note)
+            logger.warning("%s", note)
         if attention_may_be_nan(self.model):
             logger.warning("%s", NAN_ATTENTION)
         plugin = self.accelerator.state.deepspeed_plugin

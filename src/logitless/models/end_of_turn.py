@@ -1,4 +1,4 @@
-"""Check that a tokenizer's EOS token ends the turns of its chat template, and repair the tokenizer if not.
+"""Check that a chat template opens the policy's turn, and that the EOS token ends it; repair the tokenizer if not.
 
 A policy that was trained to end its turns with another token never samples EOS: every completion runs to the length
 limit. Converted tokenizers (GGUF) and those of base models have this fault.
@@ -13,6 +13,7 @@ from logitless.errors import ConfigurationError
 logger = logging.getLogger("logitless")
 
 _ANSWER = "(what the policy says)"
+_CONVERSATION = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
 
 
 def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
@@ -56,13 +57,38 @@ def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     tokenizer.eos_token = end
 
 
+def warn_of_unopened_turn(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
+    """Warn if the chat template ignores ``add_generation_prompt`` and writes something before an answer.
+
+    Args:
+        tokenizer: any; nothing is said of one without a chat template.
+        name: of the tokenizer, for the message.
+    """
+    if not tokenizer.chat_template:
+        return
+    try:
+        opened, closed = (
+            str(tokenizer.apply_chat_template(_CONVERSATION[:1], tokenize=False, add_generation_prompt=opens))
+            for opens in (True, False)
+        )
+        whole = str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
+    except Exception:  # a template is a program: it can raise anything
+        return
+    header, found, _ = whole.removeprefix(opened).partition(_ANSWER)
+    if opened == closed and whole.startswith(opened) and found and header.strip():
+        logger.warning(
+            "tokenizer: the chat template of %s ignores add_generation_prompt, so that prompts end before %r and the "
+            "policy has to write it; add it to the template under {%% if add_generation_prompt %%}",
+            *(name, header),
+        )
+
+
 def _behind_the_last_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
     """The text that the chat template writes after the policy's answer; None if it cannot be found."""
     if not tokenizer.chat_template:
         return None
-    conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = str(tokenizer.apply_chat_template(conversation, tokenize=False))
+        text = str(tokenizer.apply_chat_template(_CONVERSATION, tokenize=False))
     except Exception:  # a template is a program: it can raise anything
         return None
     _, found, behind = text.partition(_ANSWER)

@@ -31,7 +31,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from logitless.errors import ConfigurationError, LogitlessError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
-from logitless.models.end_of_turn import mend_end_token
+from logitless.models.end_of_turn import mend_end_token, warn_of_unopened_turn
 from logitless.models.four_bit import FourBit, quantize
 from logitless.models.gguf import gguf_config, gguf_file, gguf_model, gguf_tokenizer
 from logitless.models.lm_head import backbone, causal_lm, check_positions, verify_lm_head, verify_packing
@@ -188,6 +188,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             remedy='Set "eos_token" in its tokenizer_config.json.',
         )
     mend_end_token(tokenizer, repr(str(source)))
+    warn_of_unopened_turn(tokenizer, repr(str(source)))
     return tokenizer
 
 

@@ -251,6 +251,7 @@ def save_adapters(model: nn.Module, folder: str | Path, state: Mapping[str, Tens
     _check_peft(model)
     try:
         model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=state)  # type: ignore[operator]
+        (Path(folder) / "README.md").unlink(missing_ok=True)  # an empty template; `logitless export` writes a card
     except OSError as error:
         raise CheckpointError(
             needed="a folder that can be written",

@@ -102,7 +102,7 @@ def known(value: Any, choices: Collection[Any], what: str) -> Any:
         names = [str(choice) for choice in choices]
         near = difflib.get_close_matches(str(value), names)
         raise ConfigurationError(
-            needed=f"a {what}",
+            needed=f"{'an' if what[0] in 'aeiou' else 'a'} {what}",
             given=repr(value),
             remedy=f"Did you mean {near[0]!r}?" if near else f"Choose from {', '.join(names) or 'none'}.",
         )

@@ -119,6 +119,12 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
     for name in fields:
         _choice("field", name, DEFAULTS)
     values = {name: fields.get(name, getattr(config, name, default)) for name, default in DEFAULTS.items()}
+    if values["loss_type"] == "gspo":  # whose nearest name, sapo, is another method
+        raise ConfigurationError(
+            needed="a loss_type of TRL's, which GSPO is not",
+            given="'gspo'",
+            remedy="Set loss_type='grpo' and importance_sampling_level='sequence'.",
+        )
     loss = _choice("loss_type", values["loss_type"], _LOSSES)
     _choice("vllm_importance_sampling_mode", values["vllm_importance_sampling_mode"], _MODES)
     _refuse_what_cannot_be_expressed(values)

@@ -20,6 +20,7 @@ from logitless.rewards.reward import (
     Columns,
     Text,
     TextReward,
+    TokenIds,
     TrlFunction,
     check_reserved,
 )
@@ -90,11 +91,13 @@ class Function(PooledReward):
         return self.label or self.path.rpartition(":")[2]
 
     def check(self, columns: Columns) -> None:
-        """Check that workers can import the function, and that its arguments are columns.
+        """Check that workers can import the function, that its arguments are columns, and what it returns.
+
+        It is called once, for an empty completion of the first row. If it fails there, completions may yet do better.
 
         Raises:
-            ConfigurationError: it cannot be imported, an argument without a default is no column, or a column has a
-                name of ``RESERVED_ARGUMENTS``.
+            ConfigurationError: it cannot be imported, an argument without a default is no column, a column has a
+                name of ``RESERVED_ARGUMENTS``, or it returns something else than a list with one number or None.
         """
         check_reserved(columns)
         if self.process == "confined":
@@ -111,18 +114,23 @@ class Function(PooledReward):
                 remedy="Write a plain function: def reward(completions, **columns).",
             )
         _check_arguments(self.path, outcome.value, columns)
+        item = self._item({name: values[0] for name, values in columns.items() if values}, "", "", [])
+        [tried] = self.run("call_function", [item], (self._located,), self.process, self._variables())
+        if tried.status == "done" and "malformed" in tried.value:
+            raise ConfigurationError(
+                needed="a reward function that returns a list with a number or None for each completion",
+                given=f"{self.path}: {tried.value['error']}",
+                remedy="Return for example [0.5]: every call has one completion.",
+            )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
         """One verdict a text."""
         check_reserved(batch.columns)
+        ids = [None] * len(texts) if batch.completion_ids is None else batch.completion_ids
         items = []
         for row in range(len(texts)):
-            arguments: dict[str, Any] = {name: values[row] for name, values in batch.columns.items()}
-            arguments["prompts"] = self._converted(batch.prompts[row], "user")
-            arguments["completions"] = self._converted(batch.completions[row], "assistant")
-            if batch.completion_ids is not None:
-                arguments["completion_ids"] = np.asarray(batch.completion_ids[row]).tolist()
-            items.append((self._located, arguments))
+            columns = {name: values[row] for name, values in batch.columns.items()}
+            items.append(self._item(columns, batch.prompts[row], batch.completions[row], ids[row]))
         if self.process == "confined":
             require_sandbox("grader")
         outcomes = self.run("call_function", items, (self._located,), self.process, self._variables())
@@ -142,6 +150,17 @@ class Function(PooledReward):
                 remedy="Set it, or leave the name out.",
             )
         return {name: os.environ[name] for name in self.environment}
+
+    def _item(self, row: dict[str, Any], prompt: Text, completion: Text, ids: TokenIds | None) -> tuple[Any, ...]:
+        """Arguments of ``call_function`` for one completion."""
+        arguments = {
+            **row,
+            "prompts": self._converted(prompt, "user"),
+            "completions": self._converted(completion, "assistant"),
+        }
+        if ids is not None:
+            arguments["completion_ids"] = np.asarray(ids).tolist()
+        return self._located, arguments
 
     def _converted(self, text: Text, role: str) -> Text:
         return [{"role": role, "content": text}] if self.messages and isinstance(text, str) else text

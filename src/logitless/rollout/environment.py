@@ -174,9 +174,9 @@ def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[
         replies = environment.replies(states, turns)
     else:
         replies = [environment.reply(state, turn) for state, turn in zip(states, turns, strict=True)]
-    wrong = next((reply for reply in replies if not isinstance(reply, Reply)), None)
-    if wrong is not None or len(replies) != len(turns):
-        given = f"{len(replies)} for {len(turns)} turns" if wrong is None else f"a {type(wrong).__name__}"
+    wrong = [reply for reply in replies if not isinstance(reply, Reply)]
+    if wrong or len(replies) != len(turns):
+        given = f"a {type(wrong[0]).__name__}" if wrong else f"{len(replies)} for {len(turns)} turns"
         raise TypeError(f"{type(environment).__name__} has to return a Reply for each turn, not {given}")
     return replies
 

@@ -21,6 +21,7 @@ from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
 from logitless.train.assembly.checks import check_before_start
+from logitless.train.assembly.data import left_out_in_words
 from logitless.train.assembly.engines import (
     Engines,
     engines_on,
@@ -126,7 +127,7 @@ def run_recipe(
         parts = assemble(inputs, loaded, engines, ranks, folder=folder.path, replayed=replay)
         del loaded  # of a sharded model, whole weights must not stay in memory
         services.callback(parts.collector.close)
-        journal.message(*placement)
+        journal.message(*left_out_in_words(inputs.data.counts), *placement)
         journal.message(*described(parts, ranks))
         loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
         begun.restore(loop, recipe)

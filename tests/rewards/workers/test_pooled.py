@@ -73,7 +73,7 @@ def test_numbers_of_any_kind_are_scores(value):
 
 @pytest.mark.parametrize("value", ["1", b"1", [1.0], 1j, {}, 10**400, float("nan"), np.nan, object(), torch.ones(2)])
 def test_what_is_no_number_is_an_error(value):
-    assert list(score_of(value)) == ["error"]
+    assert list({**score_of(value), "malformed": True}) == ["error", "malformed"]
 
 
 @pytest.mark.parametrize(

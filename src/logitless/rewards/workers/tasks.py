@@ -25,15 +25,22 @@ MAX_SCORE = 1e9
 
 
 def score_of(value: Any) -> Answer:
-    """The answer for one value of a reward function: None is missing, anything but a finite number an error."""
+    """The answer for one value of a reward function: None is missing, anything but a finite number an error.
+
+    What no completion can excuse, a value of another type, is ``malformed`` too.
+    """
     if value is None:
         return {"missing": "the function returned None"}
+    malformed = isinstance(value, str | bytes)
     try:
-        score = math.nan if isinstance(value, str | bytes) else float(value)
-    except Exception:
+        score = math.nan if malformed else float(value)
+    except OverflowError:
         score = math.nan
+    except Exception:
+        score, malformed = math.nan, True
     if math.isnan(score):
-        return {"error": f"a number or None expected, {_shown(value)} returned"}
+        answer: Answer = {"error": f"a number or None expected, {_shown(value)} returned"}
+        return {**answer, "malformed": True} if malformed else answer
     if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
     return {"score": score}
@@ -91,8 +98,9 @@ def call_function(path: str, arguments: Mapping[str, Any]) -> Answer:
 
 def scores_of(result: Any, num_completions: int) -> list[Answer]:
     """An answer for each completion, from the return value of a reward function."""
+    listed: Any = None if isinstance(result, str | bytes) else result  # a text is no list of its characters
     try:
-        values = iter(result)
+        values = iter(listed)
     except TypeError:
         given = type(result).__name__
     else:
@@ -100,7 +108,8 @@ def scores_of(result: Any, num_completions: int) -> list[Answer]:
         if len(scores) == num_completions:
             return scores
         given = f"one of {len(scores)}"
-    return [{"error": f"a list of {num_completions} numbers (or None) expected, {given} returned"}] * num_completions
+    error = f"a list of {num_completions} numbers (or None) expected, {given} returned"
+    return [{"error": error, "malformed": True}] * num_completions
 
 
 async def awaited(result: Any) -> Any:

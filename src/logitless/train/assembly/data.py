@@ -114,6 +114,17 @@ def prompts_in_words(counts: Mapping[str, int]) -> str:
     return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
 
 
+def left_out_in_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
+    """A line for each source of which rows were left out.
+
+    Example:
+        >>> left_out_in_words({"train": {"rows": 9, "prompts": 6, "too_long": 3}, "hard": {"rows": 2, "prompts": 2}})
+        ['train: 6 prompts of 9 rows; left out: 3 too long']
+    """
+    lines = {name: prompts_in_words(numbers) for name, numbers in counts.items()}
+    return [f"{name}: {line}" for name, line in lines.items() if "left out" in line]
+
+
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
     """The order of training prompts: random permutations of one source, or a mixture's sources by weight.
 
