@@ -15,7 +15,7 @@ from logitless.cli.train import _command
 from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.loading import load_recipe
-from tests.train.interrupting import stop_at
+from tests.train.interrupting import at_step, stop_at
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -203,6 +203,26 @@ def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and
     program, *words = shlex.split(output.strip().splitlines()[-1].removeprefix("next: "))
     assert program == "logitless"
     assert main(words) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_names_the_checkpoint_that_is_left_and_the_command_that_resumes_from_it(
+    tmp_path, capsys, monkeypatch
+):
+    def pressed_twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    arguments = ["train", *SMALL, *sets(f"output={tmp_path}", "train.blocks=3", "checkpoint.every_blocks=1")]
+    with monkeypatch.context() as patched:
+        at_step(1, patched, pressed_twice)
+        assert main(arguments) == 130
+    *_, stopped, checkpoint, following = capsys.readouterr().err.splitlines()
+    assert stopped == "logitless train: stopped by Ctrl-C"
+    folder = tmp_path / "length-toy" / "checkpoints"
+    assert checkpoint == f"  last checkpoint    {max(folder.iterdir())}"
+    assert following.endswith("--resume")
+    assert main(shlex.split(following.removeprefix("next: logitless "))) == 0
     assert "finished" in capsys.readouterr().out
 
 

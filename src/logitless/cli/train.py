@@ -74,15 +74,21 @@ def run(options: argparse.Namespace) -> int:
         resume: Resume = "auto" if options.resume_or_start else options.resume
         if options.dry_run:
             return _planned(recipe, options, resume)
-        return train(
-            recipe,
-            resume=resume,
-            fork=options.fork,
-            replay=options.replay,
-            numbered=options.numbered,
-            callbacks=[_Ending(options.recipe, options.overrides, options.replay)],
-            clock=clock,
-        ).exit_status
+        ending = _Ending(options.recipe, options.overrides, options.replay)
+        try:
+            return train(
+                recipe,
+                resume=resume,
+                fork=options.fork,
+                replay=options.replay,
+                numbered=options.numbered,
+                callbacks=[ending],
+                clock=clock,
+            ).exit_status
+        except KeyboardInterrupt as interrupt:
+            for line in ending.left():
+                interrupt.add_note(line)
+            raise
 
 
 def _choose_recipe(options: argparse.Namespace) -> None:
@@ -155,6 +161,25 @@ class _Ending(Callback):
 
     def __init__(self, recipe: Path, settings: Sequence[str], replay: Path | None) -> None:
         self.recipe, self.settings, self.replay = recipe, settings, replay
+        self._folder: RunFolder | None = None
+
+    def on_start(self, folder: Path, recipe: "Recipe") -> None:
+        """Remember where the run is."""
+        del recipe
+        from logitless.train.record.run_folder import RunFolder
+
+        self._folder = RunFolder(folder)
+
+    def left(self) -> Sequence[str]:
+        """What a run that was stopped without saving has left, and the next command; empty without a checkpoint."""
+        from logitless.train.record.result import RunResult
+        from logitless.train.store.checkpoint import checkpoints
+
+        if self._folder is None or not (kept := checkpoints(self._folder.checkpoints)):
+            return ()
+        stopped = RunResult(self._folder, "signal")
+        following = _next(stopped, self.recipe, self.settings, self.replay, {}, unrepaired=False)
+        return f"  last checkpoint    {kept[-1]}", f"next: {following}"
 
     def on_end(self, result: "RunResult") -> None:
         """Print it."""
