@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from logitless.cli.arguments import add_overrides
 from logitless.cli.loading import cuda_context, import_transformers, loading
+from logitless.cli.output import program
 from logitless.errors import ConfigurationError
 from logitless.train.callbacks import Callback
 from logitless.train.recipe.reading import read_mapping
@@ -266,14 +267,14 @@ def _next(
     name = result.folder.path.name
     others = [each for each in settings if not each.startswith("name=")]
     if unrepaired:
-        return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
+        return f"{program()} doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
     if not result.complete and replay is not None:
         others = [each for each in others if not each.startswith("output=")]
         return f"{_command()} --replay {shlex.quote(str(replay))}{_set(others)}"
     if not result.complete:
         return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
-        show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
+        show = f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
         return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
     hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
@@ -283,7 +284,7 @@ def _next(
 def _command() -> str:
     """How this run was started: by itself, or by torchrun with as many processes a node."""
     processes = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return "logitless train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
+    return f"{program()} train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
 
 
 def _fork(folder: "RunFolder") -> str:
