@@ -121,7 +121,10 @@ def test_the_ifeval_recipe_falls_back_to_the_format_reward_as_it_says():
 def test_the_quickstart_passes_its_dry_run(capsys):
     fewer = [f"--set={source}.size=200" for source in ("data.train", "data.held_out", "warm_start.data")]
     assert main(["train", "recipes/quickstart.yaml", "--dry-run", *fewer]) == 0
-    assert "recipe quickstart: checked" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "recipe quickstart: checked" in printed
+    # The tokenizer removes the task's instructions and the commas between the letters.
+    assert re.search(r"first prompt +'Your task is, .{87}' \(\d tokens: its tokenizer reads '[a-z]+\\n'\)\n", printed)
 
 
 def test_a_dry_run_makes_no_folder_and_minds_none(tmp_path, capsys):
