@@ -191,21 +191,36 @@ OFTEN = 0.1
 """From this share of failed verdicts on, a reward should be repaired before the next run."""
 
 
+WORTH_SAYING = 0.05
+"""A phase with this share of a run's time is named at its end; with more of them the line would wrap."""
+
+
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
-    seconds = summary["seconds"]
-    phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
     failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
     rows = [*_scores(summary), *(("failed reward", _failed(name, summary)) for name in failed)]
     if result.ended_by == "unscored" and not failed:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
-    rows += [("time", f"{sum(seconds.values()):.1f} s: {phases}"), ("report", str(folder.report))]
+    rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
     unrepaired = result.ended_by == "unscored" or (result.complete and often)
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
     following = _next(result, recipe, settings, replay, summary, unrepaired=unrepaired)
     return "\n".join([*lines, f"next: {following}"])
+
+
+def _time(seconds: Mapping[str, float]) -> str:
+    """A run's seconds and its longest phases, in a line; ``summary.json`` has all phases.
+
+    Example:
+        >>> _time({"imports": 5.0, "data": 0.5, "rollout": 30.0, "writing": 0.25, "training": 15.0})
+        '50.8 s: rollout 30.0, training 15.0, imports 5.0, other 0.8'
+    """
+    total = sum(seconds.values())
+    long = {name: value for name, value in seconds.items() if value >= WORTH_SAYING * total}
+    phases = dict(sorted(long.items(), key=lambda phase: -phase[1])) | {"other": total - sum(long.values())}
+    return f"{total:.1f} s: {', '.join(f'{name} {value:.1f}' for name, value in phases.items() if value >= 0.05)}"
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
