@@ -63,6 +63,7 @@ def ran(command: str, folder: Path) -> dict[str, Any]:
     """The command, its exit status, seconds and output."""
     words = [sys.executable, "-m", *shlex.split(command)]
     own = {"LOGITLESS_SETTINGS": str(folder / "settings"), "COLUMNS": "120"}
+    own["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # an activated environment
     began = time.perf_counter()
     done = subprocess.run(
         words,

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from logitless.cli.output import program
+
 WORK = """
 import sys
 from pathlib import Path
@@ -29,6 +31,26 @@ def test_a_closed_pipe_ends_the_output_and_the_work_goes_on_to_a_clean_end(tmp_p
         process.stdout.close()
         assert process.wait(300) == 0
     assert done.read_text() == "done"
+
+
+@pytest.mark.parametrize(
+    ("on_path", "started", "called"),
+    [
+        (True, ".venv/bin/logitless", "logitless"),
+        (False, ".venv/bin/logitless", ".venv/bin/logitless"),
+        (False, "/a b/bin/logitless", "'/a b/bin/logitless'"),
+        (False, "src/logitless/__main__.py", "/a/python -m logitless"),
+    ],
+)
+def test_the_program_is_called_by_its_name_where_the_shell_finds_it_and_else_as_it_was_started(
+    on_path, started, called, tmp_path, monkeypatch
+):
+    if on_path:
+        (tmp_path / "logitless").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", [started, "train"])
+    monkeypatch.setattr(sys, "executable", "/a/python")
+    assert program() == called
 
 
 def test_what_is_read_is_all_there(tmp_path):

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
+from logitless.cli.output import program
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.recipe.shipped import shipped_recipes
 
@@ -30,7 +31,7 @@ def test_show_prints_the_file_as_it_is(capsys):
 def test_a_copied_recipe_is_the_same_recipe_with_all_that_it_reads(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["recipes", "copy", name]) == 0
-    assert f"next: logitless train recipes/{name}.yaml" in capsys.readouterr().out
+    assert f"next: {program()} train recipes/{name}.yaml" in capsys.readouterr().out
     copied, original = load_recipe(Path("recipes") / f"{name}.yaml"), load_recipe(ROOT / "recipes" / f"{name}.yaml")
     assert str(copied.model_dump()).replace(str(tmp_path), str(ROOT)) == str(original.model_dump())
     paths = [copied.data.train, copied.data.held_out, copied.warm_start and copied.warm_start.data]

@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from logitless.cli.main import main
+from logitless.cli.output import program
 from logitless.cli.train import _command
 from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import GIB, plan_of
 from logitless.train.recipe.loading import load_recipe
-from tests.train.interrupting import stop_at
+from tests.train.interrupting import at_step, stop_at
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -120,7 +121,10 @@ def test_the_ifeval_recipe_falls_back_to_the_format_reward_as_it_says():
 def test_the_quickstart_passes_its_dry_run(capsys):
     fewer = [f"--set={source}.size=200" for source in ("data.train", "data.held_out", "warm_start.data")]
     assert main(["train", "recipes/quickstart.yaml", "--dry-run", *fewer]) == 0
-    assert "recipe quickstart: checked" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "recipe quickstart: checked" in printed
+    # The tokenizer removes the task's instructions and the commas between the letters.
+    assert re.search(r"first prompt +'Your task is, .+' \(\d tokens: its tokenizer reads '[a-z]+\\n'\)\n", printed)
 
 
 def test_a_dry_run_makes_no_folder_and_minds_none(tmp_path, capsys):
@@ -164,6 +168,11 @@ def test_modes_that_exclude_each_other_exit_2(capsys):
     capsys.readouterr()
 
 
+def following_command(output):
+    """The arguments of the command that a run's last line says."""
+    return shlex.split(output.splitlines()[-1].removeprefix(f"next: {program()} "), comments=True)
+
+
 SMALL = [
     "recipes/length-toy.yaml",
     *sets("rollout.prompts_per_block=2", "rollout.completions_per_prompt=2", "rollout.sampling.max_new_tokens=4"),
@@ -200,9 +209,27 @@ def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and
     output = capsys.readouterr().out
     assert f"stopped by {signal.Signals(number).name} and saved" in output
     assert not (tmp_path / "length-toy" / "model").exists()
-    program, *words = shlex.split(output.strip().splitlines()[-1].removeprefix("next: "))
-    assert program == "logitless"
-    assert main(words) == 0
+    assert main(following_command(output)) == 0
+    assert "finished" in capsys.readouterr().out
+
+
+def test_a_second_ctrl_c_names_the_checkpoint_that_is_left_and_the_command_that_resumes_from_it(
+    tmp_path, capsys, monkeypatch
+):
+    def pressed_twice():
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+
+    arguments = ["train", *SMALL, *sets(f"output={tmp_path}", "train.blocks=3", "checkpoint.every_blocks=1")]
+    with monkeypatch.context() as patched:
+        at_step(1, patched, pressed_twice)
+        assert main(arguments) == 130
+    *_, stopped, checkpoint, following = capsys.readouterr().err.splitlines()
+    assert stopped == "logitless train: stopped by Ctrl-C"
+    folder = tmp_path / "length-toy" / "checkpoints"
+    assert checkpoint == f"  last checkpoint    {max(folder.iterdir())}"
+    assert following.endswith("--resume")
+    assert main(following_command(following)) == 0
     assert "finished" in capsys.readouterr().out
 
 
@@ -239,7 +266,7 @@ def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys,
     printed = capsys.readouterr().out
     begins = f"fork of {run}: begins after 2 blocks"
     assert begins in printed
-    command = shlex.split(printed.splitlines()[-1].removeprefix("next: logitless "), comments=True)
+    command = following_command(printed)
     assert main(command) == 0  # begins where the fork did
     assert begins in capsys.readouterr().out
     assert status(capsys, *fork[1:], "--set", "model.lora={}", "--fork", str(run), "--dry-run")[0] == 2
@@ -255,7 +282,7 @@ def test_a_run_of_which_nothing_was_scored_has_failed_and_says_so_everywhere(tmp
     assert "  held-out accuracy  not scored" in lines
     assert "  mean reward        not scored" in lines
     assert "  failed reward      raising: 4 of 4 completions (100%), the first by RuntimeError: broken" in lines
-    command = shlex.split(lines[-1].removeprefix("next: logitless "), comments=True)
+    command = following_command(shown)
     assert json.loads((folder / "summary.json").read_text())["ended_by"] == "unscored"
     assert json.loads(folder.joinpath("metrics.jsonl").read_text().splitlines()[0])["evaluation/accuracy"] is None
     report, why = (folder / "report.html").read_text(), "RuntimeError: broken"

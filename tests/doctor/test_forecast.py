@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from logitless.doctor.forecast import batch_of, forecast_of, times_as_long
+from logitless.doctor.forecast import Forecast, batch_of, forecast_of, times_as_long
 from logitless.rollout.environment import SingleTurn
 from logitless.train.learn.learner import Learner
 from logitless.train.plan.run_plan import plan_of
@@ -158,3 +158,8 @@ def test_rows_that_are_given_to_others_wait_for_the_longest_completion_once() ->
     found = times_as_long(lengths[:8], 64, max_rows=8, refills=True) * max(lengths[:8])
     assert max(ends) / max(lengths[:8]) < 6  # not eight rounds
     assert found == pytest.approx(max(ends), rel=0.15)
+
+
+def test_a_block_shorter_than_a_second_is_in_milliseconds_with_its_phases():
+    forecast = Forecast(10, 9, {"weights": 0.000453, "rollout": 0.0686}, 100, 32, 320, 1.0)
+    assert "a block            69.1 ms (weights 0.5 ms, rollout 68.6 ms)" in str(forecast)

@@ -39,7 +39,7 @@ def test_a_recipe_that_runs_here_has_no_problem_and_no_change(tmp_path: Path) ->
     [
         ("model", {"device": "cuda"}, "a CUDA device", ("model.device=auto",)),
         ("model", {"layers": "row_invariant"}, "no GPU", ("model.layers=transformers",)),
-        ("rollout", {"engine": {"name": "gpu"}}, "the model is on cpu", ("rollout.engine={name: transformers}",)),
+        ("rollout", {"engine": {"name": "gpu"}}, "a model on the CPU", ("rollout.engine={name: transformers}",)),
     ],
 )
 def test_what_is_missing_has_the_setting_that_does_without(

@@ -94,3 +94,11 @@ def test_every_quick_command_of_the_pages_runs_and_ends_well(folder: Path) -> No
 def test_what_is_left_out_is_on_a_page() -> None:
     found = [words for page in PAGES for words in commands(page)]
     assert [start for start in SMALLER if not any(begins(words, [start]) for words in found)] == []
+
+
+def test_messages_name_extras_so_that_pip_finds_them_in_a_clone_that_is_installed_and_needs_no_index(tmp_path):
+    """``pip install 'logitless[rewards]'``, as every message about an absent package says it."""
+    pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--disable-pip-version-check"]
+    done = subprocess.run([*pip, "logitless[rewards]"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Requirement already satisfied: logitless[rewards]" in done.stdout

@@ -99,7 +99,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as interrupt:
             number = signal.Signals(*(interrupt.args or (signal.SIGINT,)))
             by = "Ctrl-C" if number == signal.SIGINT else number.name
-            print(f"logitless {options.command}: stopped by {by}", file=sys.stderr)
+            stopped = f"logitless {options.command}: stopped by {by}"
+            print("\n".join([stopped, *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
             return 128 + number
     return status
 

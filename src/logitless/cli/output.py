@@ -2,6 +2,8 @@
 
 import hashlib
 import os
+import shlex
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,6 +48,14 @@ def visible(text: str) -> str:
         'two\\nlines�[2J'
     """
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
+
+
+def program() -> str:
+    """How a shell calls this program from here: by its name, or by a path while its environment is not activated."""
+    if shutil.which("logitless") is not None:
+        return "logitless"
+    started = shlex.quote(sys.argv[0])  # by a relative path as by `make demo`
+    return started if Path(sys.argv[0]).name == "logitless" else f"{shlex.quote(sys.executable)} -m logitless"
 
 
 def is_first_to_say(text: str) -> bool:

@@ -4,6 +4,7 @@ import argparse
 import difflib
 from pathlib import Path
 
+from logitless.cli.output import program
 from logitless.errors import ConfigurationError
 from logitless.train.recipe.shipped import ShippedRecipe, shipped_recipes
 
@@ -34,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         print(f"copied to {copied}")
         if recipe.preparation is not None:
             print(f"first: python {options.folder / recipe.preparation}  # writes what it reads; its head says how")
-        print(f"next: logitless train {copied}")
+        print(f"next: {program()} train {copied}")
     return 0
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from logitless.cli.arguments import add_overrides
 from logitless.cli.loading import cuda_context, import_transformers, loading
+from logitless.cli.output import program
 from logitless.errors import ConfigurationError
 from logitless.train.callbacks import Callback
 from logitless.train.recipe.reading import read_mapping
@@ -74,15 +75,21 @@ def run(options: argparse.Namespace) -> int:
         resume: Resume = "auto" if options.resume_or_start else options.resume
         if options.dry_run:
             return _planned(recipe, options, resume)
-        return train(
-            recipe,
-            resume=resume,
-            fork=options.fork,
-            replay=options.replay,
-            numbered=options.numbered,
-            callbacks=[_Ending(options.recipe, options.overrides, options.replay)],
-            clock=clock,
-        ).exit_status
+        ending = _Ending(options.recipe, options.overrides, options.replay)
+        try:
+            return train(
+                recipe,
+                resume=resume,
+                fork=options.fork,
+                replay=options.replay,
+                numbered=options.numbered,
+                callbacks=[ending],
+                clock=clock,
+            ).exit_status
+        except KeyboardInterrupt as interrupt:
+            for line in ending.left():
+                interrupt.add_note(line)
+            raise
 
 
 def _choose_recipe(options: argparse.Namespace) -> None:
@@ -155,6 +162,25 @@ class _Ending(Callback):
 
     def __init__(self, recipe: Path, settings: Sequence[str], replay: Path | None) -> None:
         self.recipe, self.settings, self.replay = recipe, settings, replay
+        self._folder: RunFolder | None = None
+
+    def on_start(self, folder: Path, recipe: "Recipe") -> None:
+        """Remember where the run is."""
+        del recipe
+        from logitless.train.record.run_folder import RunFolder
+
+        self._folder = RunFolder(folder)
+
+    def left(self) -> Sequence[str]:
+        """What a run that was stopped without saving has left, and the next command; empty without a checkpoint."""
+        from logitless.train.record.result import RunResult
+        from logitless.train.store.checkpoint import checkpoints
+
+        if self._folder is None or not (kept := checkpoints(self._folder.checkpoints)):
+            return ()
+        stopped = RunResult(self._folder, "signal")
+        following = _next(stopped, self.recipe, self.settings, self.replay, {}, unrepaired=False)
+        return f"  last checkpoint    {kept[-1]}", f"next: {following}"
 
     def on_end(self, result: "RunResult") -> None:
         """Print it."""
@@ -165,21 +191,36 @@ OFTEN = 0.1
 """From this share of failed verdicts on, a reward should be repaired before the next run."""
 
 
+WORTH_SAYING = 0.05
+"""A phase with this share of a run's time is named at its end; with more of them the line would wrap."""
+
+
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
-    seconds = summary["seconds"]
-    phases = ", ".join(f"{phase} {value:.1f}" for phase, value in seconds.items() if value >= 0.05)
     failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
     rows = [*_scores(summary), *(("failed reward", _failed(name, summary)) for name in failed)]
     if result.ended_by == "unscored" and not failed:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
-    rows += [("time", f"{sum(seconds.values()):.1f} s: {phases}"), ("report", str(folder.report))]
+    rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
     unrepaired = result.ended_by == "unscored" or (result.complete and often)
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
     following = _next(result, recipe, settings, replay, summary, unrepaired=unrepaired)
     return "\n".join([*lines, f"next: {following}"])
+
+
+def _time(seconds: Mapping[str, float]) -> str:
+    """A run's seconds and its longest phases, in a line; ``summary.json`` has all phases.
+
+    Example:
+        >>> _time({"imports": 5.0, "data": 0.5, "rollout": 30.0, "writing": 0.25, "training": 15.0})
+        '50.8 s: rollout 30.0, training 15.0, imports 5.0, other 0.8'
+    """
+    total = sum(seconds.values())
+    long = {name: value for name, value in seconds.items() if value >= WORTH_SAYING * total}
+    phases = dict(sorted(long.items(), key=lambda phase: -phase[1])) | {"other": total - sum(long.values())}
+    return f"{total:.1f} s: {', '.join(f'{name} {value:.1f}' for name, value in phases.items() if value >= 0.05)}"
 
 
 def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -241,14 +282,14 @@ def _next(
     name = result.folder.path.name
     others = [each for each in settings if not each.startswith("name=")]
     if unrepaired:
-        return f"logitless doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
+        return f"{program()} doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
     if not result.complete and replay is not None:
         others = [each for each in others if not each.startswith("output=")]
         return f"{_command()} --replay {shlex.quote(str(replay))}{_set(others)}"
     if not result.complete:
         return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
-        show = f"logitless show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
+        show = f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
         return f"{show}  # no held-out completion earned a reward: read some"
     others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
     hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
@@ -258,7 +299,7 @@ def _next(
 def _command() -> str:
     """How this run was started: by itself, or by torchrun with as many processes a node."""
     processes = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
-    return "logitless train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
+    return f"{program()} train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
 
 
 def _fork(folder: "RunFolder") -> str:

@@ -67,6 +67,8 @@ class Forecast:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
         >>> forecast.block_seconds, forecast.mean_length
         (3.0, 10.0)
+        >>> print(str(forecast).splitlines()[1])
+        a block            3.00 s (rollout 2.00 s, training 1.00 s)
     """
 
     planned_bytes: int
@@ -93,15 +95,19 @@ class Forecast:
         return self.tokens / self.completions
 
     def __str__(self) -> str:
-        by_phase = ", ".join(f"{phase} {value:.3g} s" for phase, value in self.seconds.items())
+        digits, factor, unit = (2, 1, "s") if self.block_seconds >= 1 else (1, 1000, "ms")
+        whole, *phases = (
+            f"{factor * value:.{digits}f} {unit}" for value in (self.block_seconds, *self.seconds.values())
+        )
+        by_phase = ", ".join(map(" ".join, zip(self.seconds, phases, strict=True)))
         return "\n".join(
             [
-                f"  {'measured':18s} {self.completions} completions of {self.mean_length:.0f} tokens, "
+                f"{'measured':18s} {self.completions} completions of {self.mean_length:.0f} tokens, "
                 f"{self.share:.0%} of a block",
-                f"  {'a block':18s} {self.block_seconds:.3g} s ({by_phase})",
-                f"  {'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
+                f"{'a block':18s} {whole} ({by_phase})",
+                f"{'the run':18s} {duration(self.blocks * self.block_seconds)} in {self.blocks} blocks, evaluation "
                 "and checkpoints not counted",
-                f"  {'memory':18s} {size_text(self.peak_bytes)} held{self.also_held}; planned "
+                f"{'memory':18s} {size_text(self.peak_bytes)} held{self.also_held}; planned "
                 f"{size_text(self.planned_bytes)} at the greatest lengths",
             ]
         )

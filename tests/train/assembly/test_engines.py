@@ -89,7 +89,7 @@ def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_a
     chosen = resolved(recipe, model, Arrangement())
     engines = open_engines(chosen.recipe, model, character_tokenizer("abcdefgh"))
     assert isinstance(engines.training, TransformersEngine)
-    assert chosen.engine_line == "transformers, for the model is on cpu"
+    assert chosen.engine_line == "transformers, for a model on the CPU"
     of_a_gpu = recipe.model_copy(update={"model": recipe.model.model_copy(update={"device": "cuda"})})
     monkeypatch.setattr(resolve, "device_of", lambda section: torch.device(section.device))
     assert unmet(GPU_RULES, Placed(of_a_gpu, model))[0].given == "its weights are to be sharded"

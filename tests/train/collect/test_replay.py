@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from logitless.cli.main import main
+from logitless.cli.output import program
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.block import JudgedBlock
@@ -84,7 +85,7 @@ def test_a_replay_that_is_stopped_is_to_begin_anew(repeated, capsys, monkeypatch
     run, repeat = repeated
     stop_at(2, monkeypatch)
     assert repeat("train.blocks=5") == 130
-    assert f"next: logitless train --replay {run.path} --set train.blocks=5\n" in capsys.readouterr().out
+    assert f"next: {program()} train --replay {run.path} --set train.blocks=5\n" in capsys.readouterr().out
 
 
 def test_what_differs_besides_tokens_is_named_at_the_end(repeated, capsys):

@@ -135,23 +135,33 @@ def test_an_unknown_key_names_the_nearest_known_one(tmp_path, override, wrong, n
         ("seed=9223372036854775808", "seed: needs to be less than"),
         ("schema_number=2", "schema_number: needs to be 1, not 2"),
         ("train.blocks=many", "train.blocks: needs to be a whole number, not 'many'"),
-        ("train.optimizer.schedule=cosin", "needs to be 'constant', 'linear' or 'cosine', not 'cosin' (nearest: 'cosi"),
+        (
+            "train.optimizer.schedule=cosin",
+            "train.optimizer.schedule: not 'cosin' (nearest: 'cosine'): needs to be 'constant', 'linear' or 'cosine'",
+        ),
         ("rollout=3", "rollout: needs to be a section with keys of engine, parity"),
         ("rollout.parity.stop=3", "rollout.parity.stop: needs to be a section with keys of mean, p95, max, sequence"),
         (
             "rewards=[{name: function, path: 'a:b', options: {}}]",
             "'rewards.0.options' (a function has no options; a class does, see the end of docs/own_reward.md)",
         ),
-        ("rollout.engine={name: gpuu}", "rollout.engine: needs 'name' to be one of auto, transformers, recorded, gpu"),
+        (
+            "rollout.engine={name: gpuu}",
+            "not 'gpuu' (nearest: 'gpu'): needs 'name' to be one of auto, transformers, re",
+        ),
         (
             "rollout.environment={name: tools, tools: [{name: calculater}]}",
-            "rollout.environment.tools.0: needs 'name' to be one of calculator, python, not 'calculater'",
+            "rollout.environment.tools.0: not 'calculater' (nearest: 'calculator'): needs 'name' to be one of c",
         ),
-        ("rewards=[{name: lenght}]", "not 'lenght' (nearest: 'length')"),
+        ("rewards=[{name: lenght}]", "rewards.0: not 'lenght' (nearest: 'length'): needs 'name' to be one of code, e"),
+        ("rewards=[{name: zzzz}]", "reward_model, not 'zzzz'."),
         ("rollout.engine=gpu", "needs to be a section with a name, as {name: gpu} (auto, "),
         ("rollout.engine={memory: 3}", "rollout.engine: needs 'name', one of auto, transformers"),
-        ("kl={placement: los, control: {name: fixed, beta: 0}}", "one of loss, reward, not 'los' (nearest: 'loss')"),
-        ("algorithm.surrogate={name: clpi}", "algorithm.surrogate: needs 'name' to be one of clip"),
+        (
+            "kl={placement: los, control: {name: fixed, beta: 0}}",
+            "kl: not 'los' (nearest: 'loss'): needs 'placement' to be one of",
+        ),
+        ("algorithm.surrogate={name: clpi}", "algorithm.surrogate: not 'clpi' (nearest: 'clip'): needs 'name'"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_in_words_of_the_recipe(tmp_path, override, said):

@@ -110,11 +110,11 @@ def test_a_resume_where_auto_is_another_dtype_is_refused_with_the_setting_that_g
 def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tmp_path, capsys):
     recipe = tiny_recipe(tmp_path, train__blocks=1)
     start(recipe)
-    assert "dtype float32: auto, for the model is on a CPU" in capsys.readouterr().out
+    assert "dtype float32: auto, for a model on the CPU" in capsys.readouterr().out
     text = dry_run(recipe)
-    assert "dtype float32: auto, for the model is on a CPU" in text
+    assert "dtype float32: auto, for a model on the CPU" in text
     assert "layers transformers' own, for a model on the CPU" in text
-    assert "engine transformers, for the model is on cpu" in text
+    assert "engine transformers, for a model on the CPU" in text
     assert "WARNING" not in text
 
 

@@ -58,7 +58,8 @@ class Plan:
         host: host memory beside a GPU; empty under ``model.device: cpu``, where it is ``memory_bytes``.
         disk_bytes: of the run folder, by part.
         counts: rows read and dropped, by data source.
-        first_prompt: as the model reads it.
+        first_prompt: with the chat template applied.
+        first_tokens: its tokens, decoded.
         chosen: dtype, layers, engine and ``parallel.sampling: auto``, each with its reason; the teacher.
         warnings: choices that make the run more than twice as slow.
     """
@@ -72,6 +73,7 @@ class Plan:
     disk_bytes: Mapping[str, int]
     counts: Mapping[str, Mapping[str, int]]
     first_prompt: Prompt
+    first_tokens: str
     chosen: tuple[str, ...]
     warnings: tuple[str, ...]
 
@@ -108,6 +110,7 @@ def plan_of(recipe: Recipe) -> Plan:
         disk_bytes=disk(recipe, model, value_head),
         counts=inputs.data.counts,
         first_prompt=inputs.data.train[0],
+        first_tokens=str(inputs.tokenizer.decode(inputs.data.train[0].token_ids)),
         chosen=(
             dtype_line(recipe.model),
             f"layers {chosen.layers_line}",
@@ -220,6 +223,13 @@ def _short_of_memory(needed: int) -> list[str]:
     return [f"    more than is available here: {size_text(free)}"] if needed > free else []
 
 
+def _tokens(plan: Plan) -> str:
+    """How many the first prompt has, and what is left of it where its tokenizer drops or replaces characters."""
+    number = f"{len(plan.first_prompt.token_ids)} tokens"
+    is_whole = plan.first_prompt.text in plan.first_tokens
+    return number if is_whole else f"{number}: its tokenizer reads {plan.first_tokens[:100]!r}"
+
+
 def dry_run(recipe: Recipe) -> str:
     """The plan as text."""
     plan = plan_of(recipe)
@@ -231,7 +241,7 @@ def dry_run(recipe: Recipe) -> str:
         f"  preset             {recipe.algorithm.preset}",
         *(f"  {name:18s} {words}" for name, words in (*_replaced(recipe), *_environment(recipe))),
         *(f"  {name:18s} {prompts_in_words(counts)}" for name, counts in plan.counts.items()),
-        f"  first prompt       {plan.first_prompt.text[:100]!r} ({len(plan.first_prompt.token_ids)} tokens)",
+        f"  first prompt       {plan.first_prompt.text[:100]!r} ({_tokens(plan)})",
         f"  a block            {recipe.rollout.prompts_per_block} prompts x {recipe.rollout.completions_per_prompt} "
         f"completions = {plan.completions_per_block}, at most {plan.tokens_per_block:,} scored tokens",
         f"  steps              at most {plan.steps_per_block} a block ({epochs}), {plan.steps:,} in {train.blocks:,} "

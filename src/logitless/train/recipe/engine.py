@@ -306,7 +306,7 @@ GPU_HERE: Rule[Machine] = replace(
     needs_gpu(
         gpu, "a GPU and Triton (pip install 'logitless[triton]')", "rollout.engine={name: transformers}", "triton"
     ),
-    given=lambda machine: machine.lacks("triton") if machine.device == "cuda" else f"the model is on {machine.device}",
+    given=lambda machine: machine.lacks("triton") if machine.device == "cuda" else "a model on the CPU",
     kind=UnavailableError,
 )
 

@@ -20,14 +20,14 @@ def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> t
 
     Example:
         >>> automatic_dtype(ModelSection(source="x/y", device="cpu"))
-        ('float32', 'the model is on a CPU')
+        ('float32', 'a model on the CPU')
     """
     if section.autocast is not None:
         return "float32", f"model.autocast: {section.autocast} lowers the products"
     kind, _, index = section.device.partition(":")
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and not there and not plans_for_gpus):
-        return "float32", "the model is on a CPU"
+        return "float32", "a model on the CPU"
     if not there:  # a GPU elsewhere is planned for
         return "bfloat16", "GPUs since Ampere compute in it"
     device = min(int(index), there - 1) if index.isdigit() else torch.cuda.current_device()
@@ -65,10 +65,10 @@ def dtype_line(section: ModelSection) -> str:
 
     Example:
         >>> dtype_line(ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="float32"))
-        'dtype float32: auto, for the model is on a CPU'
+        'dtype float32: auto, for a model on the CPU'
         >>> section = ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="bfloat16")
         >>> dtype_line(section)
-        'dtype bfloat16, with float32 masters: set by the recipe; auto is float32 here, for the model is on a CPU'
+        'dtype bfloat16, with float32 masters: set by the recipe; auto is float32 here, for a model on the CPU'
     """
     lowered = section.trained_dtype != "float32"
     held = section.trained_dtype + (", with float32 masters" if lowered else "")

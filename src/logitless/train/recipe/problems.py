@@ -123,8 +123,10 @@ def _problem(details: ErrorDetails) -> str:
     if (own := _own(details)) is not None:
         return f"{where}: {own}".removesuffix(".")
     needed, choices = _needed(details, at)
+    if near := difflib.get_close_matches(str(given), choices, n=1, cutoff=_LIKE):
+        return f"{where}: not {given!r} (nearest: {near[0]!r}): {needed}"  # before all the names
     said = "" if isinstance(given, dict) or ", not " in needed else f", not {given!r}"
-    return f"{where}: {needed}{said}{_hint(str(given), choices)}"
+    return f"{where}: {needed}{said}"
 
 
 def _needed(details: ErrorDetails, at: Sequence[Any]) -> tuple[str, Sequence[str]]:
@@ -163,11 +165,6 @@ def _unknown(path: Sequence[str], known: set[str], *, of_function: bool) -> str:
     if near is None and [*path[:-1]] == ["algorithm"]:
         return f"unknown key {where!r} (a parameter of the preset is set under 'algorithm.parameters')"
     return f"unknown key {where!r}" if near is None else f"unknown key {where!r} (nearest: {near!r})"
-
-
-def _hint(given: str, choices: Sequence[str]) -> str:
-    near = difflib.get_close_matches(given, choices, n=1, cutoff=_LIKE)
-    return f" (nearest: {near[0]!r})" if near else ""
 
 
 def _nearest(path: Sequence[str], known: Iterable[str]) -> str | None:
