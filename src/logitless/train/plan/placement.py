@@ -17,7 +17,6 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.rule import unmet
 from logitless.train.record.memory import size_text
 
-
 COPY_SHARE = 0.8
 """Of a GPU's memory that a process with all weights may need by the forecast, which is within a tenth of the truth."""
 
