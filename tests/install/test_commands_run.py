@@ -97,7 +97,7 @@ def test_what_is_left_out_is_on_a_page() -> None:
 
 
 def test_messages_name_extras_so_that_pip_finds_them_in_a_clone_that_is_installed_and_needs_no_index(tmp_path):
-    """``pip install 'logitless[rewards]'``, as every message about an absent package says it."""
+    """``pip install 'logitless[rewards]'``: the command in the error of a package that is not installed."""
     pip = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--disable-pip-version-check"]
     done = subprocess.run([*pip, "logitless[rewards]"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -108,10 +108,13 @@ def data_of(
 
 def prompts_in_words(counts: Mapping[str, int]) -> str:
     """Numbers of prompts and rows in words, and why rows were left out."""
-    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
-    left_out = [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
-    kept = counts["prompts"] - counts.get("held_out", 0)
+    left_out, kept = _left_out(counts), counts["prompts"] - counts.get("held_out", 0)
     return f"{kept:,} prompts of {counts['rows']:,} rows" + (f"; left out: {', '.join(left_out)}" if left_out else "")
+
+
+def _left_out(counts: Mapping[str, int]) -> list[str]:
+    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    return [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
 
 
 def left_out_in_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
@@ -121,8 +124,7 @@ def left_out_in_words(counts: Mapping[str, Mapping[str, int]]) -> list[str]:
         >>> left_out_in_words({"train": {"rows": 9, "prompts": 6, "too_long": 3}, "hard": {"rows": 2, "prompts": 2}})
         ['train: 6 prompts of 9 rows; left out: 3 too long']
     """
-    lines = {name: prompts_in_words(numbers) for name, numbers in counts.items()}
-    return [f"{name}: {line}" for name, line in lines.items() if "left out" in line]
+    return [f"{name}: {prompts_in_words(numbers)}" for name, numbers in counts.items() if _left_out(numbers)]
 
 
 def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOrder:
