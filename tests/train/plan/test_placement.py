@@ -76,7 +76,6 @@ def test_each_gpu_samples_with_a_whole_copy_beside_shards_if_it_fits_and_else_al
     ("changes", "arrangement", "more", "copies"),
     [
         ({}, TWO, 1, 2),
-        (GPU, TWO, 1, 2),
         ({}, TWO, -1, 1),
         ({}, TWO, None, 1),
         ({"parallel__shard": 2}, TWO, 1, 1),

@@ -48,8 +48,7 @@ def with_copies(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room
     """
     parallel = recipe.parallel
     is_free = parallel.shard == "auto" and parallel.vocabulary == "auto" and not parallel.has_copy
-    is_free &= recipe.model.layers == "auto"
-    is_free &= recipe.rollout.engine.choices is not None or recipe.rollout.engine.bitwise
+    is_free &= recipe.model.layers == "auto" and recipe.rollout.engine.choices is not None
     if not is_free or room is None or arrangement != Arrangement(shard=arrangement.world):
         return recipe, ""
     copies = parallel.model_copy(update={"shard": 1, "replicate": arrangement.world})
