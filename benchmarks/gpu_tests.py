@@ -4,6 +4,7 @@
     python benchmarks/gpu_tests.py --marker gpu          # those that need one: results/gpu.json
     python benchmarks/gpu_tests.py --workers 8           # several tests at a time, on the same GPUs
     python benchmarks/gpu_tests.py --marker gpu --workers 28 --spread    # each worker has one of the machine's GPUs
+    python benchmarks/gpu_tests.py --workers 16 --spread # each begins with another pair of them
 
 The caches of compiled kernels are empty at the start, as on a machine that has never run logitless. What fails beside
 other tests, which share the GPU's memory, runs once more alone; what passes then is named under ``passed_alone``. The
@@ -75,12 +76,26 @@ class Counted:
         write_result(self.path, {"environment": self.environment, **found})
 
 
+def visible(gpus: int, marker: str) -> list[str]:
+    """What workers see, in turn: one GPU each, or all of them from another pair on.
+
+    Example:
+        >>> visible(4, "multi_gpu")
+        ['0,1,2,3', '2,3,0,1']
+        >>> visible(2, "gpu")
+        ['0', '1']
+    """
+    if marker == "gpu":
+        return [str(gpu) for gpu in range(gpus)]
+    return [",".join(str((first + gpu) % gpus) for gpu in range(gpus)) for first in range(0, gpus, 2)]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a marker and write what came of it; the exit status of pytest."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--marker", choices=MARKERS, default="multi_gpu", help="one GPU, or several")
     parser.add_argument("--workers", type=int, default=1, help="tests at a time (pytest-xdist)")
-    parser.add_argument("--spread", action="store_true", help="a GPU for each worker, by its number")
+    parser.add_argument("--spread", action="store_true", help="other GPUs for each worker, by its number")
     parser.add_argument("--output", type=Path, help="the JSON file")
     parser.add_argument("tests", nargs="*", default=["tests"], help="files or folders")
     options = parser.parse_args(arguments)
@@ -91,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += ["-m", MARKERS[options.marker]]
     at_once = ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
-        os.environ["GPUS_OF_WORKERS"] = ",".join(map(str, range(torch.cuda.device_count())))
+        os.environ["GPUS_OF_WORKERS"] = " ".join(visible(torch.cuda.device_count(), options.marker))
     with tempfile.TemporaryDirectory() as caches:
         os.environ.update(caches_in(Path(caches)))
         status = pytest.main([*command, *at_once, *options.tests], plugins=[counted])

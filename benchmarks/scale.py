@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--micro-batches", type=int, default=1, help="of each GPU in a step")
     parser.add_argument("--steps", type=int, default=5, help="timed steps, after one that is not")
     parser.add_argument("--warm-up-tokens", type=int, help="of the step that is not timed, where others take minutes")
-    parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: half of what is free")
+    parser.add_argument("--head-budget", type=int, help="bytes that the head may keep; default: its own")
     parser.add_argument("--head", action="store_true", help="time the head over shards as well")
     parser.add_argument("--block", help="a whole block instead of steps, of so much work a GPU, as 64x8-512-1:512")
     add_table_arguments(parser)

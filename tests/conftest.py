@@ -18,8 +18,8 @@ import torch
 torch.set_num_threads(1)  # for what a module makes before its first test
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-if "GPUS_OF_WORKERS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # each worker has one, by its number
-    gpus = os.environ["GPUS_OF_WORKERS"].split(",")
+if "GPUS_OF_WORKERS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ:  # each worker has its own, by its number
+    gpus = os.environ["GPUS_OF_WORKERS"].split(" ")
     worker = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = gpus[worker % len(gpus)]
 if not torch.cuda.is_available():
