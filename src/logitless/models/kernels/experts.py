@@ -132,7 +132,7 @@ TILE_ROWS = (16, 32, 64, 128)
 
 def rows_of_tile(mean: float) -> int:
     """Rows of a tile by the mean number of an expert's slots."""
-    return next((rows for rows, most in zip(TILE_ROWS, (16, 48, 128), strict=False) if mean <= most), TILE_ROWS[-1])
+    return next((rows for rows, most in zip(TILE_ROWS, (12, 24, 128), strict=False) if mean <= most), TILE_ROWS[-1])
 
 
 @triton.jit
