@@ -154,12 +154,17 @@ def test_sampling_on_a_gpu_of_its_own_changes_no_bit_and_is_as_fast_as_the_page_
     kept = [round(row["over_one_gpu"], 2) for row in small if row["in_flight"]]
     assert f"In flight it is {min(kept)} to {max(kept)}" in page
     assert f"at most {max(row['push_seconds'] for row in rows):.2f} s" in page
-    (longer,) = (row for row in rows if row["workload"] == "64x8-512-128:2048" and row["arrangement"] == "1+1")
-    assert f"with 128 to 2048 new tokens {longer['over_one_gpu']:.2f} (1.7B)" in page
-    (large,) = (row for row in rows if row["model"] == "llama-3.1-8b-lora" and row["arrangement"] == "1+1")
-    (alone,) = (row for row in rows if row["model"] == "llama-3.1-8b-lora" and row["arrangement"] == "1")
-    most = alone["block_seconds"] / large["phases"]["training"]
-    assert f"8B under LoRA makes {large['over_one_gpu']:.2f}; its training alone takes so long that {most:.2f}" in page
+    of = {(row["model"], row["workload"], row["arrangement"]): row for row in rows if not row["in_flight"]}
+    found = []
+    for case in (("qwen3-1.7b", "64x8-512-128:2048"), ("llama-3.1-8b-lora", "64x8-512-64:512")):
+        alone, beside = of[*case, "1"], of[*case, "1+1"]
+        longer_half = max(alone["phases"]["rollout"], beside["phases"]["training"])
+        found += [f"{beside['over_one_gpu']:.2f}", f"{alone['block_seconds'] / longer_half:.2f}"]
+    longer, of_longer, large, of_large = found
+    assert (
+        f"{longer} with 128 to 2048 new tokens (1.7B; of at most {of_longer}), {large} for 8B under LoRA ({of_large})"
+        in page
+    )
     four = {row["arrangement"]: row["over_one_gpu"] for row in rows}
     assert f"two that sample make {four['2+2']:.1f} (1.7B), three {four['1+3']:.2f}" in page
     mixed = {row["in_flight"]: row for row in rows if row.get("mixed_fraction")}
