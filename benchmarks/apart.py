@@ -4,10 +4,12 @@ The parts of a run (collector, learner, engine, weights sent from rank to rank) 
 model with random weights, which are drawn on the GPU; the lengths of completions are forced. Blocks are timed from the
 end of one to the end of the next, in the steady state: before them comes one with completions of an eighth, in which
 kernels compile, and ``--warm-up`` whole ones. If kernels still compiled in a timed block, ``phases`` has
-``compilation``. ``same_weights`` says whether the weights after the last block are those of one GPU in turns at the
+``compilation``, which ``over_one_gpu`` leaves out; ``one_gpu`` is what it is over, measured in the same call.
+``same_weights`` says whether the weights after the last block are those of one GPU in turns at the
 same staleness, in every bit: only with ``--turns`` where the staleness is above 0, and not in flight, where they depend
 on time. ``mixed_fraction`` is the share of completions that weights of several versions sampled; ``push_seconds`` is
-the least of the pushes of trained weights, ``whole_push_seconds`` one of every weight, after the last block.
+the median of the pushes of trained weights, ``most_push_seconds`` the longest (rows without it have the shortest as
+``push_seconds``), ``whole_push_seconds`` one of every weight, after the last block.
 
     python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
     python benchmarks/apart.py --models llama-3.1-8b-lora --staleness 1 --warm-up 0 --blocks 1
@@ -15,6 +17,7 @@ the least of the pushes of trained weights, ``whole_push_seconds`` one of every 
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 import time
@@ -100,11 +103,23 @@ def _compared(row: dict[str, Any], rows: list[dict[str, Any]]) -> dict[str, Any]
     alone = {r["staleness"]: r for r, alike in zip(rows, is_alike, strict=True) if alike and r["arrangement"] == "1"}
     if row["arrangement"] == "1":
         alone[row["staleness"]] = row
-    over = row["tokens_per_second"] / alone[min(alone)]["tokens_per_second"]
+    one = _without_compilation(alone[min(alone)])
+    over = _without_compilation(row) / one
     same = None if row.get("in_flight") else alone.get(row["staleness"])
     if same is not None and (same.get("whole_blocks") != row.get("whole_blocks") or "digest" not in same):
         same = None  # weights after another number of steps, or of a file that says "weights" in place of a digest
-    return {**row, "over_one_gpu": over, "same_weights": None if same is None else same["digest"] == row["digest"]}
+    return {
+        **row,
+        "over_one_gpu": over,
+        "one_gpu": one,
+        "same_weights": None if same is None else same["digest"] == row["digest"],
+    }
+
+
+def _without_compilation(row: dict[str, Any]) -> float:
+    """Tokens a second."""
+    seconds = row["block_seconds"]
+    return float(row["tokens_per_second"] * seconds / (seconds - row["phases"].get("compilation", 0.0)))
 
 
 def _rank(
@@ -214,7 +229,8 @@ def _measured(
             if len(mixed) == 1 + before:
                 at_first = clock.seconds()
         seconds = (ended[-1] - ended[-1 - blocks]) / blocks
-        push = min((each for each in pushes if each != pushes[0]), default=0.0)
+        trained = [each for each in pushes if each != pushes[0]]  # the first sends every weight
+        push = statistics.median(trained) if trained else 0.0
         after = clock.seconds()
         parts.collector.close()
         return (
@@ -223,6 +239,7 @@ def _measured(
             else {
                 "tokens_per_second": sum(tokens[-blocks:]) / blocks / seconds,
                 "push_seconds": push,
+                "most_push_seconds": max(trained, default=0.0),
                 "push_share": push / seconds,
                 "whole_push_seconds": _whole_push(engines.training, learner),
                 "block_seconds": seconds,

@@ -21,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
@@ -385,19 +385,26 @@ def drawn(rows: list[dict[str, Any]]) -> list[str]:
     return [task for task in TASKS if task in of_trl]
 
 
-def draw(rows: list[dict[str, Any]], task: str, path: Path) -> None:
-    """Held-out accuracy over the blocks: each trainer's mean, with the band of its seeds."""
+def stale(rows: list[dict[str, Any]]) -> list[Run]:
+    """Choices of staleness that have several seeds, and none of it; of seed 0."""
+    of = [[Run("addition", "logitless", variant, seed) for seed in (0, 1, 2)] for variant in VARIANTS]
+    wanted = [runs for runs in of if runs[0].variant == PLAIN or "staleness" in runs[0].variant]
+    return [runs[0] for runs in wanted if all(any(run.is_of(row) for row in rows) for run in runs)]
+
+
+def draw(rows: list[dict[str, Any]], lines: Mapping[str, Run], path: Path) -> None:
+    """Held-out accuracy over the blocks: each line's mean, with the band of its seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 3.6), layout="constrained")
     panel = figure.subplots()
-    for trainer in TRAINERS:
-        curves = [r["curve"] for r in rows if (r["task"], r["variant"], r["trainer"]) == (task, PLAIN, trainer)]
+    for name, run in lines.items():
+        curves = [row["curve"] for row in rows if run._replace(seed=row["seed"]).is_of(row)]
         if not curves:
             continue
         x = [block for block, _ in curves[0]]
         values = torch.tensor([[accuracy for _, accuracy in curve] for curve in curves])
-        [line] = panel.plot(x, values.mean(0), label=f"{trainer}, {len(curves)} seeds", linewidth=1.5)
+        [line] = panel.plot(x, values.mean(0), label=f"{name}, {len(curves)} seeds", linewidth=1.5)
         panel.fill_between(x, values.amin(0), values.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
     panel.set(xlabel="block", ylabel="held-out accuracy", ylim=(0, 1.02))
     panel.legend(fontsize=8)
@@ -414,6 +421,7 @@ def tables(results: Path) -> dict[str, str]:
             f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json)):",
             compared(rows),
             *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in drawn(rows)),
+            f"![staleness](../benchmarks/results/{name}-staleness.svg)" if len(stale(rows)) > 1 else "",
             ablations(rows),
         ]
         found += filter(None, parts)
@@ -429,8 +437,13 @@ def documents_of(results: Path) -> dict[str, dict[str, Any]]:
 def plot(results: Path) -> None:
     """Draw the curves of the result files of GPUs beside them."""
     for name, document in documents_of(results).items():
-        for task in drawn(document["rows"]):
-            draw(document["rows"], task, results / f"{name}-{task}.svg")
+        rows = document["rows"]
+        for task in drawn(rows):
+            of = {trainer: Run(task, trainer, PLAIN, 0) for trainer in TRAINERS}
+            draw(rows, of, results / f"{name}-{task}.svg")
+        if len(lines := stale(rows)) > 1:
+            of = {run.variant.replace(PLAIN, "staleness 0"): run for run in lines}
+            draw(rows, of, results / f"{name}-staleness.svg")
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ def test_a_program_that_fails_hangs_or_goes_over_a_limit_is_graded_wrong(program
 NESTED = "import os\nfor _ in range(%d):\n    os.mkdir('%s'); os.chdir('%s'); open('f', 'w').close()\n"
 LEFT_BEHIND = {
     "a few folders": NESTED % (3, "d", "d"),
-    "deeper than the stack": NESTED % (1100, "d", "d"),
+    "deeper than the stack": NESTED % (1500, "d", "d"),
     "longer than a path": NESTED % (40, "d" * 200, "d" * 200),
     "folders that nobody writes to": "import os\nos.mkdir('a'); os.mkdir('a/b', 0o500); os.mkdir('a/c', 0)\n",
     "links": "import os\nos.mkdir('a'); os.symlink('/', 'a/root'); os.symlink('a', 'b'); os.symlink('gone', 'c')\n",
