@@ -1,6 +1,8 @@
 """What ranks tell each other: sums, decisions, objects and gradients, and that all of them end when one fails."""
 
+import os
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from logitless.distributed import Ranks, ranks_of_environment
+from logitless.distributed import ranks as ranks_module
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError, TrainingError
+from logitless.errors import ConfigurationError, LostRankError, TrainingError
+from tests import warm
 from tests.ranks import DEVICES, run_on_ranks
 
 
@@ -164,3 +168,102 @@ def nodes_of(rank):
 def test_a_node_is_what_torchrun_numbers_and_else_a_host():
     for found in run_on_ranks(3, nodes_of):
         assert found == [[((0, 1), True), ((2,), False)], [((0, 1, 2), False)]]
+
+
+class Waiting(Ranks):
+    """The first of two ranks, whose collective on a GPU never ends; NCCL's aborts are what it does ``ends`` for."""
+
+    world, rank = 2, 0
+    ends = staticmethod(lambda: None)
+
+    @property
+    def _everyone(self):
+        return SimpleNamespace(_get_backend=lambda _: SimpleNamespace(abort=self.ends))
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Of ``wait_for``, from 0; each look at the GPU takes ten seconds."""
+    now = SimpleNamespace(seconds=0.0)
+
+    def sleep(_):
+        now.seconds += 10
+
+    monkeypatch.setattr(ranks_module, "time", SimpleNamespace(monotonic=lambda: now.seconds, sleep=sleep))
+    monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=lambda: None, query=lambda: False))
+    return now
+
+
+def test_a_collective_is_ended_well_before_nccl_s_watchdog_finds_it_late(clock, monkeypatch):
+    aborted = []
+    monkeypatch.setattr(Waiting, "ends", staticmethod(lambda: aborted.append(clock.seconds)))
+    with pytest.raises(LostRankError, match="all 2 ranks in a collective of NCCL"):
+        Waiting(timeout=timedelta(seconds=1000)).wait_for(torch.device("cuda"))
+    assert aborted == [510.0]
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_lost_rank_is_told_also_where_nccl_s_abort_does_not_return_or_fails(monkeypatch):
+    monkeypatch.setattr(ranks_module, "ABORT_SECONDS", 0.05)
+    stuck, returned = ranks_module.threading.Event(), []
+
+    def fails():
+        raise dist.DistBackendError("NCCL error")
+
+    for end in (lambda: returned.append(stuck.wait(60)), fails):
+        monkeypatch.setattr(Waiting, "ends", staticmethod(end))
+        with pytest.raises(LostRankError):
+            Waiting(timeout=timedelta(seconds=1000)).wait_for(torch.device("cuda"))
+    assert not returned
+    stuck.set()
+
+
+SIGNALLED = """
+import os, sys
+from torch.distributed.distributed_c10d import _get_default_store
+from logitless.distributed.ranks import ranks_of_environment
+
+with ranks_of_environment("cpu") as ranks:
+    below = _get_default_store()._underlying_non_prefix_store
+    print("found", below.check(["exception_dump"]))
+    ranks.barrier()
+    below.set("exception_dump", b"0")
+    ranks.barrier()
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        sys.exit(1)
+"""
+
+
+def test_ranks_that_are_started_again_do_not_find_that_nccl_s_watchdog_ended_those_before(tmp_path):
+    (tmp_path / "program.py").write_text(SIGNALLED)
+    done = warm.run("-m", "tests.torchrun", "1", str(tmp_path / "program.py"), environment=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert "found True" not in done.stdout, done.stdout
+
+
+STUCK = """
+import atexit, sys, time
+from unittest import mock
+from logitless.distributed import ranks
+
+ranks.ABORT_SECONDS = 0.2
+begin = time.monotonic()
+with mock.patch("torch.distributed.distributed_c10d._abort_process_group", lambda: time.sleep(30)):
+    try:
+        with ranks.ranks_of_environment("cpu") as us:
+            us.barrier()
+            begin = time.monotonic()
+            raise RuntimeError("no more room")
+    except RuntimeError as error:
+        print(error, "early" if time.monotonic() - begin < 20 else "late")
+atexit._run_exitfuncs()
+print("waits")
+"""
+
+
+def test_a_rank_that_failed_says_why_and_ends_also_where_nccl_does_not(tmp_path):
+    (tmp_path / "program.py").write_text(STUCK)
+    done = warm.run("-m", "tests.torchrun", "0", str(tmp_path / "program.py"), environment=os.environ)
+    assert done.returncode == 1, done.stderr
+    assert "no more room early" in done.stdout, done.stdout
+    assert "waits" not in done.stdout

@@ -5,15 +5,17 @@ of the ranks' parts, and gradients are summed, never averaged. Objects travel as
 can make another run code.
 """
 
+import atexit
 import ctypes
 import json
 import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -38,6 +40,10 @@ from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 _Item = TypeVar("_Item")
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 _PR_SET_PDEATHSIG = 1
+_NCCL_DUMP_SIGNAL = "exception_dump"  # torch's kStoreDumpKey
+ABORT_SECONDS = 15.0
+"""How long a rank waits for NCCL to abort, which has no deadline of its own."""
+
 NCCL_FAULTS_HERE = (
     "unhandled cuda error",
     "unhandled system error",
@@ -236,7 +242,7 @@ class Ranks:
                     dist.broadcast(sent, group=self._everyone, group_src=0)
 
     def wait_for(self, device: torch.device) -> None:
-        """Wait until this stream's collectives are over, at most as long as for one. Not a collective.
+        """Wait until this stream's collectives are over, at most half as long as NCCL for one. Not a collective.
 
         Raises:
             LostRankError: another rank did not take part; NCCL's kernels, which wait for it, are ended.
@@ -247,11 +253,13 @@ class Ranks:
         if device.type != "cuda" or self._everyone is None:
             return
         over: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        deadline = time.monotonic() + (self.timeout or default_pg_timeout).total_seconds()
+        # NCCL's watchdog looks for late collectives when a group is aborted, too; where it finds one, it ends the
+        # process a minute later without a word. After half of the time none is late.
+        deadline = time.monotonic() + (self.timeout or default_pg_timeout).total_seconds() / 2
         over.record()
         while not over.query():
             if time.monotonic() > deadline:
-                self._everyone._get_backend(device).abort()
+                _returns(self._everyone._get_backend(device).abort)
                 raise LostRankError(
                     needed=f"all {self.world} ranks in a collective of NCCL",
                     given=f"one that did not come, on rank {self.rank}",
@@ -383,23 +391,50 @@ def ranks_of_environment(
     timeout = timedelta(seconds=timeout_seconds)
     store, _, _ = next(rendezvous(address, rank, world, timeout=timeout))
     life = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
+    # After a timeout NCCL's watchdog sets this below all prefixes. A rank that was started again would find it, and
+    # its heartbeat monitor would sleep for 8 minutes, for which the end of the groups waits.
+    prefixed: Any = PrefixStore(life, store)
+    prefixed._underlying_non_prefix_store.delete_key(_NCCL_DUMP_SIGNAL)
     dist.init_process_group(
         backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
     )
     ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
-    # To destroy a group waits for its NCCL collectives: for ever, where another rank waits for this one in one of them.
-    end = dist.distributed_c10d._abort_process_group
+    failed = True
     try:
         nodes = ranks.nodes(environment)
         with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world, nodes)):
             yield ranks
-        end = dist.destroy_process_group
+        failed = False
     finally:
         # Threads of a group that is still referred to would end with the interpreter, which can abort the process.
         for each in (ranks, *ranks._derived):
             for name in ("data", "sequence", "all"):
                 object.__setattr__(each, name, None)
-        end()
+        # To destroy a group waits for its NCCL collectives: for ever, where another rank waits for this one in one.
+        if not failed:
+            dist.destroy_process_group()
+        elif not _returns(dist.distributed_c10d._abort_process_group):
+            atexit.register(_leave)  # the interpreter's end would wait for the groups again
+
+
+def _returns(abort: Callable[[], None]) -> bool:
+    """Whether a call that aborts NCCL returns in time, with an error or not; else it goes on in its thread."""
+
+    def called() -> None:
+        with suppress(RuntimeError):  # what is reported is why it is aborted
+            abort()
+
+    thread = threading.Thread(target=called, name="abort", daemon=True)
+    thread.start()
+    thread.join(ABORT_SECONDS)
+    return not thread.is_alive()
+
+
+def _leave() -> None:
+    """End the process at once. All that torchrun needs is a status other than 0."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def _is_here(address: str) -> bool:

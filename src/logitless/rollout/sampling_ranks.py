@@ -133,7 +133,11 @@ class SamplingRanks:
         begin = time.perf_counter()
         self._ranks.broadcast_object(["load", version, list(tensors)])
         self._ranks.broadcast(tensors.values())
-        self._ranks.wait_for(next(iter(tensors.values())).device)
+        try:
+            self._ranks.wait_for(next(iter(tensors.values())).device)
+        except LostRankError:
+            self._closed.set()  # or ``close`` would wait for that rank again, over gloo, which still works
+            raise
         self._sent, self.transfer_numbers = version, {"weights/push_seconds": time.perf_counter() - begin}
 
     def sample(
@@ -194,8 +198,8 @@ class SamplingRanks:
         ranks.broadcast_object(["gather"])
 
     def close(self) -> None:
-        """Let the sampling ranks go."""
-        if self._ranks is not None:
+        """Let the sampling ranks go; where one is lost, the others see this rank end."""
+        if self._ranks is not None and not self._closed.is_set():
             self._closed.set()
             with self._lock:
                 self._ranks.broadcast_object(["end"])
@@ -298,6 +302,8 @@ class _Arriving:
 
     def _received(self, tensor: Tensor) -> Tensor:
         self._ranks.broadcast([tensor])
+        # For each, as hundreds of layers could fill CUDA's queue behind one that does not come: then no call returns.
+        self._ranks.wait_for(tensor.device)
         return tensor
 
     @contextmanager
