@@ -17,7 +17,7 @@ from logitless.cli.main import main
 from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
-from logitless.tinker.service import Service
+from logitless.tinker.service import GO_ON, Service
 from logitless.tinker.store import Store
 from logitless.tinker.trainer import Trainer
 from tests.tinker.test_trainer import CONFIG
@@ -161,7 +161,7 @@ def test_a_client_that_waits_is_told_when_the_service_ends_and_one_that_leaves_a
         missing = client.post("optim_step", model_id=model, seq_id=2)  # 1 never comes
         waiting = thread.submit(client.answer, missing)
         client.service.close()
-        assert waiting.result() == {"error": "the service has ended", "category": "server"}
+        assert waiting.result() == {"error": f"the service has ended: {GO_ON}", "category": "server"}
 
 
 def test_who_waits_for_an_answer_of_a_session_that_is_gone_is_told_in_words(client):
@@ -173,6 +173,7 @@ def test_who_waits_for_an_answer_of_a_session_that_is_gone_is_told_in_words(clie
         said = client.post("retrieve_future", request_id=request)
         assert said["category"] == "server"
         assert "gone: it was finished, silent, or of a service that was restarted" in said["error"]
+        assert said["error"].endswith(GO_ON)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])
@@ -185,6 +186,12 @@ def test_a_port_that_does_not_exist_is_refused(port):
 def test_an_option_that_nothing_could_be_served_with_is_refused_before_the_model_is_loaded(wrong, capsys):
     assert main(["serve-tinker", "no-such-model", *wrong]) == 2
     assert f"{wrong[0]} of at least 1" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_had_is_refused_before_the_model_is_loaded(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    assert main(["serve-tinker", "no-such-model", "--folder", str(tmp_path / "file")]) == 1
+    assert "Name another --folder" in capsys.readouterr().err
 
 
 def test_a_request_that_is_out_of_memory_fails_alone_and_says_what_to_do(client, monkeypatch):

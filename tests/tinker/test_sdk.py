@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -257,6 +258,22 @@ def test_a_program_that_goes_on_with_a_restarted_server_is_told_at_once(model, t
             assert told.value.status_code == 410
 
 
+def test_a_service_that_is_stopped_says_that_it_answers_the_call_under_way_and_does(model, tmp_path, capfd):
+    with served(model, tmp_path, "--name", "tiny") as (process, url), ThreadPoolExecutor(1) as thread:
+        session = post(url, "create_session", {}).json()["session_id"]
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
+        sampler = post(url, "create_sampling_session", base).json()["sampling_session_id"]
+        wanted = {"prompt": {"chunks": [{"tokens": TEXT}]}, "sampling_params": {"max_tokens": 500, "stop": []}}
+        promise = post(url, "asample", {**wanted, "num_samples": 64, "sampling_session_id": sampler, "seq_id": 0})
+        asked = thread.submit(post, url, "retrieve_future", promise_of(promise.json()))
+        time.sleep(1.0)  # the call has begun; it takes seconds
+        assert not asked.done()
+        process.send_signal(signal.SIGTERM)
+        assert len(pb.SampleResponse.FromString(asked.result().content).sequences) == 64
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert "ends when the call under way is answered" in capfd.readouterr().err
+
+
 def test_every_save_that_was_acknowledged_is_whole_after_a_kill_amid_others(model, tmp_path):
     acknowledged, begun = [], threading.Event()
 
@@ -372,6 +389,10 @@ def dense(values, dtype):
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(sparse(1, 67_000_000)), "one row a token"),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(sparse(4, 65)), "at most 64 targets"),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1, 2, 3, 999], np.int64)), "0 to 271"),
+        (
+            lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1, 2, 3, -100], np.int64)),
+            "0 leaves a token",
+        ),
         (lambda d: d.loss_fn_inputs["target_tokens"].CopyFrom(dense([1.0] * 4, np.float32)), "no integers"),
         (lambda d: d.loss_fn_inputs["weights"].CopyFrom(dense([np.nan] * 4, np.float32)), "not finite"),
         (lambda d: d.loss_fn_inputs["weights"].CopyFrom(dense([1.0], np.float32)), "shape"),

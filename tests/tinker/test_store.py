@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from logitless.errors import InputError
+from logitless.errors import CheckpointError, InputError
 from logitless.tinker.adapter import Shape
 from logitless.tinker.store import Checkpoint, Store
 
@@ -49,6 +49,12 @@ def test_a_name_that_leads_elsewhere_is_refused(tmp_path, path):
     with pytest.raises(InputError, match="plain name"):
         save(Store(tmp_path / "inner"), name="../../a")
     assert list(tmp_path.iterdir()) == [tmp_path / "inner"]
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that root cannot write either")
+def test_a_folder_that_is_there_and_cannot_be_written_is_refused_at_the_start():
+    with pytest.raises(CheckpointError, match="Name another --folder"):
+        Store(Path("/proc/self"))
 
 
 def test_a_name_is_taken_until_it_is_overwritten(tmp_path):

@@ -40,6 +40,7 @@ def run(options: argparse.Namespace) -> int:
     check_at_least("--tokens-per-row", options.tokens_per_row, 1)
     check_at_least("--memory", 1 if options.memory is None else options.memory, 1)
     check_at_least("letters of --name", min(map(len, options.name), default=1), 1)
+    store = Store(options.folder)
     messages()
     with listening(options.port) as connection:
         section = ModelSection(source=options.model, device=options.device)
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         source = options.tokenizer or options.model
         service = Service(
             trainer,
-            Store(options.folder),
+            store,
             names=options.name or [options.model],
             tokenizer_name=str(Path(source).absolute()) if Path(source).exists() else source,
             seed=options.seed,
@@ -69,5 +70,6 @@ def run(options: argparse.Namespace) -> int:
             try:
                 wait_for_end()
             finally:
+                print("ends when the call under way is answered", file=sys.stderr)
                 service.close()
     return 0

@@ -60,6 +60,9 @@ RETRIEVED = 1024
 SNAPSHOTS = 16
 """Weights of unnamed samplers that are kept for each model; older ones are dropped, and samples from them refused."""
 
+GO_ON = "make a new ServiceClient, and go on from a checkpoint (RestClient.list_user_checkpoints)"
+"""What a client does whose session is gone."""
+
 KEPT_CHECKPOINTS = 4
 """Checkpoints whose weights stay in memory after they were sampled from."""
 
@@ -107,7 +110,7 @@ class Service:
             self._state.notify_all()
         self._thread.join()
         for session in self._sessions.values():
-            self._fail_all(session, "the service has ended")
+            self._fail_all(session, f"the service has ended: {GO_ON}")
 
     @property
     def is_serving(self) -> bool:
@@ -166,7 +169,9 @@ class Service:
             session = self._sessions.get(session_id)
         if session is None:
             raise RefusedError(
-                410, f"session {session_id!r:.80} is gone: it was finished, silent, or of a service that was restarted"
+                410,
+                f"session {session_id!r:.80} is gone: it was finished, silent, or of a service that was restarted; "
+                + GO_ON,
             )
         if session.owner != owner_of(key):
             raise RefusedError(403, f"session {session_id!r:.80} belongs to another key")

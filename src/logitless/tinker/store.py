@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from safetensors import SafetensorError
@@ -71,6 +72,7 @@ class Store:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            TemporaryFile(dir=folder).close()  # found out now, not by the first save after hours
             for part in folder.glob("*/*/.*.part"):  # killed while writing
                 shutil.rmtree(part)
             for old in folder.glob("*/*/.*.old"):  # killed between two renames
@@ -81,7 +83,9 @@ class Store:
                     old.rename(place)
         except OSError as error:
             raise CheckpointError(
-                needed="a folder for checkpoints", given=f"{str(folder)!r}: {error}", remedy="Name another --folder."
+                needed="a folder for checkpoints that can be written",
+                given=f"{str(folder)!r}: {error}",
+                remedy="Name another --folder.",
             ) from error
 
     def place(self, run: str, kind: str, name: str) -> Path:

@@ -493,7 +493,7 @@ def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | No
         raise ValueError(f"target_tokens of shape {shape} beside {len(tokens)} tokens: one row a token is needed")
     if not np.issubdtype(targets.dtype, np.integer):
         raise ValueError("target_tokens that are no integers")
-    check_tokens(targets, vocabulary)
+    check_tokens(targets, vocabulary, "target_tokens", "; weight or advantage 0 leaves a token out")
     if "weights" in wanted:
         given.setdefault("weights", np.ones(shape, np.float32))
     for name, value in given.items():
@@ -505,14 +505,14 @@ def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | No
     return Datum(tokens, targets.reshape(len(tokens), -1).astype(np.int64), rows, is_flat)
 
 
-def check_tokens(ids: np.ndarray, vocabulary: int) -> None:
+def check_tokens(ids: np.ndarray, vocabulary: int, what: str = "token ids", remedy: str = "") -> None:
     """Refuse token ids out of range.
 
     Raises:
         ValueError: says the range.
     """
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
-        raise ValueError(f"token ids from {ids.min()} to {ids.max()}: 0 to {vocabulary - 1} are needed")
+        raise ValueError(f"{what} from {ids.min()} to {ids.max()}: 0 to {vocabulary - 1} are needed{remedy}")
 
 
 def _array(raw: bytes, dtype: np.dtype) -> np.ndarray:
