@@ -10,9 +10,11 @@ from math import inf
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from logitless.errors import CheckpointError, ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
@@ -20,6 +22,7 @@ from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.saved_policy import load_policy
 from logitless.train.store import checkpoint as checkpoints
 from logitless.types import Completion
 from tests.train.interrupting import at_step, before, stopped_at
@@ -201,6 +204,21 @@ def test_a_full_disk_in_the_warm_start_is_an_error_in_words_that_leaves_no_folde
     with pytest.raises(TrainingError, match=r"No space left.*Free disk space"):
         start(tiny_recipe(tmp_path, **SHORT, warm_start=warm_start(tmp_path)))
     assert not any((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("warm", [False, True], ids=["random weights", "warm start"])
+def test_an_adapter_whose_base_only_the_run_has_is_refused_elsewhere_with_the_command_that_merges_it(
+    warm, trained, tmp_path
+):
+    changes = {"model__lora": {"rank": 2}}
+    if warm:
+        source = str(RunFolder(trained / "runs" / "tiny").model)
+        changes |= {"model__source": source, "model__random_weights": False, "warm_start": warm_start(tmp_path)}
+    run = finished_run(tmp_path, **{**SHORT, **changes})
+    for auto in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+        with pytest.raises(OSError, match="only this run has: `logitless export RUN` merges it"):
+            auto.from_pretrained(str(run.model))
+    load_policy(run)  # here it is complete
 
 
 # --- rewards that fail ----------------------------------------------------------------------------------------------
