@@ -9,6 +9,7 @@ import struct
 import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from logitless.errors import ConfigurationError
@@ -264,7 +265,8 @@ def _calls_within_logitless() -> int:
 
     ``warnings.warn`` has ``skip_file_prefixes`` for this since Python 3.12.
     """
-    frame, calls = sys._getframe(1), 0
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
     while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "logitless":
         frame, calls = frame.f_back, calls + 1
     return calls
