@@ -77,7 +77,7 @@ def fails(completions):
         ("own.py:LIMIT", ["a value of type int, which cannot be called"]),
         ("own.py:Scorer", ["whose arguments Python can name", "TypeError: a class"]),
         ("own.py:exact", ["a column of the data (answer,", "given solution", "Rename them"]),
-        ("own.py:brevity", ["own.py:brevity: a list of 1 numbers (or None) expected, float returned", "[0.5]"]),
+        ("own.py:brevity", ["own.py:brevity: a list of 1 scores (numbers or None) expected, float returned", "[0.5]"]),
         ("broken.py:brevity", ["NameError: name 'nothing' is not defined in", "broken.py, line 2"]),
         ("absent.py:brevity", ["there is no file"]),
     ],

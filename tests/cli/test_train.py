@@ -274,7 +274,8 @@ def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys,
 
 def test_a_run_of_which_nothing_was_scored_has_failed_and_says_so_everywhere(tmp_path, capsys):
     reward = "rewards=[{name: function, path: tests.train.faulty_rewards:raising}]"
-    assert main(["train", *SMALL, *sets(f"output={tmp_path}", reward, held_out_in(tmp_path))]) == 1
+    goes_on = "train.max_unscored_fraction=1"
+    assert main(["train", *SMALL, *sets(f"output={tmp_path}", reward, held_out_in(tmp_path), goes_on)]) == 1
     *_, shown = capsys.readouterr().out.rpartition("\n\n")
     folder = tmp_path / "length-toy"
     lines = shown.splitlines()

@@ -108,8 +108,9 @@ def test_the_named_backend_is_used(call):
 
 
 def test_a_ceiling_of_cispo_below_one_warns_and_is_ligers():
-    with pytest.warns(UserWarning, match="epsilon_high for the ceiling itself: 0.2"):
+    with pytest.warns(UserWarning, match="epsilon_high for the ceiling itself: 0.2") as warned:
         assert plain(loss_type="cispo").algorithm.objective.surrogate.ratio_max == 0.2
+    assert [warning.filename for warning in warned] == [__file__]
 
 
 @pytest.mark.parametrize(

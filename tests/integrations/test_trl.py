@@ -306,6 +306,17 @@ def test_a_script_that_sets_up_no_logging_sees_which_settings_have_no_effect(lla
     assert "delta=2.0 has no effect with loss_type='sapo'" in said
 
 
+def test_presets_that_nobody_changed_say_nothing_and_a_warning_points_to_the_line_that_makes_the_trainer(
+    llama_path, tmp_path, caplog
+):
+    for loss in ("sapo", "vespo"):
+        trainer_of(GRPOTrainer, llama_path, tmp_path, loss_type=loss)
+        assert [record for record in caplog.records if record.name == "logitless"] == []
+    with pytest.warns(UserWarning, match="takes epsilon_high for the ceiling itself") as warned:
+        trainer_of(GRPOTrainer, llama_path, tmp_path, loss_type="cispo")
+    assert [warning.filename for warning in warned if "ceiling" in str(warning.message)] == [__file__]
+
+
 def test_trl_refuses_lora_on_the_lm_head_when_the_trainer_is_made(llama_path, tmp_path):
     with pytest.raises(ValueError, match="Remove `'lm_head'` from your `target_modules`"):
         trainer_of(GRPOTrainer, llama_path, tmp_path, lora=LoraConfig(r=2, target_modules=["lm_head"]))

@@ -1,9 +1,11 @@
+import time
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
+from logitless.rewards import reward as reward_module
 from logitless.rewards.reward import (
     MAX_CHARACTERS,
     Batch,
@@ -249,6 +251,29 @@ class Unable(Length):
 
     def verdicts(self, prompts, completions, columns, completion_ids=None):
         return [TIMEOUT] * len(completions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slow(Length):
+    """Takes until the log has a line, or 9 s, and then some more."""
+
+    name: Literal["slow"] = "slow"
+
+    def verdicts(self, prompts, completions, columns, completion_ids=None):
+        end = time.monotonic() + 9
+        while not self.log.records and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(10 * reward_module.SLOW_SECONDS)
+        return super().verdicts(prompts, completions, columns, completion_ids)
+
+
+def test_what_waits_for_a_slow_reward_says_so_once_with_its_name_and_the_seconds(caplog, monkeypatch):
+    monkeypatch.setattr(reward_module, "SLOW_SECONDS", 0.02)
+    monkeypatch.setattr(Slow, "log", caplog, raising=False)
+    prompts = [Prompt("a", "?", (1,))]
+    for _ in range(2):
+        judge(prompts, _episodes(prompts), weighted([Slow(), Length()]), unscored="leave_out")
+    assert caplog.messages == ["waiting for reward 'slow' to score completions: 0.02 s so far, imports included"]
 
 
 def test_what_an_environment_paid_at_the_turns_is_part_of_the_reward():

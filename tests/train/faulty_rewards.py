@@ -6,6 +6,13 @@ def raising(completions, **columns):
     raise RuntimeError("broken")
 
 
+def raising_often(completions, **columns):
+    """Raise unless the completion begins with one of two of the toy's eight letters."""
+    if not completions[0].startswith(("a", "b")):
+        raise RuntimeError("broken")
+    return [1.0]
+
+
 def nothing(completions, **columns):
     """Give no score."""
     return [None] * len(completions)

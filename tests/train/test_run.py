@@ -10,9 +10,11 @@ from math import inf
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import AutoModelForCausalLM
 
 from logitless.errors import CheckpointError, ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
@@ -20,10 +22,21 @@ from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.saved_policy import load_policy
 from logitless.train.store import checkpoint as checkpoints
 from logitless.types import Completion
 from tests.train.interrupting import at_step, before, stopped_at
-from tests.train.tiny import ONE_STEP, SHORT, completed, finished_run, recorded_engine, start, tiny_recipe, warm_start
+from tests.train.tiny import (
+    ONE_STEP,
+    SHORT,
+    completed,
+    finished_run,
+    give_chat_template,
+    recorded_engine,
+    start,
+    tiny_recipe,
+    warm_start,
+)
 
 TWO_BLOCKS = {**SHORT, "train__blocks": 2}
 
@@ -193,17 +206,67 @@ def test_a_full_disk_in_the_warm_start_is_an_error_in_words_that_leaves_no_folde
     assert not any((tmp_path / "runs").iterdir())
 
 
+@pytest.mark.parametrize("warm", [False, True], ids=["random weights", "warm start"])
+def test_an_adapter_whose_base_only_the_run_has_is_refused_elsewhere_with_the_command_that_merges_it(
+    warm, trained, tmp_path
+):
+    changes = {"model__lora": {"rank": 2}}
+    if warm:
+        source = str(RunFolder(trained / "runs" / "tiny").model)
+        changes |= {"model__source": source, "model__random_weights": False, "warm_start": warm_start(tmp_path)}
+    run = finished_run(tmp_path, **{**SHORT, **changes})
+    for auto in (AutoModelForCausalLM, AutoPeftModelForCausalLM):
+        with pytest.raises(OSError, match="only this run has: `logitless export RUN` merges it"):
+            auto.from_pretrained(str(run.model))
+    load_policy(run)  # here it is complete
+
+
 # --- rewards that fail ----------------------------------------------------------------------------------------------
 
 
 def test_blocks_that_nothing_could_score_are_counted_across_a_stop_and_end_the_run(tmp_path):
-    faulty = {"name": "function", "path": "tests.train.faulty_rewards:raising"}
+    faulty = {"name": "function", "path": "tests.train.faulty_rewards:raising_often"}
     rewards = [faulty, {"name": "length", "cap": 6}]
     changes = {**SHORT, **ONE_STEP, "train__blocks": 9, "train__max_blocks_unscored": 2, "rewards": rewards}
     stopped_at(1, tiny_recipe(tmp_path, **changes))
-    with pytest.raises(TrainingError, match=r"(?s)100% by raising, and as bad for 2 blocks in a row.*Traceback.*Error"):
+    with pytest.raises(TrainingError, match=r"(?s)% by raising_often, and as bad for 2 blocks.*Traceback.*Error"):
         start(tiny_recipe(tmp_path, **changes), resume=True)
     assert [number for number, _ in _folder(tmp_path).read_rollouts()] == [1, 2]
+
+
+class RaisesAtOnce:
+    def start(self, prompt, *, seed):
+        raise KeyError("no such table")
+
+    def reply(self, state, turn):
+        raise AssertionError("no episode began")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"rewards": [{"name": "function", "path": "tests.train.faulty_rewards:raising"}]},
+            "the first by raising: raised: RuntimeError: broken. Repair it",
+        ),
+        (
+            {
+                "rollout__environment": {"name": "own", "factory": f"{__name__}:RaisesAtOnce"},
+                "rollout__limits": {"max_turns": 2, "max_tokens": 20},
+            },
+            "the environment failed: KeyError: 'no such table'. Repair it",
+        ),
+    ],
+    ids=["reward", "environment"],
+)
+def test_a_reward_or_environment_that_raises_at_every_completion_ends_the_run_after_its_first_block(
+    changes, said, tmp_path, capsys
+):
+    give_chat_template(tmp_path)
+    with pytest.raises(TrainingError, match=f"scored without an error; given an error at each of .*{said}"):
+        start(tiny_recipe(tmp_path, **{**SHORT, "train__blocks": 9, **changes}))
+    assert "Traceback" in capsys.readouterr().out
+    assert [number for number, _ in _folder(tmp_path).read_rollouts()] == [1]
 
 
 # --- memory ---------------------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ COMMANDS = {
     "serve-engine": "offer the engine of a recipe or a run to OpenAI clients on this machine",
     "serve-tinker": "offer a model to clients of the Tinker SDK on this machine",
     "export": "write a checkpoint of a run as a folder that other programs load",
-    "score": "judge a file of responses with a suite or a reward function",
+    "score": "score a file of responses with a suite or a reward function",
     "parity": "compare losses and gradients between backends and against other libraries",
     "bench": "measure speed, memory and error on this machine",
     "doctor": "say what this machine can run",

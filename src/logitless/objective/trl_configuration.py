@@ -6,8 +6,10 @@ micro-batch, become notes; likely mistakes become warnings. A router loss and a 
 """
 
 import struct
+import sys
 import warnings
 from collections.abc import Mapping
+from types import FrameType
 from typing import Any
 
 from logitless.errors import ConfigurationError
@@ -202,8 +204,7 @@ def _notes(values: Mapping[str, Any]) -> list[str]:
     if values["multi_objective_aggregation"] == "normalize_then_sum":
         notes.append(f"scale_rewards={values['scale_rewards']!r} has no effect under normalize_then_sum")
     for name, losses in _READ_ONLY_BY.items():
-        always = name == "epsilon" and loss in ("sapo", "vespo")
-        if loss not in losses and (always or values[name] != DEFAULTS[name]):
+        if loss not in losses and values[name] != DEFAULTS[name]:
             notes.append(f"{name}={values[name]} has no effect with loss_type={loss!r}")
     if values["top_entropy_quantile"] < 1:
         notes.append("top_entropy_quantile takes its threshold from each micro-batch: the result depends on its size")
@@ -243,7 +244,7 @@ def _surrogate(values: Mapping[str, Any]) -> Surrogate:
                 warnings.warn(
                     f"with loss_type='cispo' TRL takes epsilon_high for the ceiling itself: {ceiling} scales every"
                     " gradient by it; the paper's runs set epsilon_high=5.0",
-                    stacklevel=3,
+                    stacklevel=_calls_within_logitless() + 1,
                 )
             return Cispo(ratio_max=ceiling, ceiling_below_one="accept" if ceiling < 1 else "refuse")
         case "sapo":
@@ -257,6 +258,18 @@ def _surrogate(values: Mapping[str, Any]) -> Surrogate:
             if delta is None:
                 return Clip(lower, upper)
             return Clip(lower, min(upper, delta), ratio_cap=max(upper, delta))
+
+
+def _calls_within_logitless() -> int:
+    """How many calls of this package lie between the caller and the user's code, the caller's included.
+
+    ``warnings.warn`` has ``skip_file_prefixes`` for this since Python 3.12.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    calls = 0
+    while frame is not None and str(frame.f_globals.get("__name__")).partition(".")[0] == "logitless":
+        frame, calls = frame.f_back, calls + 1
+    return calls
 
 
 def _float32(value: float) -> float:

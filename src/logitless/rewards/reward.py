@@ -10,10 +10,14 @@ Columns are passed as a mapping, so that a column may have any name (``kwargs``,
 signature of reward functions, takes them as keyword arguments.
 """
 
+import functools
 import json
+import logging
 import math
+import threading
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -23,6 +27,8 @@ from jaxtyping import Int64
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
 from logitless.own_code import blamed
 from logitless.types import Episode, Group, Prompt, Verdict
+
+logger = logging.getLogger("logitless")
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 Text: TypeAlias = str | Messages
@@ -46,6 +52,9 @@ RESERVED_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids"})
 
 ENVIRONMENT = "environment"
 """Name of the verdict with the environment's reward, in runs without other rewards."""
+
+SLOW_SECONDS = 10.0
+"""A batch or check that takes a reward longer is reported, for nothing else says what the run waits for."""
 
 
 @runtime_checkable
@@ -513,6 +522,28 @@ def judge(
     return groups
 
 
+@contextmanager
+def told_if_slow(name: str, what: str) -> Iterator[None]:
+    """Inside, log a line after ``SLOW_SECONDS``, once in a process.
+
+    Args:
+        name: of the reward.
+        what: it does inside.
+    """
+    timer = threading.Timer(SLOW_SECONDS, _tell_slow, [name, what])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@functools.cache
+def _tell_slow(name: str, what: str) -> None:
+    logger.warning("waiting for reward %r to %s: %g s so far, imports included", name, what, SLOW_SECONDS)
+
+
 def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[WeightedReward]) -> list[dict[str, Verdict]]:
     """By reward name, for each episode; of the rewards that apply to its prompt's source."""
     if not rewards:
@@ -522,7 +553,9 @@ def _verdicts(pairs: Sequence[tuple[Prompt, Episode]], rewards: Sequence[Weighte
         rows = [row for row, (prompt, _) in enumerate(pairs) if entry.applies_to(prompt.source)]
         if not rows:
             continue
-        for row, verdict in zip(rows, _verdicts_of(entry, [pairs[row] for row in rows]), strict=True):
+        with told_if_slow(entry.name, "score completions"):
+            found = _verdicts_of(entry, [pairs[row] for row in rows])
+        for row, verdict in zip(rows, found, strict=True):
             episode = pairs[row][1]
             verdicts[row][entry.name] = _failed(episode) if episode.failure else verdict
     return verdicts

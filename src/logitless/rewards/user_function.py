@@ -118,7 +118,7 @@ class Function(PooledReward):
         [tried] = self.run("call_function", [item], (self._located,), self.process, self._variables())
         if tried.status == "done" and "malformed" in tried.value:
             raise ConfigurationError(
-                needed="a reward function that returns a list with a number or None for each completion",
+                needed="a reward function that returns a list with a score, a number or None, for each completion",
                 given=f"{self.path}: {tried.value['error']}",
                 remedy="Return for example [0.5]: every call has one completion.",
             )

@@ -268,7 +268,7 @@ class Loop:
             raise
         self.block_metrics = metrics
         self._tell_failures(judged.sampled)
-        self.unscored.see(judged.sampled)
+        self.unscored.see(judged.sampled, is_first=self._done == 0)
         if block is None:
             self._skip_block()
         else:

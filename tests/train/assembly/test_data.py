@@ -5,12 +5,14 @@ import json
 import pytest
 
 from logitless.errors import ConfigurationError, DataError
+from logitless.rewards import reward
 from logitless.rewards.instructions.suites import OverlapWarning
 from logitless.rollout.environment import Reply
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import tokenizer_of
+from logitless.types import Prompt
 from tests.train.tiny import give_chat_template, start, tiny_recipe, warm_start
 
 
@@ -94,3 +96,11 @@ def test_held_out_texts_are_neither_trained_nor_warmed_up_on(tmp_path):
     data = data_of(recipe, tokenizer_of(recipe.model))
     assert "ah" not in {p.text for p in (*data.train, *data.warm_start)}
     assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)
+
+
+def test_the_check_of_a_reward_whose_module_takes_its_time_says_what_it_waits_for(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(reward, "SLOW_SECONDS", 0.05)
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(1)\n\ndef sluggish(completions):\n    return [1.0]\n")
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "function", "path": f"{tmp_path}/slow.py:sluggish"}])
+    rewards_of(recipe, [Prompt("7", "?", (4,))])
+    assert caplog.messages == ["waiting for reward 'sluggish' to pass its check: 0.05 s so far, imports included"]

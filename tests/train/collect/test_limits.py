@@ -36,6 +36,16 @@ def test_blocks_with_too_many_failures_in_a_row_stop_the_run_and_the_first_failu
         limit.see(block(FAILED, FAILED, FINE))
 
 
+def test_a_first_block_in_which_only_some_completions_raise_or_all_wait_does_not_stop_the_run():
+    limit, late = UnscoredLimit(max_fraction=0.5, max_blocks=9), Verdict(score=None, status="timeout")
+    limit.see(block(FAILED, FAILED, FINE), is_first=True)
+    limit.see(block(late, late), is_first=True)
+    UnscoredLimit(max_fraction=1.0, max_blocks=9).see(block(FAILED), is_first=True)
+    limit.see(block(FAILED, FAILED))
+    with pytest.raises(TrainingError, match="an error at each of 2, the first by mine: KeyError: 'answer'"):
+        limit.see(block(FAILED, FAILED), is_first=True)
+
+
 def test_a_completion_that_another_function_judged_is_not_unscored_by_one_that_was_left_out():
     limit = UnscoredLimit(max_fraction=0.5, max_blocks=1)
     limit.see([group_of("7", [1.0, 1.0], mine=[FINE] * 2, other=[MISSING] * 2)])

@@ -131,7 +131,7 @@ def _rounds(rank):
 
 def test_whatever_a_rank_meets_while_it_samples_ends_all_ranks():
     of_other, of_failing = run_on_ranks(2, _rounds)
-    needed = "needed completions, sampled and judged on every rank; given "
+    needed = "needed completions, sampled and scored on every rank; given "
     end = "Look for that rank's traceback; --resume goes on from the last checkpoint."
     assert of_other == [
         ("TrainingError", f"{needed}MemoryError: of the host (on rank 1). {end}"),

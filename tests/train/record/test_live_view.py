@@ -2,6 +2,7 @@
 
 import io
 import itertools
+import logging
 import math
 import sys
 
@@ -72,6 +73,17 @@ def test_the_loss_is_shown_where_it_says_how_far_a_run_is_and_what_a_teacher_tea
 
 def terminal() -> Console:
     return Console(file=io.StringIO(), force_terminal=True, width=90, height=30, color_system=None)
+
+
+def test_on_a_terminal_log_lines_are_shown_above_the_view_and_nowhere_else(caplog):
+    logger, console = logging.getLogger("logitless"), terminal()
+    with LiveView(3, console=console):
+        logger.warning("waiting for a %s", "reward")
+    assert "waiting for a reward" in console.file.getvalue()
+    assert not caplog.records
+    logger.warning("after it")
+    assert [record.message for record in caplog.records] == ["after it"]
+    assert "after it" not in console.file.getvalue()
 
 
 def shown(view: LiveView) -> str:

@@ -39,7 +39,7 @@ def score_of(value: Any) -> Answer:
     except Exception:
         score, malformed = math.nan, True
     if math.isnan(score):
-        answer: Answer = {"error": f"a number or None expected, {_shown(value)} returned"}
+        answer: Answer = {"error": f"a score (a number or None) expected, {_shown(value)} returned"}
         return {**answer, "malformed": True} if malformed else answer
     if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
@@ -108,7 +108,7 @@ def scores_of(result: Any, num_completions: int) -> list[Answer]:
         if len(scores) == num_completions:
             return scores
         given = f"one of {len(scores)}"
-    error = f"a list of {num_completions} numbers (or None) expected, {given} returned"
+    error = f"a list of {num_completions} scores (numbers or None) expected, {given} returned"
     return [{"error": error, "malformed": True}] * num_completions
 
 

@@ -13,7 +13,7 @@ from logitless.errors import DataError
 from logitless.objective.advantage import Estimator
 from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rewards.instructions.suites import warn_of_overlap
-from logitless.rewards.reward import WeightedReward, weighted
+from logitless.rewards.reward import WeightedReward, told_if_slow, weighted
 from logitless.seeds import derived_seed
 from logitless.train.recipe.config import Recipe
 from logitless.types import Prompt
@@ -177,5 +177,6 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     rewards = weighted(recipe.rewards)
     for entry in rewards:
         rows = [prompt.columns for prompt in prompts if entry.applies_to(prompt.source)]
-        entry.reward.check({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
+        with told_if_slow(entry.name, "pass its check"):
+            entry.reward.check({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
     return rewards

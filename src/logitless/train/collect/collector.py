@@ -198,7 +198,7 @@ class GroupSampler:
         mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
         how: Any = {"num_samples": num_samples, "options": options, "seed": seed, "limits": self.limits}
         groups: list[Group] = []
-        with failing_together(ranks, "completions, sampled and judged"):
+        with failing_together(ranks, "completions, sampled and scored"):
             with together(engine):
                 episodes: list[list[Episode]] = []
                 if not mine:

@@ -9,7 +9,7 @@ from logitless.types import Group, Verdict
 
 
 class UnscoredLimit:
-    """Stops a run after some blocks in a row in which a reward failed too often.
+    """Stops a run after some blocks in a row in which a reward failed too often, or after a first one of errors alone.
 
     Args:
         max_fraction: share of a block's completions that a reward may fail at.
@@ -31,17 +31,21 @@ class UnscoredLimit:
     def __init__(self, *, max_fraction: float, max_blocks: int) -> None:
         self.max_fraction, self.max_blocks, self.in_a_row = max_fraction, max_blocks, 0
 
-    def see(self, groups: Sequence[Group]) -> None:
+    def see(self, groups: Sequence[Group], *, is_first: bool = False) -> None:
         """Count a block.
 
         Args:
             groups: all its groups.
+            is_first: whether it is the first of the run.
 
         Raises:
-            TrainingError: one too many in a row; the first failure is in the message.
+            TrainingError: one too many in a row, or an error at every completion of the first; the first failure is in
+                the message.
         """
         share, name = unscored_share(groups)
         self.in_a_row = self.in_a_row + 1 if share > self.max_fraction else 0
+        if is_first and self.in_a_row:
+            _check_first(groups)
         if self.in_a_row < self.max_blocks:
             return
         raise TrainingError(
@@ -109,6 +113,25 @@ def unscored_share(groups: Sequence[Group]) -> tuple[float, str]:
     shares["all functions"] = rewards.count(None) / len(rewards) if rewards else 0.0
     name = max(shares, key=lambda each: shares[each])  # of equal ones the first
     return shares[name], name
+
+
+def _check_first(groups: Sequence[Group]) -> None:
+    """Refuse a block in which a reward or the environment raised for every completion: the next would be no better.
+
+    A timeout may be of a server that was still starting, and waits for ``max_blocks``.
+    """
+    errors = [
+        [(name, verdict) for name, verdict in verdicts.items() if verdict.status == "error"]
+        for group in groups
+        for verdicts in group.verdicts
+    ]
+    if errors and all(errors):
+        name, verdict = errors[0][0]
+        raise TrainingError(
+            needed="a completion of the first block that is scored without an error",
+            given=f"an error at each of {len(errors)}, the first by {name}: {shown(verdict).splitlines()[0]}",
+            remedy="Repair it; its traceback is above. `logitless doctor RECIPE` scores one batch.",
+        )
 
 
 def _first_failure(groups: Sequence[Group], name: str) -> str:

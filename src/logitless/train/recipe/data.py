@@ -80,7 +80,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     Setting["Recipe"]("sources of a reward").needs(
         "names of data: train or those of data.train.sources, held_out, those of evaluation.sets",
         given=_unknown_reward_sources,
-        remedy="Correct the name, or leave `sources` out for a reward that judges everything.",
+        remedy="Correct the name, or leave `sources` out for a reward that scores everything.",
     ),
     given("rewards").needs(
         "for each source of data a reward that is not a gate",

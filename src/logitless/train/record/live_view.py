@@ -4,6 +4,7 @@ It reads the metrics of each step and nothing else. On a terminal another thread
 update, so that its attributes are replaced and never changed in place.
 """
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from rich.text import Text
 
 from logitless.train.record.metrics import Record
 
+logger = logging.getLogger("logitless")
 _BARS = "▁▂▃▄▅▆▇█"
 _KEPT = 48
 _SHOWN = (
@@ -78,6 +80,17 @@ def imitates(config: Mapping[str, Any]) -> bool:
     return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
 
 
+class _LinesOf(logging.Handler):
+    """Shows log lines in the view: written beside it, the next drawing would cover them."""
+
+    def __init__(self, view: "LiveView") -> None:
+        super().__init__()
+        self._view = view
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._view.message(self.format(record))
+
+
 class LiveView:
     """Shows progress, remaining time, curves and a sample completion; a context manager.
 
@@ -130,11 +143,14 @@ class LiveView:
         self._phase = "starting"
         self._phase_start = clock()
         self._live: Live | None = None
+        self._log = _LinesOf(self)
 
     def __enter__(self) -> "LiveView":
         if self.console.is_terminal:
             self._live = Live(get_renderable=self._render, console=self.console, refresh_per_second=4)
             self._live.start()
+            logger.addHandler(self._log)
+            logger.propagate = False
         else:
             self._say(f"{self.title}: {self.total_blocks} blocks")
         return self
@@ -143,6 +159,8 @@ class LiveView:
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if self._live is not None:
+            logger.propagate = True
+            logger.removeHandler(self._log)
             self._phase = "done" if kind is None else "stopped"
             self._live.stop()
             self._live = None

@@ -71,12 +71,12 @@ step | step | last | run | optimizer steps done, skipped ones included
 block | block | last | run | the block that the step belongs to, from 1
 epoch | 1 | last | block | the pass over the block, from 1
 # Rewards and verdicts
-reward/mean | reward | mean | completion | weighted sum of the functions; unscorable ones left out
+reward/mean | reward | mean | completion | weighted sum of the scores; completions without one left out
 reward/std | reward | std | completion | spread of the weighted sum over the block
 reward/std_in_group | reward | mean | group | spread of the weighted sum inside a group
-reward/unscored | completion | sum | completion | completions that no function could judge
-reward/{function}/mean | reward | mean | completion | what one function gives, before its weight
-reward/{function}/std | reward | std | completion | spread of that
+reward/unscored | completion | sum | completion | completions without a score
+reward/{function}/mean | reward | mean | completion | score of one function, before its weight
+reward/{function}/std | reward | std | completion | spread of that score
 verdict/{function}/graded, verdict/{function}/ungradable, verdict/{function}/error, verdict/{function}/timeout,
     verdict/{function}/missing | completion | sum | completion | verdicts of that status (docs/glossary.md)
 verdict/{function}/failed_fraction | 1 | mean | completion | error and timeout, of what it was asked
@@ -211,14 +211,14 @@ memory/peak_bytes | byte | max | run | most memory held: of the GPU, or of the p
 """
 
 _HELD_OUT = """
-SET/accuracy | 1 | mean | evaluation | held-out completions that count as correct; unscorable ones do not, and where
-    all are it is null
+SET/accuracy | 1 | mean | evaluation | held-out completions that count as correct; unscored ones do not; null if all
+    are
 SET/accuracy/low, SET/accuracy/high | 1 | last | evaluation | 95 % interval over prompts (Wilson)
 SET/pass_at/{k} | 1 | mean | evaluation | chance that one of k samples is correct, unbiased; k = 2, 4, ... up to
     samples_per_prompt
 SET/pass_at/{k}/low, SET/pass_at/{k}/high | 1 | last | evaluation | 95 % interval over prompts (Wilson)
-SET/reward_mean | reward | mean | evaluation | weighted sum of the functions, held out
-SET/{function}/mean | reward | mean | evaluation | what one function gives, held out
+SET/reward_mean | reward | mean | evaluation | weighted sum of the scores, held out
+SET/{function}/mean | reward | mean | evaluation | score of one function, held out
 SET/length_mean | token | mean | evaluation | sampled tokens
 SET/truncated_fraction | 1 | mean | evaluation | completions cut at max_new_tokens
 SET/prompts | prompt | sum | evaluation | held-out prompts
@@ -228,7 +228,7 @@ SET/prompts | prompt | sum | evaluation | held-out prompts
 _SOURCES = """
 # Sources, where training has several
 source/{source}/prompts | prompt | sum | block | prompts of it, those of refills included
-source/{source}/reward_mean | reward | mean | completion | weighted sum of the functions
+source/{source}/reward_mean | reward | mean | completion | weighted sum of the scores
 source/{source}/zero_signal_fraction | 1 | mean | group | groups whose rewards are all equal
 source/{source}/length_mean | token | mean | completion | tokens of a completion
 source/{source}/truncated_fraction | 1 | mean | completion | completions cut at max_new_tokens

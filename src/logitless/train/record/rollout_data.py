@@ -37,13 +37,13 @@ COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "num_tokens": (pyarrow.int64(), "with the stop token"),
     "finish_reason": (pyarrow.string(), "`stop`, or `length` at the limit"),
     "weights_version": (pyarrow.int64(), "optimizer steps of the sampling weights; null if unknown"),
-    "reward": (pyarrow.float64(), "weighted sum; null where nothing was scored"),
+    "reward": (pyarrow.float64(), "weighted sum of the scores; null without one"),
     "advantage": (pyarrow.float64(), "mean over its tokens; null where not trained on"),
     "verdicts": (pyarrow.string(), "JSON: status, score, detail, message by function"),
     "num_turns": (pyarrow.int64(), "of the policy; 1 without a conversation"),
     "conversation": (pyarrow.string(), "JSON: messages; null for single turns"),
 }
-"""Columns of every run, with type and meaning; ``reward/<function>`` (double) follow, for each reward function."""
+"""Columns of every run, with type and meaning; ``reward/<function>`` (double), its score, follows for each function."""
 
 
 def rows_of(block: int, groups: Sequence[Group], advantages: Sequence[Sequence[float | None]]) -> list[dict[str, Any]]:
