@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay",
         metavar="RUN",
         type=Path,
-        help="repeat a run that logged its blocks, with its own recipe, and compare every token, metric and weight",
+        help="repeat a run that logged its blocks, with its own recipe, and compare every token, metric and checkpoint",
     )
 
 
