@@ -111,6 +111,7 @@ def test_one_process_repeats_a_run_that_had_samplers_in_turns_and_says_so(repeat
     recipe = yaml.safe_load(run.config.read_text())
     recipe["parallel"]["sampling"] = 1  # the same run on two processes: test_sampling_ranks.py
     run.write_config(yaml.safe_dump(recipe))
+    assert main(["train", "--replay", str(run.path), "--dry-run"]) == 0
     with caplog.at_level(logging.INFO, "logitless"):
         assert repeat() == 0
     assert "no process is left to sample alone" in caplog.text

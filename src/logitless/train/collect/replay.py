@@ -37,9 +37,8 @@ def repeated_on(world: int, run: RunFolder, recipe: Recipe) -> Recipe:
     """
     _check_repeatable(run, recipe)
     parallel, trained = recipe.parallel, _num_trained(run, recipe)
-    number, beside = parallel.sampling, bool(parallel.num_sampling)
-    if number == "auto":
-        beside = recipe.rollout.staleness > 0
+    number, shards = parallel.sampling, parallel.sampling_shards
+    beside = recipe.rollout.staleness > 0 if number == "auto" else number > 0
     if trained and not parallel.deterministic:
         number = world - max(trained) if beside else 0
         if number < 0 or {world - number} != trained:
@@ -51,7 +50,7 @@ def repeated_on(world: int, run: RunFolder, recipe: Recipe) -> Recipe:
         logger.info("replay: no process is left to sample alone, so that all train and sample in turns")
         if parallel.shard == "auto" and not parallel.deterministic:  # beside samplers it means whole weights
             changes |= {"shard": 1, "replicate": world}
-    shards, is_cut = parallel.sampling_shards, parallel.shard not in ("auto", 1)
+    is_cut = parallel.shard not in ("auto", 1)
     if beside and number != "auto" and shards != "auto" and ((number or world) % shards or not (number or is_cut)):
         logger.info("replay: parallel.sampling_shards: auto, for %d do not fit these processes", shards)
         changes["sampling_shards"] = "auto"
