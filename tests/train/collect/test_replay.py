@@ -284,7 +284,7 @@ def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason_and_what_to_do
 def test_servers_cannot_sample_again_and_the_log_is_to_be_trained_on(repeated, capsys, monkeypatch):
     run, repeat = repeated
     before(monkeypatch, stages, "tokenizer_of", lambda *_: pytest.fail("loaded before the refusal"))
-    assert repeat("rollout.engine={name: vllm_server, urls: ['http://127.0.0.1:9']}") == 2
+    assert repeat("rollout.engine={name: vllm_server, model: tiny, urls: ['http://127.0.0.1:9']}") == 2
     said = " ".join(capsys.readouterr().err.split())
     assert f"Train on what was sampled: rollout.engine={{name: recorded, path: {run.path}}}" in said
 
