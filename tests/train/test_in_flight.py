@@ -16,7 +16,7 @@ from logitless.rollout.sampling_ranks import _Arriving
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.run import run_recipe
-from logitless.train.store.checkpoint import checkpoints
+from logitless.train.store.checkpoint import BackgroundSaver, checkpoints
 from tests.ranks import DEVICES, run_on_ranks
 from tests.train.test_sampling_ranks import CENTRED, ON
 from tests.train.tiny import completed, start, tiny_raw, tiny_recipe
@@ -79,7 +79,14 @@ def again(folder, changes, run, *, training=1, sampling=0, name="again"):
     changes = {**changes, "name": name}
     if training + sampling > 1:
         return beside(folder, changes, training=training, sampling=sampling, replay=run.path)
-    return completed(tiny_recipe(folder, **changes), replay=run.path)
+    write = BackgroundSaver._write
+
+    def slow(*arguments):
+        time.sleep(0.2)  # longer than a block's older weights are in the model
+        return write(*arguments)
+
+    with mock.patch.object(BackgroundSaver, "_write", slow):
+        return completed(tiny_recipe(folder, **changes), replay=run.path)
 
 
 def logged(run):

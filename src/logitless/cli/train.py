@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay",
         metavar="RUN",
         type=Path,
-        help="repeat a run that logged its blocks, with its own recipe, and compare every token, metric and weight",
+        help="repeat a run that logged its blocks, with its own recipe, and compare every token, metric and checkpoint",
     )
 
 
@@ -127,6 +127,11 @@ def _planned(recipe: "Recipe", options: argparse.Namespace, resume: "Resume") ->
     """Print what a run would be, and whether its start is refused."""
     from logitless.train.plan.run_plan import dry_run
 
+    if options.replay is not None:
+        from logitless.train.collect.replay import repeated_on
+        from logitless.train.record.run_folder import RunFolder
+
+        recipe = repeated_on(1, RunFolder(options.replay), recipe)
     refused = _refused(recipe, resume=resume, fork=options.fork, numbered=options.numbered)
     print(dry_run(recipe))
     if refused is not None:

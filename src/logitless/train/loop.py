@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
+from logitless.rollout.in_flight import RepeatingEngine
 from logitless.train.assembly.stages import Parts
 from logitless.train.block import JudgedBlock, ScoredBlock
 from logitless.train.callbacks import Callbacks
@@ -256,6 +257,8 @@ class Loop:
 
         A signal discards the block at once, without a trace.
         """
+        if isinstance(self.collector.engine, RepeatingEngine):
+            self._wait()  # it samples with older weights in the tensors that are being saved
         before = self.collector.state_dict()
         try:
             with self._at_once(), self.journal.phase("preparation"):

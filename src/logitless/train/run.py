@@ -36,7 +36,7 @@ from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
-from logitless.train.collect.replay import check_in_flight, check_replayed, check_same_end
+from logitless.train.collect.replay import check_in_flight, check_same_end, repeated_on
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
@@ -97,7 +97,7 @@ def run_recipe(
         Callbacks(callbacks, is_first=ranks.is_first).end(ended)
         return ended
     if replay is not None:
-        check_replayed(RunFolder(replay), recipe)
+        recipe = repeated_on(ranks.world, RunFolder(replay), recipe)
     elif recipe.rollout.in_flight is not None:
         check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
@@ -284,7 +284,7 @@ def _check_repeated(loop: Loop, replay: Path) -> None:
     with failing_together(loop.ranks, "the run that is repeated"):
         if loop.ranks.is_first:
             check_same_end(loop.journal.folder, RunFolder(replay))
-    loop.journal.message(f"every token, metric and weight is that of {replay}, bit for bit")
+    loop.journal.message(f"every token, metric and checkpoint is that of {replay}, bit for bit")
 
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:

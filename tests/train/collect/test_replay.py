@@ -1,18 +1,23 @@
 """A run that is repeated is the same in every bit, or ends at the first token, metric or weight that is not."""
 
 import json
+import logging
 import shutil
 
 import pytest
+import yaml
 
 from logitless.cli.main import main
 from logitless.cli.output import program
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
+from logitless.train.assembly import stages
 from logitless.train.block import JudgedBlock
-from logitless.train.collect.replay import check_same_block
+from logitless.train.collect.replay import check_same_block, check_same_end, repeated_on
 from logitless.train.entry import train
+from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
+from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion, Group, Prompt, Verdict
 from tests.train.interrupting import before, stop_at
 from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
@@ -101,12 +106,148 @@ def test_a_run_that_stopped_early_is_repeated_to_its_end(tmp_path):
     assert main(["train", "--replay", str(run.path)]) == 0
 
 
+def test_one_process_repeats_a_run_that_had_samplers_in_turns_and_says_so(repeated, caplog):
+    run, repeat = repeated
+    recipe = yaml.safe_load(run.config.read_text())
+    recipe["parallel"]["sampling"] = 1  # the same run on two processes: test_sampling_ranks.py
+    run.write_config(yaml.safe_dump(recipe))
+    assert main(["train", "--replay", str(run.path), "--dry-run"]) == 0
+    with caplog.at_level(logging.INFO, "logitless"):
+        assert repeat() == 0
+    assert "no process is left to sample alone" in caplog.text
+    assert load_recipe(RunFolder(run.path.with_name("tiny-replay")).config).parallel.sampling == 0
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run that is not changed."""
+    return finished_run(tmp_path_factory.mktemp("finished"), rollout__staleness=1, train__blocks=2)
+
+
+def copied(run, folder):
+    return RunFolder(shutil.copytree(run.path, folder / "copy"))
+
+
+def trained_on(run, folder, *numbers):
+    """The run, as if so many processes had trained it, and after a resume so many."""
+    copy = copied(run, folder)
+    lines = run.read_metrics()
+    for at, line in enumerate(lines):
+        line["parallel/tokens_per_rank"] = [1] * numbers[at * len(numbers) // len(lines)]
+    copy.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    return copy
+
+
+TURNS, WHOLE = {"sampling": 0}, {"shard": 1, "replicate": 2}
+GPU = {"rollout__engine": {"name": "gpu"}}
+
+
+@pytest.mark.parametrize(
+    ("trained", "recipe", "world", "chosen"),
+    [
+        (1, {"sampling": 1}, 1, TURNS),
+        (1, {"sampling": 1}, 2, {"sampling": 1}),
+        (1, {"sampling": 3}, 2, {"sampling": 1}),
+        (2, {"sampling": 2}, 2, TURNS | WHOLE),  # shards would round otherwise than copies beside samplers
+        (2, {"sampling": 2, "shard": 2}, 2, TURNS | {"shard": 2, "replicate": 1}),
+        (2, {"sampling": "auto"}, 3, {"sampling": 1}),
+        (2, {}, 2, {"sampling": 0, "shard": "auto"}),
+        (2, {"sampling": 2, "deterministic": True}, 1, TURNS),
+        (2, {"sampling": 1, "deterministic": True}, 2, {"sampling": 1}),
+        (2, {"sampling": 1, "deterministic": True}, 4, TURNS),  # three cannot train
+        (1, {"sampling": 2, "sampling_shards": 2}, 3, {"sampling": 2, "sampling_shards": 2}),
+        (1, {"sampling": 2, "sampling_shards": 2}, 2, {"sampling": 1, "sampling_shards": "auto"}),
+        (1, {"sampling": 2, "sampling_shards": 2}, 1, TURNS | {"sampling_shards": "auto"}),
+        (2, {"sampling": 2, "sampling_shards": 2, "shard": 2}, 2, TURNS | {"sampling_shards": 2}),
+    ],
+    ids=str,
+)
+def test_a_replay_chooses_who_samples_so_that_as_many_train_as_before(
+    tmp_path, finished, trained, recipe, world, chosen
+):
+    changes = {f"parallel__{name}": value for name, value in recipe.items()} | GPU
+    recipe = tiny_recipe(tmp_path, rollout__staleness=1, **changes)
+    found = repeated_on(world, trained_on(finished, tmp_path, trained), recipe).parallel
+    assert {name: getattr(found, name) for name in chosen} == chosen
+
+
+@pytest.mark.parametrize(
+    ("trained", "sampling", "world", "needed"),
+    [
+        ([2], 1, 1, "rounds gradients: 2; given 1 in all, parallel.sampling: 1. Start 2 of them"),
+        ([1], 0, 2, "rounds gradients: 1; given 2 in all, parallel.sampling: 0. Start 1 of them"),
+        ([1, 2], 0, 2, "rounds gradients: 1, after a resume 2; .* Repeat a run that was not resumed"),
+    ],
+)
+def test_another_number_of_processes_to_train_is_refused_before_anything_is_loaded(
+    tmp_path, finished, trained, sampling, world, needed
+):
+    recipe = tiny_recipe(tmp_path, rollout__staleness=1, parallel__sampling=sampling)
+    with pytest.raises(ConfigurationError, match=needed):
+        repeated_on(world, trained_on(finished, tmp_path, *trained), recipe)
+
+
+def tensor(name):
+    """Changes the checksum of a tensor."""
+
+    def change(checkpoint):
+        file = checkpoint / "index.json"
+        index = json.loads(file.read_text())
+        index["tensors"][name]["pieces"][0]["sha256"] = "0"
+        file.write_text(json.dumps(index))
+
+    return change
+
+
+def entry(section, name, value):
+    """Changes an entry of the state."""
+
+    def change(checkpoint):
+        file = checkpoint / "state.json"
+        state = json.loads(file.read_text())
+        assert name in state[section]
+        state[section][name] = value
+        file.write_text(json.dumps(state))
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (tensor("parameter/lm_head.weight"), "parameter/lm_head.weight"),
+        (tensor("random/torch"), "random/torch"),
+        (entry("progress", "skipped", 1), "state/progress/skipped"),
+        (entry("collector", "position", 7), "state/collector/position"),
+        (entry("random", "numpy", {"pos": 7}), "state/random/numpy/pos"),
+        (entry("journal", "seconds", {"rollout": 1e9}), None),
+    ],
+)
+def test_the_first_checkpoint_and_what_differs_there_are_named_though_the_last_is_the_same(
+    tmp_path, finished, change, name
+):
+    copy = copied(finished, tmp_path)
+    first, second, _ = checkpoints(copy.checkpoints)
+    shutil.rmtree(first)  # kept by one run alone
+    change(second)
+    if name is None:
+        check_same_end(copy, finished)
+        return
+    with pytest.raises(TrainingError, match=f"what was recorded: {name} of checkpoint {second.name}"):
+        check_same_end(copy, finished)
+
+
 def unlogged(run):
     (run.collected / "block-000003.json").unlink()
 
 
 def unfinished(run):
     run.write_summary({"ended_by": "signal", "blocks": 5})
+
+
+def went_on(run):
+    last = checkpoints(run.checkpoints)[-1]
+    last.rename(last.with_name("block-000006-step-000099"))
 
 
 def without_checkpoint(run):
@@ -119,19 +260,33 @@ def forked(run):
 
 
 @pytest.mark.parametrize(
-    ("change", "reason"),
+    ("change", "reason", "remedy"),
     [
-        (unlogged, "no log of 1 blocks, the first of them 3"),
-        (unfinished, "one that is not finished"),
-        (without_checkpoint, "no checkpoint"),
-        (forked, "a fork"),
+        (unlogged, "no log of 1 blocks, the first of them 3", "Only rollout.staleness and parallel.sampling"),
+        (unfinished, "one that is not finished", "Finish it with --resume"),
+        (went_on, "one that went on after its end, to block-000006-step-000099", "Finish it with --resume"),
+        (without_checkpoint, "no checkpoint", "no weights can be compared"),
+        (forked, "a fork", "Fork runs/x:1 again"),
     ],
 )
-def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason(repeated, change, reason, capsys):
+def test_a_run_that_cannot_be_repeated_is_refused_with_the_reason_and_what_to_do(
+    repeated, change, reason, remedy, capsys, monkeypatch
+):
     run, repeat = repeated
     change(run)
+    before(monkeypatch, stages, "tokenizer_of", lambda *_: pytest.fail("loaded before the refusal"))
     assert repeat() == 2
-    assert f"given {reason}" in capsys.readouterr().err
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"given {reason}" in said
+    assert remedy in said
+
+
+def test_servers_cannot_sample_again_and_the_log_is_to_be_trained_on(repeated, capsys, monkeypatch):
+    run, repeat = repeated
+    before(monkeypatch, stages, "tokenizer_of", lambda *_: pytest.fail("loaded before the refusal"))
+    assert repeat("rollout.engine={name: vllm_server, model: tiny, urls: ['http://127.0.0.1:9']}") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"Train on what was sampled: rollout.engine={{name: recorded, path: {run.path}}}" in said
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
-"""A run that repeats another one, and compares itself: tokens as they are sampled, metrics and weights at the end."""
+"""A run that repeats another: it compares tokens as they are sampled, metrics and checkpoints at the end."""
 
 import json
+import logging
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -15,26 +16,72 @@ from logitless.train.record.metrics import repeatable
 from logitless.train.record.provenance import parent_in
 from logitless.train.record.result import RunResult
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import checkpoints
+from logitless.train.store.checkpoint import checkpoints, folder_name
 from logitless.types import PER_TOKEN, Completion
 
+logger = logging.getLogger("logitless")
 
-def check_replayed(run: RunFolder, recipe: Recipe) -> None:
-    """Refuse a run that cannot be repeated.
+
+def repeated_on(world: int, run: RunFolder, recipe: Recipe) -> Recipe:
+    """The recipe that repeats a run on so many processes: as many train as did in the run, the others sample.
+
+    Under ``parallel.deterministic`` any number may train. With none left to sample only, all do both in turns.
 
     Args:
+        world: number of processes.
         run: to repeat.
-        recipe: that repeats it.
+        recipe: of the run, possibly with changes.
 
     Raises:
-        ConfigurationError: the run is not finished, is a fork, or has no last checkpoint or log of all its blocks; or
-            servers would sample.
+        ConfigurationError: the run cannot be repeated, or not in every bit on so many processes.
     """
-    if reason := _why_not(run):
+    _check_repeatable(run, recipe)
+    parallel, trained = recipe.parallel, _num_trained(run, recipe)
+    number, shards = parallel.sampling, parallel.sampling_shards
+    beside = recipe.rollout.staleness > 0 if number == "auto" else number > 0
+    if trained and not parallel.deterministic:
+        number = world - max(trained) if beside else 0
+        if number < 0 or {world - number} != trained:
+            raise _not_on(world, trained, recipe, beside=beside)
+    elif number != "auto" and (number >= world or (world - number).bit_count() > 1):
+        number = 0
+    changes: dict[str, Any] = {"sampling": number}
+    if beside and number == 0:
+        logger.info("replay: no process is left to sample alone, so that all train and sample in turns")
+        if parallel.shard == "auto" and not parallel.deterministic:  # beside samplers it means whole weights
+            changes |= {"shard": 1, "replicate": world}
+    is_cut = parallel.shard not in ("auto", 1)
+    if beside and number != "auto" and shards != "auto" and ((number or world) % shards or not (number or is_cut)):
+        logger.info("replay: parallel.sampling_shards: auto, for %d do not fit these processes", shards)
+        changes["sampling_shards"] = "auto"
+    return recipe.model_copy(update={"parallel": parallel.model_copy(update=changes)})
+
+
+def _num_trained(run: RunFolder, recipe: Recipe) -> set[int]:
+    """On how many processes the run trained; several numbers after a resume, none without a step."""
+    steps = (line for line in run.read_metrics() if "loss/total" in line)
+    return {len(line.get("parallel/tokens_per_rank", [0])) * recipe.parallel.sequence for line in steps}
+
+
+def _not_on(world: int, trained: set[int], recipe: Recipe, *, beside: bool) -> ConfigurationError:
+    """The error of a number of processes on which gradients would be rounded otherwise."""
+    words = ", after a resume ".join(map(str, sorted(trained)))
+    remedy = f"Start {words} of them (torchrun --nproc-per-node){', or more, which sample' if beside else ''}."
+    return ConfigurationError(
+        needed=f"as many processes that train as the run had, for their number rounds gradients: {words}",
+        given=f"{world} in all, parallel.sampling: {recipe.parallel.sampling}",
+        remedy=remedy if len(trained) == 1 else "Repeat a run that was not resumed on another number.",
+    )
+
+
+def _check_repeatable(run: RunFolder, recipe: Recipe) -> None:
+    """Refuse a run that cannot be repeated on any processes."""
+    if found := _why_not(run):
+        given, remedy = found
         raise ConfigurationError(
             needed=f"a run to repeat: finished, begun anew, with a checkpoint and a log of its blocks in {run.path}",
-            given=reason,
-            remedy="Repeat another run. Only rollout.staleness and parallel.sampling write a log.",
+            given=given,
+            remedy=remedy,
         )
     if not recipe.rollout.engine.samples_policy:
         raise ConfigurationError(
@@ -58,18 +105,24 @@ def check_in_flight(recipe: Recipe) -> None:
         )
 
 
-def _why_not(run: RunFolder) -> str:
-    """Why a run cannot be repeated; empty if it can."""
+def _why_not(run: RunFolder) -> tuple[str, str] | None:
+    """Why a run cannot be repeated, and what to do; None if it can."""
     summary = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}
     if not RunResult(run, summary.get("ended_by", "error")).complete:
-        return "one that is not finished"
-    if parent_in(run) is not None:
-        return "a fork, whose first weights and optimizer state are another run's"
-    if not checkpoints(run.checkpoints):
-        return "no checkpoint"
+        return "one that is not finished", "Finish it with --resume, then repeat it."
+    if (parent := parent_in(run)) is not None:
+        given = "a fork, whose first weights and optimizer state are another run's"
+        return given, "Fork {run}:{checkpoint} again, and see `logitless report` of both.".format(**parent)
+    found = checkpoints(run.checkpoints)
+    if not found:
+        return "no checkpoint", "Repeat a run that has its last one: without it no weights can be compared."
+    if found[-1].name != folder_name(summary["blocks"], summary["steps"]):
+        return f"one that went on after its end, to {found[-1].name}", "Finish it with --resume, then repeat it."
     logged = {int(file.stem.removeprefix("block-")) for file in run.collected.glob("block-*.json")}
-    missing = [block for block in range(1, summary["blocks"] + 1) if block not in logged]
-    return f"no log of {len(missing)} blocks, the first of them {missing[0]}" if missing else ""
+    if missing := [block for block in range(1, summary["blocks"] + 1) if block not in logged]:
+        given = f"no log of {len(missing)} blocks, the first of them {missing[0]}"
+        return given, "Repeat another run. Only rollout.staleness and parallel.sampling write a log."
+    return None
 
 
 def check_same_block(block: int, sampled: JudgedBlock, recorded: JudgedBlock) -> None:
@@ -128,12 +181,13 @@ def _at(completion: Completion, token: int) -> str:
 
 
 def check_same_end(here: RunFolder, there: RunFolder) -> None:
-    """Refuse a run whose metrics or last checkpoint differ from those of the run that it repeats, in any bit.
+    """Refuse a run whose metrics or checkpoints differ from those of the run that it repeats, in any bit.
 
-    Times, speeds and memory are not compared, nor are numbers by rank.
+    Each checkpoint that both runs have is compared, the last one included. Times, speeds and memory are not, nor are
+    numbers by rank.
 
     Raises:
-        TrainingError: names the first metric or weight.
+        TrainingError: names the first metric, or the first checkpoint and what differs there.
     """
     lines = [[*map(repeatable, each.read_metrics())] for each in (here, there)]
     for one, other in zip_longest(*lines, fillvalue={}):
@@ -141,20 +195,39 @@ def check_same_end(here: RunFolder, there: RunFolder) -> None:
             if one.get(name) != other.get(name):
                 place = f"{name} of block {other.get('block')}, step {other.get('step')}"
                 raise _differs(f"{place}: {other.get(name)}", str(one.get(name)))
-    sums, recorded = (_checksums(checkpoints(each.checkpoints)[-1]) for each in (here, there))
-    for name in {**recorded, **sums}:
-        if sums.get(name) != recorded.get(name):
-            raise _differs(f"{name} of the last checkpoint", "another value")
+    last, recorded = (checkpoints(each.checkpoints)[-1].name for each in (here, there))
+    if last != recorded:
+        raise _differs(f"{recorded} as the last checkpoint", last)
+    for folder in checkpoints(there.checkpoints):
+        if (again := here.checkpoints / folder.name).is_dir():
+            found, entries = _entries(again), _entries(folder)
+            for name in {**entries, **found}:
+                if found.get(name) != entries.get(name):
+                    raise _differs(f"{name} of checkpoint {folder.name}", "another value")
 
 
-def _checksums(checkpoint: Path) -> dict[str, Any]:
-    """Checksums of the tensors of a checkpoint, by name."""
+def _entries(checkpoint: Path) -> dict[str, Any]:
+    """Checksums of a checkpoint's tensors, and the numbers of its state, by name."""
     index = json.loads((checkpoint / "index.json").read_bytes())["tensors"]
-    return {
-        name: [[piece["start"], piece["sha256"]] for piece in entry["pieces"]]
-        for name, entry in index.items()
-        if not name.startswith("random/")  # of code of others
-    }
+    sums = {name: [[piece["start"], piece["sha256"]] for piece in entry["pieces"]] for name, entry in index.items()}
+    return sums | dict(_leaves("state", json.loads((checkpoint / "state.json").read_bytes())))
+
+
+_NOT_REPEATED = {
+    *("state/journal/seconds", "state/loop/block_metrics", "state/loop/unwritten"),  # times, and lines of metrics
+    "state/random/python",  # drawn from by tools in the process, such as beartype, whenever they run
+}
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """The entries of a state by path, as JSON, where NaN equals itself; without what no run repeats."""
+    if name in _NOT_REPEATED:
+        return
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _leaves(f"{name}/{key}", inner)
+    else:
+        yield name, json.dumps(value)
 
 
 def _differs(recorded: str, here: str) -> TrainingError:
