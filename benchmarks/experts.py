@@ -83,29 +83,23 @@ def layer(name: str, device: str) -> tuple[Any, MixtureForm]:
 
 def differing(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
     """How many tokens have other router logits, experts or outputs among so many rows, in random order."""
-    heard = list[tuple[Tensor, ...]]()
-    handle = mlp.gate.register_forward_hook(lambda _, __, outputs: heard.append((outputs[0], outputs[2])))
-    try:
-        weights = MixtureWeights.of(mlp, form)
+    weights = MixtureWeights.of(mlp, form)
 
-        def run(rows: Tensor) -> tuple[Tensor, ...]:
-            heard.clear()
-            out = mixture(rows, weights)
-            return *heard[0], out
+    def run(rows: Tensor) -> tuple[Tensor, ...]:
+        mixed = mixture(rows, weights)
+        return mixed.logits, mixed.chosen, mixed.out
 
-        whole = run(x)
-        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).to(x.device)
-        for count in (each for each in COUNTS if each < len(x)):
-            parts = order.split(count)[:64]
-            differ = torch.zeros(3, dtype=torch.int64, device=x.device)
-            for part in parts:
-                found = zip(run(x[part]), whole, strict=True)
-                differ += torch.stack([(a != b[part]).any(-1).sum() for a, b in found])
-            router, chosen, out = differ.tolist()
-            tokens = sum(map(len, parts))
-            yield {"rows": count, "tokens": tokens, "router": router, "experts": chosen, "output": out}
-    finally:
-        handle.remove()
+    whole = run(x)
+    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(1)).to(x.device)
+    for count in (each for each in COUNTS if each < len(x)):
+        parts = order.split(count)[:64]
+        differ = torch.zeros(3, dtype=torch.int64, device=x.device)
+        for part in parts:
+            found = zip(run(x[part]), whole, strict=True)
+            differ += torch.stack([(a != b[part]).any(-1).sum() for a, b in found])
+        router, chosen, out = differ.tolist()
+        tokens = sum(map(len, parts))
+        yield {"rows": count, "tokens": tokens, "router": router, "experts": chosen, "output": out}
 
 
 def median_milliseconds(call: Callable[[], object], repeats: int = 10) -> float:
@@ -122,7 +116,7 @@ def packed(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
     grad = torch.randn_like(x)
 
     def ours(rows: Tensor) -> Tensor:
-        return mixture(rows, MixtureWeights.of(mlp, form), None if shared is None else shared(rows))
+        return mixture(rows, MixtureWeights.of(mlp, form), None if shared is None else shared(rows)).out
 
     def theirs(rows: Tensor) -> Tensor:
         return mlp(rows[None])[0]
@@ -173,14 +167,11 @@ def decoded(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[dict[str, Any]]:
         bandwidth = 2 * 2**30 / median_milliseconds(lambda: copy.copy_(big))  # bytes a millisecond
         del big, copy
     weights = MixtureWeights.of(mlp, form)
-    chosen = list[Tensor]()
-    handle = mlp.gate.register_forward_hook(lambda _, __, outputs: chosen.append(outputs[2]))
-    mixture(x, MixtureWeights.of(mlp, form))
-    handle.remove()
+    chosen = mixture(x, weights).chosen
     of_expert = sum(weight[0].nbytes for weight in (weights.gate_up, weights.down))
     for rows in (each for each in DECODED if each <= len(x)):
         part = x[:rows].contiguous()
-        touched = chosen[0][:rows].unique().numel()
+        touched = chosen[:rows].unique().numel()
         row = _both_in_graphs(part, weights, mlp)
         least = touched * of_expert / bandwidth
         yield {"rows": rows, "experts": touched, **row, "memory_ms": least, "over_memory": row["ms"] / least}
@@ -206,7 +197,7 @@ def trials(mlp: Any, form: MixtureForm, x: Tensor) -> Iterator[tuple[str, str, A
 
     def trained() -> None:
         with torch.enable_grad():
-            mixture(rows, weights).backward(grad)
+            mixture(rows, weights).out.backward(grad)
         rows.grad = None
         mlp.zero_grad()
 

@@ -48,12 +48,15 @@ def inputs() -> PackedInputs:
 
 
 def shaken(model: nn.Module) -> nn.Module:
-    """Without dropout, and with no weight left at 0 or 1, so that every gradient is one of its own."""
+    """Without dropout, and with no weight or bias left at 0 or 1, so that each does something of its own."""
     disable_dropout(model)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):  # corrects a router's choices; begins at 0
+                buffer.add_(0.3 * torch.randn(buffer.shape, generator=generator))
     return model.double()
 
 

@@ -17,6 +17,7 @@ from logitless.train.store.checkpoint import load_checkpoint
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.interrupting import before
 from tests.train.test_distillation import ALONE, teacher_in
+from tests.train.test_experts import MIXTURE
 from tests.train.tiny import assert_equal, finished_run, start, steps_of, tiny_model, tiny_recipe
 
 if interpreted():
@@ -25,6 +26,7 @@ if interpreted():
 
 BFLOAT16 = {"model__trained_dtype": "bfloat16"}
 FEW = {"rollout__prompts_per_block": 2, "rollout__completions_per_prompt": 2, "data__held_out": None, "kl": None}
+MOST_3 = {"max_new_tokens": 3}
 
 
 def recipe(folder, layers, **changes) -> Recipe:
@@ -59,6 +61,21 @@ def test_a_teacher_teaches_the_same_through_row_invariant_layers(tmp_path, monke
     assert found[0] == pytest.approx(found[1], rel=1e-4)
 
 
+def test_the_load_balancing_loss_trains_a_mixture_through_row_invariant_layers_also_those_of_an_engine(tmp_path):
+    engine = {"rollout__engine": {"name": "gpu"}, "model__layers": "auto"}
+    changes = {**MIXTURE, **FEW, "train__blocks": 1, "train__epochs_per_block": 1, "rollout__sampling": MOST_3}
+    norms = {}
+    for name, of in (("own", {}), ("named", {"model__layers": "row_invariant"}), ("engine", engine)):
+        for loss in (0, 0.5):
+            made = tiny_recipe(tmp_path / name / str(loss), **changes, **of, model__router__loss=loss)
+            step = steps_of(start(made)[0])[0]
+            norms[name, loss] = step["optimizer/grad_norm"]
+    assert norms["named", 0.5] == pytest.approx(norms["own", 0.5], rel=1e-3)
+    assert norms["named", 0] == pytest.approx(norms["own", 0], rel=1e-3)
+    for name in ("own", "named", "engine"):
+        assert norms[name, 0.5] != pytest.approx(norms[name, 0], rel=1e-2)
+
+
 def test_recomputed_activations_train_the_same_weights_to_the_last_bit(tmp_path):
     weights = []
     for recompute in (False, True):
@@ -88,6 +105,7 @@ def reason(tmp_path, device="meta", layers="auto", **changes):
 def test_auto_takes_row_invariant_layers_for_a_covered_model_in_16_bits(tmp_path):
     assert reason(tmp_path, **BFLOAT16) == ""
     assert reason(tmp_path, model__lora={"rank": 2, "alpha": 4.0}, model__dtype="bfloat16") == ""
+    assert reason(tmp_path, **BFLOAT16, **MIXTURE, model__router__loss=0.5) == ""
 
 
 @pytest.mark.parametrize(

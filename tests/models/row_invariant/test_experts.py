@@ -6,13 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from logitless.models.kernels.experts import Slots, by_expert
+from logitless.models.lm_head import backbone_hidden
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.router import Routers
 from logitless.models.row_invariant.coverage import dense_mlp, mlp_of, uncovered
 from logitless.models.row_invariant.experts import MixtureWeights, mixture_form, uncovered_mixture
 from logitless.models.row_invariant.experts import mixture as mixed
+from logitless.models.row_invariant.layers import install_row_invariant
 from tests.models.kernels.test_route import CASES
 from tests.models.mixtures import mixture
+from tests.models.tiny import packed
 
 TOKENS = 21
 
@@ -36,7 +39,7 @@ def of_transformers(mlp, x):
 
 def of_ours(mlp, form, x):
     shared = dense_mlp(mlp)
-    return mixed(x, MixtureWeights.of(mlp, form), None if shared is None else shared(x))
+    return mixed(x, MixtureWeights.of(mlp, form), None if shared is None else shared(x)).out
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -59,9 +62,9 @@ def test_a_token_has_the_same_bits_among_any_others(name, dtype):
     _, mlp, form, x, _ = layer(name, dtype)
     weights = MixtureWeights.of(mlp, form)
     with torch.no_grad():
-        whole = mixed(x, weights)
+        whole = mixed(x, weights).out
         for rows in ([3], [5, 1, 20], list(reversed(range(TOKENS)))):
-            assert torch.equal(mixed(x[rows], weights), whole[rows])
+            assert torch.equal(mixed(x[rows], weights).out, whole[rows])
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
@@ -122,15 +125,26 @@ def test_adapters_of_experts_are_applied_unmerged_with_pefts_numbers(name, targe
         assert not torch.allclose(of_ours(mlp, form, x), found, atol=1e-2)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "llama4_text"])
-def test_what_a_router_chooses_can_be_read(name):
-    model, mlp, form, x, _ = layer(name)
-    with torch.no_grad(), Routers(model).read() as choices:
-        of_ours(mlp, form, x)
-        of_transformers(mlp, x)
-    ours, theirs = choices
-    torch.testing.assert_close(ours.logits, theirs.logits)
-    assert torch.equal(ours.experts.sort().values, theirs.experts.sort().values)
+@pytest.mark.parametrize("name", CASES)
+def test_what_routers_say_and_its_gradient_are_those_of_transformers_layers(name):
+    model, inputs, found = layer(name)[0], packed([5, 1, 9]), []
+    inputs.input_ids.clamp_(min=1)  # 0 is padding, whose logits all tie
+    for exact in (False, True):
+        assert not exact or install_row_invariant(model).exact
+        with Routers(model).read() as choices:
+            backbone_hidden(model, inputs)
+        upstream = torch.randn(choices[0].logits.shape, generator=torch.Generator().manual_seed(4))
+        said = sum((each.logits * upstream).sum() for each in choices)
+        gradients = torch.autograd.grad(said, list(model.parameters()), allow_unused=True, materialize_grads=True)
+        found.append((choices, dict(zip(dict(model.named_parameters()), gradients, strict=True))))
+    (theirs, wanted), (ours, gradients) = found
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one.logits, other.logits, rtol=1e-4, atol=1e-4)
+        assert torch.equal(one.experts.sort().values, other.experts.sort().values)
+    largest = max(float(each.abs().max()) for each in wanted.values())
+    assert float(wanted["model.layers.0.self_attn.q_proj.weight"].abs().max()) > 0, "the gradient goes on below"
+    for key, right in wanted.items():
+        assert float((gradients[key] - right).abs().max()) <= 1e-5 * largest, key
 
 
 def test_what_is_not_supported_is_named():

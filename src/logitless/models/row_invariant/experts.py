@@ -7,7 +7,7 @@ Each is a kernel with a fixed order of sums (``kernels/route.py``, ``kernels/exp
 router logits, experts and output alone, in any packed row, and decoded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
@@ -102,7 +102,6 @@ class MixtureWeights:
         gate_up, down: of all experts.
         gate_up_bias, down_bias: [E, N], or None.
         gate_up_adapter, down_adapter: or None.
-        chosen: called with router logits, weights and numbers of the chosen experts; None if nobody listens.
     """
 
     form: MixtureForm
@@ -115,7 +114,6 @@ class MixtureWeights:
     down_bias: Tensor | None
     gate_up_adapter: Adapter | None
     down_adapter: Adapter | None
-    chosen: Callable[[Tensor, Tensor, Tensor], None] | None
 
     @classmethod
     def of(cls, mlp: Any, form: MixtureForm) -> "MixtureWeights":
@@ -133,7 +131,6 @@ class MixtureWeights:
             getattr(experts, "down_proj_bias", None),
             adapters.get("gate_up_proj"),
             adapters.get("down_proj"),
-            _listeners(router),
         )
 
     @property
@@ -225,8 +222,23 @@ def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
     return found
 
 
-def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) -> Tensor:
-    """The output [T, D] of a mixture.
+class Mixed(NamedTuple):
+    """What a mixture returns.
+
+    Args:
+        out: [T, D].
+        logits: [T, E] of the router.
+        weights, chosen: [T, K] of the chosen experts, and their numbers.
+    """
+
+    out: Tensor
+    logits: Tensor
+    weights: Tensor
+    chosen: Tensor
+
+
+def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) -> Mixed:
+    """The output of a mixture, and what its router said.
 
     Gradient: to x, the router, weights, biases and adapters of the experts, and ``shared``; choices have none.
 
@@ -235,7 +247,7 @@ def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) ->
         weights: of the layer.
         shared: [T, D] the output of experts that every token goes through.
     """
-    return cast(Tensor, apply(_Mixture, x, shared, *weights.parameters, weights, gradients_wanted()))
+    return Mixed(*apply(_Mixture, x, shared, *weights.parameters, weights, gradients_wanted()))
 
 
 _X, _SHARED, _ROUTER, _ROUTER_BIAS, _GATE_UP, _DOWN, _GATE_UP_BIAS, _DOWN_BIAS = range(8)
@@ -245,17 +257,16 @@ _NUM_ARGUMENTS = 14
 
 
 class _Mixture(torch.autograd.Function):
-    """The output of (x, shared, ``MixtureWeights.parameters``, the same weights, whether gradients will be wanted)."""
+    """``Mixed`` of (x, shared, ``MixtureWeights.parameters``, the same weights, whether gradients will be wanted)."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shared: Tensor | None, *arguments: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shared: Tensor | None, *arguments: Any) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
         *parameters, given, differentiated = arguments
         form, num_experts = given.form, len(given.router)
         out_dtype = torch.float32 if form.float32_router else None
         logits = product(x, given.router, given.router_bias, out_dtype=out_dtype).contiguous()
         weights, chosen = route(logits, form.routing, given.correction)
-        if given.chosen is not None:
-            given.chosen(logits, weights, chosen)
         rows, of_rows = x, chosen
         shares: Tensor | None = weights.view(-1)
         if form.scales_input:
@@ -274,13 +285,15 @@ class _Mixture(torch.autograd.Function):
         # the parameters too, so that autograd notices if one is changed before the backward
         ctx.save_for_backward(x, *parameters, logits, weights, chosen, both, low.rows)
         ctx.given, ctx.slots = given, slots
-        return combined(parts, form.routing.experts_per_token, shares, shared)
+        return combined(parts, form.routing.experts_per_token, shares, shared), logits, weights, chosen
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         refuse_twice()
         x, *_, logits, weights, chosen, both, low_rows = ctx.saved_tensors
-        given, slots, needed, grad = ctx.given, ctx.slots, ctx.needs_input_grad, grad.contiguous()
+        given, slots, needed = ctx.given, ctx.slots, ctx.needs_input_grad
+        of_out, of_logits, of_weights, _ = grads
+        grad = torch.zeros_like(x) if of_out is None else of_out.contiguous()
         form = given.form
         first, second = given.low_ranks(x.dtype)
         tokens, out = weights.view(-1), _Gradients((None, None, *given.parameters), needed, slots)
@@ -328,7 +341,9 @@ class _Mixture(torch.autograd.Function):
         elif given.down_bias is not None:
             of_bias = float32_product(grad, given.down_bias.to(grad.dtype).t())  # [T, E]
             grad_weights = grad_weights + of_bias.gather(1, chosen.long())
+        grad_weights = grad_weights if of_weights is None else grad_weights + of_weights
         grad_logits = route_backward(logits, form.routing, weights, chosen, grad_weights)
+        grad_logits = grad_logits if of_logits is None else grad_logits + of_logits  # of a load-balancing loss
         out.add_router(grad_logits, x)
         if parts is not None and needed[_X]:
             of_router = (grad_logits @ given.router.to(grad_logits.dtype)).to(x.dtype)
@@ -428,14 +443,7 @@ def _stored(weight: Tensor, form: MixtureForm) -> Tensor:
     return weight.transpose(1, 2) if form.transposed else weight
 
 
-def _listeners(router: Any) -> Callable[[Tensor, Tensor, Tensor], None] | None:
-    """Calls the router's forward hooks, since its forward does not run."""
-    hooks = router._forward_hooks
-    if not hooks:
-        return None
-
-    def call(logits: Tensor, weights: Tensor, chosen: Tensor) -> None:
-        for hook in hooks.values():
-            hook(router, (), (logits, weights, chosen))
-
-    return call
+def call_hooks(router: Any, mixed: Mixed) -> None:
+    """Call the router's forward hooks, since its forward does not run."""
+    for hook in router._forward_hooks.values():
+        hook(router, (), mixed[1:])

@@ -58,7 +58,15 @@ from logitless.models.row_invariant.delta_net import (
     GatedNorm,
     HeadsApart,
 )
-from logitless.models.row_invariant.experts import MixtureForm, MixtureWeights, mixture, mixture_form, router_of
+from logitless.models.row_invariant.experts import (
+    Mixed,
+    MixtureForm,
+    MixtureWeights,
+    call_hooks,
+    mixture,
+    mixture_form,
+    router_of,
+)
 from logitless.models.row_invariant.functions import (
     Gate,
     GateOfToken,
@@ -340,12 +348,14 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         weights = _LayerWeights.of(self, rows.adapters)
         given = [hidden_states, *([] if delta is None else [delta])]
         made = one_node(partial(self._rows, rows, weights), given, weights.tensors)
-        return made if len(made) == 2 else (*made, None)
+        if weights.mixture is not None:  # outside of the node, so that what its router says has a gradient
+            call_hooks(router_of(mlp_of(self)), Mixed(*made[1:]))
+        return made[:2] if len(made) > 1 else (*made, None)
 
     def _rows(
         self, rows: Rows, weights: "_LayerWeights", residual: Tensor, delta: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """(residual, delta) of the next layer; without a delta, the residual alone."""
+        """(residual, delta) of the next layer; with experts (residual, *Mixed); without a delta the residual alone."""
         norms, eps, gemma, once = weights.norms, weights.eps, self.row_invariant_gemma, self.row_invariant_once
         residual, x = add_and_norm(residual, delta, norms[0], eps[0], gemma, once)
         mix = self._delta_net if isinstance(self.row_invariant_form, DeltaForm) else self._attention
@@ -353,9 +363,9 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         if len(norms) == 4:
             residual = norm_and_add(residual, delta, norms[1], eps[1])
             residual, x = add_and_norm(residual, None, norms[2], eps[2], gemma)
-            return (norm_and_add(residual, self._mlp(x, weights), norms[3], eps[3]),)
+            return (norm_and_add(residual, self._mlp(x, weights)[0], norms[3], eps[3]),)
         residual, x = add_and_norm(residual, delta, norms[1], eps[1], gemma, once)
-        return residual, self._mlp(x, weights)
+        return residual, *self._mlp(x, weights)
 
     def _attention(self, x: Tensor, rows: Rows, weights: "_LayerWeights") -> Tensor:
         form = cast(AttentionForm, self.row_invariant_form)
@@ -376,14 +386,14 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         out = rows.continue_states(weights.index, form, delta, mixed, b, a)
         return project(apply(GatedNorm, out, gate, delta.norm, form.eps), [weights.out])[0]
 
-    def _mlp(self, x: Tensor, weights: "_LayerWeights") -> Tensor:
+    def _mlp(self, x: Tensor, weights: "_LayerWeights") -> tuple[Tensor, ...]:
         dense = None if weights.down is None else self._dense(x, weights.gate_up, weights.down)
         if weights.shared_gate and dense is not None:
             dense = apply(GateOfToken, *project(x, weights.shared_gate), dense)
         if weights.mixture is not None:
             return mixture(x, weights.mixture, dense)
         assert dense is not None
-        return dense
+        return (dense,)
 
     def _dense(self, x: Tensor, gate_up: list[Projection], down: Projection) -> Tensor:
         width = down.weight.shape[1]

@@ -90,12 +90,6 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
         remedy="docs/bits.md lists what they cover; rollout.engine: vllm_server samples such a model faster.",
     ),
     _named.needs(
-        "no load-balancing loss of routers",
-        holds=lambda fitted: not fitted.router_loss,
-        given=lambda fitted: f"model.router.loss: {fitted.section.router.loss}",
-        remedy="Set model.router.loss: 0, or model.layers: transformers.",
-    ),
-    _named.needs(
         "a GPU, or Triton's interpreter for tests",
         holds=lambda fitted: runs_kernels(fitted.device),
         given=lambda _: "a model on the CPU",
