@@ -46,6 +46,9 @@ def build(name: str, dtype: torch.dtype) -> nn.Module:
                     parameter.normal_(around, 0.1)
                 elif parameter_name.endswith("bias"):
                     parameter.normal_(0, 0.5)
+            for buffer_name, buffer in model.named_buffers():  # 0 at first, which would change no choice
+                if buffer_name.endswith("correction_bias"):
+                    buffer.normal_(0, 0.1)
     return model.eval().requires_grad_(False)
 
 

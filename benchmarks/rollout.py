@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--blocks", default="", help=f"engines whose whole block to measure, of {','.join(BLOCK_ENGINES)}"
     )
     parser.add_argument(
-        "--law", type=int, default=0, help="tokens of each model whose bits to compare with training's; 0: none"
+        "--law",
+        type=int,
+        default=0,
+        help="tokens of each model to compare with training, with their routes; 0: none",
     )
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin nothing new after this time")
     parser.add_argument("--again", action="store_true", help="measure what the files have already")
@@ -52,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures what is missing; 0 where no token has other bits than training's."""
+    """Measures what is missing; 0 where no token has other bits than training's, nor other experts."""
     if args.table is not None:
         return update(args.table, "rollout", rollout_report.tables(args.output), check=args.check)
     needs_gpu()
@@ -95,10 +98,13 @@ def run(args: argparse.Namespace) -> int:
                 release("cuda")
     print("\n".join(_lines(rollouts.rows, whole.rows)), flush=True)
     for row in laws.rows:
-        print(
+        line = (
             f"{row['model']:18} {row['mismatched_tokens']} of {row['tokens']:,} tokens have other bits than training's"
         )
-    return 1 if any(row["mismatched_tokens"] for row in laws.rows) else 0
+        if "routes" in row:
+            line += f", {row['mismatched_routes']} of {row['routes']:,} routes have other experts"
+        print(line)
+    return 1 if any(row["mismatched_tokens"] or row.get("mismatched_routes") for row in laws.rows) else 0
 
 
 def _lines(rollouts: list[dict[str, Any]], blocks: list[dict[str, Any]]) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Protocol
@@ -25,6 +26,7 @@ from logitless.rewards.reward import weighted
 from logitless.rollout.engine import Engine
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.steps import Log, Steps
+from logitless.rollout.gpu.token_sampling import key_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine, _Batch
 from logitless.train.assembly.algorithm import algorithm_of
@@ -35,6 +37,7 @@ from logitless.train.learn.score import mismatched, sampled_scores
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.recipe.loading import parse_recipe
 from logitless.types import Completion, Group, Prompt, TokenScores, Verdict
+from rollout_routes import Routes, routes_of
 from rollout_workloads import Cost, Workload
 
 _LORA = "-lora"
@@ -124,10 +127,13 @@ class ForcedGpu(GpuEngine):
 
     work: Workload
     waited = 0.0
+    routes: Routes | None = None
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
         steps = super()._steps_for(max_rows, max_pages, group_size)
         if "run" not in vars(steps):
+            if self.routes is not None:
+                self.routes.watch(steps)
             steps.run = partial(self._run, steps.run)  # type: ignore[method-assign]
         return steps
 
@@ -319,29 +325,44 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
 
 
 def law(name: str, work: Workload, num_tokens: int) -> Iterator[dict[str, Any]]:
-    """After each block: tokens so far, and those with other bits than training's; weights change between blocks."""
+    """After each block: tokens so far, and those with other bits than training's; weights change between blocks.
+
+    Of a mixture also its routes, one for each token and layer with a router, and those with other experts.
+    """
     subject = Subject(name)
     contender = CONTENDERS["gpu"](subject, work)
     assert isinstance(contender, _OfEngine)
+    assert isinstance(contender.engine, ForcedGpu)
     policy, options = Policy(subject.model), SamplingOptions(max_new_tokens=work.most, temperature=0.9)
+    routes = contender.engine.routes = None if policy.routers is None else Routes(policy.routers)
     trained = [p for n, p in subject.model.named_parameters() if "lora" in n or not name.endswith(_LORA)]
-    tokens = differ = blocks = 0
-    while tokens < num_tokens:
-        groups = contender.engine.sample(contender.prompts, work.samples, options, seed=blocks)
+    found = {"tokens": 0, "blocks": 0, "mismatched_tokens": 0}
+    if routes is not None:
+        found |= {"routes": 0, "mismatched_routes": 0}
+    while found["tokens"] < num_tokens:
+        seed = found["blocks"]
+        groups = contender.engine.sample(contender.prompts, work.samples, options, seed=seed)
         pairs = [(p, c) for p, group in zip(contender.prompts, groups, strict=True) for c in group]
+        keys = [key_of(seed, p.id, sample) for p in contender.prompts for sample in range(work.samples)]
         for start in range(0, len(pairs), 24):
-            part = pairs[start : start + 24]
-            with torch.no_grad():
-                scored = policy.scores(pack(part), temperature=0.9, backend="fused")
+            part, batch = pairs[start : start + 24], pack(pairs[start : start + 24])
+            reading = nullcontext([]) if routes is None else routes.routers.read()
+            with torch.no_grad(), reading as choices:
+                scored = policy.scores(batch, temperature=0.9, backend="fused")
             sampled = TokenScores(*(_together(part, name) for name in ("logp_sampler", "entropy_sampler")))
-            differ += mismatched(sampled, TokenScores(scored.logp.cpu(), scored.entropy.cpu()))
-            tokens += len(sampled.logp)
-        blocks += 1
+            found["mismatched_tokens"] += mismatched(sampled, TokenScores(scored.logp.cpu(), scored.entropy.cpu()))
+            found["tokens"] += len(sampled.logp)
+            if routes is not None:
+                packed = routes_of(choices, policy._read(batch).source)
+                decoded = torch.cat([routes.of(key) for key in keys[start : start + 24]])
+                found["routes"] += packed[..., 0].numel()
+                found["mismatched_routes"] += int((decoded != packed).any(-1).sum())
+        found["blocks"] += 1
         with torch.no_grad():
             for parameter in trained:
                 parameter.mul_(1 + 0.01 * torch.randn_like(parameter))
-        contender.engine.load(policy.weights(), blocks)
-        yield {"tokens": tokens, "blocks": blocks, "mismatched_tokens": differ}
+        contender.engine.load(policy.weights(), found["blocks"])
+        yield dict(found)
     contender.close()
 
 

@@ -72,18 +72,20 @@ def block_table(document: Mapping[str, Any]) -> str:
 
 
 def law_table(found: Sequence[Mapping[str, Any]]) -> str:
-    """Tokens sampled, and tokens with other bits than training's; by GPU.
+    """Tokens sampled and those with other bits than training's, routes and those to other experts; by GPU.
 
     Example:
-        >>> row = {"model": "m", "tokens": 1000000, "blocks": 7, "mismatched_tokens": 0}
+        >>> row = {"model": "m", "tokens": 1000000, "mismatched_tokens": 0, "routes": 8000000, "mismatched_routes": 0}
         >>> print(law_table([{"environment": {"gpu": "x"}, "rows": [row]}]).splitlines()[-1])
-        | m | 1,000,000 | 0 |
+        | m | 1,000,000 | 0 | 8,000,000 | 0 |
     """
     lines = []
     for gpu in dict.fromkeys(document["environment"]["gpu"] for document in found):
-        lines += ["", f"**{gpu}**", "", "| model | tokens | with other bits |", "|---|--:|--:|"]
+        lines += ["", f"**{gpu}**", "", "| model | tokens | with other bits | routes | to other experts |"]
+        lines.append("|---|--:|--:|--:|--:|")
         for row in (row for document in found if document["environment"]["gpu"] == gpu for row in document["rows"]):
-            lines.append(f"| {row['model']} | {row['tokens']:,} | {row['mismatched_tokens']} |")
+            routes = f"{row['routes']:,} | {row['mismatched_routes']}" if "routes" in row else "|"
+            lines.append(f"| {row['model']} | {row['tokens']:,} | {row['mismatched_tokens']} | {routes} |")
     return "\n".join(lines[1:])
 
 

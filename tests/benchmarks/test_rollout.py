@@ -1,9 +1,16 @@
 import pytest
 import torch
 
+from logitless.head import fused
+from logitless.models.loading import load_model
+from logitless.models.router import router_modules
+from logitless.rollout.gpu import steps
 from logitless.rollout.sampling import SamplingOptions
+from logitless.train.learn.policy import Policy
 from rollout_workloads import Ceilings, Cost, Workload, roofline
+from tests.models.families import FAMILY
 from tests.rollout.gpu.test_engine import model_of
+from tests.rollout.gpu.wide import with_random_vectors
 
 pytest.importorskip("triton")
 
@@ -42,3 +49,34 @@ def test_every_engine_samples_the_lengths_of_the_workload(name, monkeypatch):
     groups = contender.completions(SamplingOptions(max_new_tokens=6, stop=(contenders.NEVER,)[: contender.stops]))
     assert tuple(tuple(c.length for c in group) for group in groups) == work.lengths
     contender.close()
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3"])
+def test_the_law_counts_tokens_and_routes_that_are_sampled_otherwise_than_trained(name, monkeypatch):
+    import rollout_contenders as contenders
+
+    class Subject:
+        vocabulary = 11
+
+        def __init__(self, _):
+            config = FAMILY[name].config | {"vocab_size": 11, "max_position_embeddings": 256}
+            self.model = with_random_vectors(load_model(config, random_weights=True, seed=1)).requires_grad_(False)
+
+    monkeypatch.setattr(contenders, "Subject", Subject)
+    monkeypatch.setattr(fused, "why_not", fused._unsupported)
+    monkeypatch.setattr(steps, "STEPS", 3)
+    work, routed = Workload.parse("2x2-5-1:5"), {"qwen3": 0, "qwen3_moe": 2, "glm4_moe": 1}[name]
+    (row,) = contenders.law("tiny", work, 1)
+    routes = {"routes": row["tokens"] * routed, "mismatched_routes": 0} if routed else {}
+    assert row == {"tokens": row["tokens"], "blocks": 1, "mismatched_tokens": 0, **routes}
+    assert 4 <= row["tokens"] <= work.tokens
+    scores = Policy.scores
+
+    def of_other_routers(self, *arguments, **options):
+        for router in router_modules(self.model).values():
+            router.weight.copy_(router.weight.flip(0))
+        return scores(self, *arguments, **options)
+
+    monkeypatch.setattr(Policy, "scores", of_other_routers)
+    (row,) = contenders.law("tiny", work, 1)
+    assert bool(row["mismatched_tokens"]) == bool(routed) == bool(row.get("mismatched_routes"))

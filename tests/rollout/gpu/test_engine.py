@@ -12,6 +12,7 @@ from logitless.head import fused
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.row_invariant.coverage import FAMILIES
 from logitless.rollout.engine import Weights
 from logitless.rollout.gpu import steps
 from logitless.rollout.gpu.engine import GpuEngine
@@ -21,8 +22,10 @@ from logitless.rollout.gpu.steps import Steps, forms_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
+from tests.models.families import FAMILY
 from tests.models.mixtures import MIXTURES
 from tests.models.tiny import CONFIGS
+from tests.rollout.gpu.wide import with_random_vectors
 from tests.rollout.plain_forward import check_logp, policy_logp, trainers_scores
 
 pytest.importorskip("triton")
@@ -31,6 +34,8 @@ ALPHABET = "abcdefgh"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ONE_LAYER = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 24, "vocab_size": 11}
 ONE_LAYER |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 256}
+ALIKE = ("olmoe", "mixtral", "qwen3")
+"""Families that a slow test is enough for, beside those that take longest."""
 PROMPTS = [Prompt("a", "", (3, 4, 5)), Prompt("b", "", (6,)), Prompt("c", "", tuple(3 + i % 8 for i in range(70)))]
 
 
@@ -97,6 +102,22 @@ def test_logp_sampler_and_entropy_are_the_trainers_in_every_bit(options, name):
     assert scores.logp.tolist() == [x for c in flat(groups) for x in c.logp_sampler]
     assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
     assert len(scores.logp) > 20
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(each, marks=pytest.mark.slow) if "qwen3_" in each or each in ALIKE else each for each in FAMILIES],
+)
+def test_every_exact_family_samples_with_the_trainers_bits(model_type):
+    config = FAMILY[model_type].config | {"vocab_size": 11, "max_position_embeddings": 256}
+    model = with_random_vectors(load_model(config, random_weights=True, seed=1, device=DEVICE))
+    engine = engine_of(model)
+    assert engine.exact
+    groups = engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=3, ignore_eos=True), seed=1)
+    scores = trainers_scores(Policy(model), PROMPTS[:2], groups, temperature=1.0)
+    assert scores.logp.tolist() == policy_logp(groups)
+    assert scores.entropy.tolist() == [x for c in flat(groups) for x in c.entropy_sampler]
+    assert len(scores.logp) == 12
 
 
 def test_a_completion_has_the_same_tokens_whatever_else_is_sampled():

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from logitless.models.lora import LoraOptions, add_lora
+from logitless.models.row_invariant.coverage import FAMILIES
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.learn.policy import Policy
 from logitless.types import Prompt
-from tests.rollout.gpu.wide import engine_of, random_prompts, wide_model
+from tests.rollout.gpu.wide import engine_of, random_prompts, wide_family, wide_model
 from tests.rollout.plain_forward import policy_logp, trainers_scores
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
@@ -53,6 +54,19 @@ def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(l
                 if parameter.requires_grad or not lora:
                     parameter.add_(0.01 * torch.randn_like(parameter))
         engine.load(Weights.of(model), block + 1)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_exact_family_samples_with_the_trainers_bits(model_type):
+    model = wide_family(model_type)
+    engine, policy = engine_of(model, max_rows=24, prefill_tokens=200), Policy(model)
+    prompts = random_prompts(6, 120, torch.Generator().manual_seed(1))
+    groups = engine.sample(prompts, 4, SamplingOptions(max_new_tokens=40, ignore_eos=True), seed=1)
+    assert engine.exact
+    scores = trainers_scores(policy, prompts, groups, temperature=1.0)
+    assert scores.logp.tolist() == policy_logp(groups)
+    assert scores.entropy.tolist() == [x for group in groups for c in group for x in c.entropy_sampler]
+    assert len(scores.logp) == 6 * 4 * 40
 
 
 def test_a_first_call_waits_for_no_kernel_in_its_own_thread_and_other_lengths_need_no_new_ones(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.types import Prompt
+from tests.models.families import FAMILY
 from tests.models.mixtures import MIXTURES
 from tests.models.tiny import CONFIGS
 
@@ -18,6 +19,24 @@ MANY_EXPERTS |= {"intermediate_size_mlp": 1024, "attention_chunk_size": 128}
 def wide_model(name="qwen3", **sizes):
     config = {**(CONFIGS | MIXTURES)[name], **WIDE, **(MANY_EXPERTS if name in MIXTURES else {}), **sizes}
     return load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda").eval()
+
+
+def wide_family(model_type):
+    """A family that row-invariant layers cover, at these sizes."""
+    sizes = WIDE | {"sliding_window": 40, "n_routed_experts": 32, **MANY_EXPERTS}
+    config = FAMILY[model_type].config
+    config |= {name: size for name, size in sizes.items() if name in config}
+    return with_random_vectors(load_model(config, random_weights=True, seed=1, dtype=torch.bfloat16, device="cuda"))
+
+
+def with_random_vectors(model):
+    """The model with norms, biases and sinks that differ, and routers' correction biases, which begin as 0."""
+    generator = torch.Generator().manual_seed(2)
+    corrections = [each for name, each in model.named_buffers() if name.endswith("correction_bias")]
+    with torch.no_grad():
+        for vector in (*(each for each in model.parameters() if each.ndim == 1), *corrections):
+            vector.add_(0.3 * torch.randn(vector.shape, generator=generator).to(vector))
+    return model.eval()
 
 
 def engine_of(model, **options):

@@ -89,7 +89,7 @@ def routing_numbers(
         "router/entropy": sums.entropy * routers.experts_per_token / sums.load.sum(),
         "router/load_max": load.max(),
         "router/load_min": load.min(),
-        "router/dropped_fraction": torch.zeros_like(sums.entropy),  # no expert has a limit
+        "router/dropped_fraction": torch.zeros_like(sums.entropy),  # no expert has a capacity
     }
     if coefficient:
         numbers["loss/router"] = load_balancing_loss(

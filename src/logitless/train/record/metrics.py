@@ -184,7 +184,7 @@ optimizer/halvings | 1 | sum | run | times that number was halved
 # Routers of a mixture of experts, over the tokens that the step read
 router/entropy | nat | mean | step | of the softmax of a router's logits
 router/load_max, router/load_min | 1 | last | step | tokens of the busiest and idlest expert of a layer, over its mean
-router/dropped_fraction | 1 | mean | step | tokens that a chosen expert did not take: none
+router/dropped_fraction | 1 | mean | step | 0: experts have no capacity, so none drops a token
 # What a step did not have to compute
 saving/zero_advantage_sequences | completion | sum | step | completions left out of forward and backward
 saving/zero_advantage_tokens | token | sum | step | tokens that were not read for that, prompts included
