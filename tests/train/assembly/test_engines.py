@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.errors import UnavailableError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
 from logitless.rollout.transformers import TransformersEngine
@@ -139,3 +140,19 @@ def test_each_rule_of_sampling_with_the_bits_of_training_keeps_auto_from_it(tmp_
             patched.setattr(resolve, name, patch)
             found += unmet(GPU_RULES, Placed(changed, of))[:1]
     assert [each.needed for each in found] == [f"for rollout.engine gpu: {rule.needed}" for rule in GPU_RULES]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "given"),
+    [
+        ("autocast", "bfloat16", "model.autocast: bfloat16"),
+        ("compile", True, "model.compile: true"),
+        ("attention", "sdpa", "model.attention: sdpa"),
+    ],
+)
+def test_an_engine_gpu_that_is_named_is_refused_beside_what_its_layers_would_leave_out(tmp_path, key, value, given):
+    pytest.importorskip("triton")
+    recipe = tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **{f"model__{key}": value})
+    model = load_model(recipe.model.source, random_weights=True)
+    with pytest.raises(UnavailableError, match=f"{given}.*Set rollout.engine: transformers, or auto"):
+        resolved(recipe, model, Arrangement())

@@ -98,6 +98,11 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
     choices = recipe.rollout.engine.choices
     if choices is None:
         check(GPU_RULES if found.parallel.has_copy else (_HERE,), Placed(found, model))  # a copy is made later
+        installs = recipe.rollout.engine.bitwise and not (
+            found.parallel.has_copy or _is_row_invariant(recipe.model, device, model)
+        )
+        if installs and (reasons := against_row_invariant(found.model, model, device)):
+            raise no_row_invariant(in_words(reasons), ENGINE)
     else:
         against[ENGINE] = unmet(GPU_RULES, Placed(found, model))[:1]
         if against[ENGINE] and found.parallel.has_copy:
