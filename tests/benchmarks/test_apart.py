@@ -12,7 +12,8 @@ from script import main
 
 def row(arrangement, staleness, speed, weights=1):
     place = {"model": "tiny", "workload": "4x2-16-4:12", "steps": 1, "arrangement": arrangement, "staleness": staleness}
-    return {**place, "tokens_per_second": speed, "digest": weights}
+    timed = {"tokens_per_second": speed, "block_seconds": 2.0, "phases": {"training": 2.0}}
+    return {**place, **timed, "digest": weights}
 
 
 def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_staleness():
@@ -26,6 +27,12 @@ def test_speed_is_over_one_gpu_on_policy_and_weights_are_those_of_the_same_stale
     [older] = [{**each, "weights": each["digest"]} for each in rows[:1]]
     del older["digest"]
     assert apart._compared(row("1+1", 0, 15.0), [older])["same_weights"] is None
+
+
+def test_compilation_in_a_timed_block_makes_neither_faster():
+    alone = {**row("1", 0, 10.0), "phases": {"training": 1.5, "compilation": 0.5}}
+    found = apart._compared(row("1+1", 1, 20.0), [alone])
+    assert (found["one_gpu"], found["over_one_gpu"]) == (pytest.approx(40 / 3), 1.5)
 
 
 @pytest.mark.slow
