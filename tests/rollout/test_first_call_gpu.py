@@ -5,12 +5,12 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from script import ROOT, caches_in
+
 pytestmark = pytest.mark.gpu
-ROOT = Path(__file__).parents[2]
 GREEDY = {"temperature": 0}
 OPTIONS = {
     "greedy": [GREEDY],
@@ -28,8 +28,7 @@ OPTIONS = {
 
 def first_calls(options, folder, *before, model="qwen3"):
     """The finished process of ``first_call.py``, with caches of its own."""
-    caches = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-    environment = {**os.environ, **{name: str(folder / name.lower()) for name in caches}}
+    environment = {**os.environ, **caches_in(folder)}
     command = [*before, sys.executable, "-m", "tests.rollout.first_call", model, *map(json.dumps, options)]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 

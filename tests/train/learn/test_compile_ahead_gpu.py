@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.policy import Policy
 from logitless.types import Completion, Prompt
+from script import ROOT, caches_in
 from tests.models.row_invariant.test_layers import COVERED
 from tests.models.row_invariant.test_layers_gpu import wide
 
@@ -22,7 +22,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-ROOT = Path(__file__).parents[3]
 
 
 def policy_of(family, *, lora=False):
@@ -79,8 +78,7 @@ def compiled_by_a_step():
 
 
 def test_a_first_step_after_it_compiles_no_kernel_of_attention_norms_or_head(tmp_path):
-    caches = ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
-    environment = {**os.environ, **{name: str(tmp_path / name.lower()) for name in caches}}
+    environment = {**os.environ, **caches_in(tmp_path)}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))  # pytest's
     program = "from tests.train.learn.test_compile_ahead_gpu import compiled_by_a_step; compiled_by_a_step()"
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True)
