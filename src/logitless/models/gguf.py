@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 from logitless.errors import ConfigurationError
 from logitless.hub import use_cache_if_unreachable
 from logitless.installed import optional
+from logitless.models.prequantized import make_plain
 
 logger = logging.getLogger("logitless")
 
@@ -147,10 +148,7 @@ def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTra
         output_loading_info=True,
         **options,
     )
-    # The weights are plain now, so that the model is saved as an ordinary one.
-    model.hf_quantizer, model.is_quantized = None, False
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    make_plain(model, options["dtype"])
     model.config._name_or_path = str(path)
     return model, report
 

@@ -38,6 +38,7 @@ from logitless.models.lm_head import backbone, causal_lm, check_positions, verif
 from logitless.models.mixers import RECURRENT, keep_sequences_apart
 from logitless.models.modes import runs_compiled
 from logitless.models.packed import KINDS, PACKED
+from logitless.models.prequantized import DEQUANTIZED, check_quantization, make_plain, take_quantization
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
 from logitless.models.text_half import IMAGE_MODELS, KEY_MAPPING, conversions_of, text_half
@@ -88,6 +89,7 @@ def load_model(
         840
     """
     whole = _load_config(source, trust_remote_code)
+    quantization = take_quantization(whole)
     config = text_half(whole)
     _check_language_model(config)
     _check_attention_softcap(config, attention)
@@ -108,13 +110,15 @@ def load_model(
             given="a config only",
             remedy="Set random_weights, or give the folder or hub name of a trained model.",
         )
+    if quantization is not None and not random_weights:
+        check_quantization(quantization, source)
     if empty:
         model = _without_weights(source, config, options, reads=not random_weights)
     elif random_weights or meta:
         with seeded(seed), torch.device("meta" if meta else "cpu"):
             model = _built(config, options)
     else:
-        model = _read_weights(source, config, options, whole)
+        model = _read_weights(source, config, options, whole, quantization)
     if four_bit is None and not empty:
         model.to(device)
     separate_long_sequences(model)
@@ -518,9 +522,15 @@ def positions(config: Any) -> int | None:
     return max(limit, int(scaled))
 
 
-def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
+def _read_weights(
+    source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any, quantization: dict[str, Any] | None
+) -> PreTrainedModel:
     """The model of ``config`` with weights from files of ``whole``: the same config, or that of an image model."""
     of_image_model = whole is not config
+    if quantization is not None:
+        method = DEQUANTIZED[quantization["quant_method"]]
+        logger.info("model: its weights are stored in %s and dequantized; the run trains and saves plain ones", method)
+        config.quantization_config = {**quantization, "dequantize": True}
     folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
     if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):
         pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
@@ -553,8 +563,11 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], 
             given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
             remedy="Give a checkpoint of a causal language model of this architecture.",
         )
-    if of_image_model:
+    if quantization is not None:
+        make_plain(model, options["dtype"])
+    elif of_image_model:
         del model._weight_conversions  # type: ignore[attr-defined]  # saved under its own names, not those of the files
+    if of_image_model:
         logger.info(
             "image model: its language model is loaded as %s, %d tensors of its image tower are left out",
             config.model_type,
