@@ -1,4 +1,4 @@
-"""Checkpoints that are published with quantized weights: they are dequantized as they load, because plain weights train.
+"""Checkpoints that are published with quantized weights: dequantized as they load, because plain weights are trained.
 
     weight = stored number * scale of its block        rounded to the dtype asked for; of MXFP4, exact in bfloat16
 
