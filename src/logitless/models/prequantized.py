@@ -56,7 +56,7 @@ def check_quantization(quantization: dict[str, Any], source: object) -> None:
         raise UnavailableError(
             needed=f"plain weights, or weights in {' or '.join(DEQUANTIZED.values())}, which are dequantized",
             given=f"{str(source)!r}, quantized by {method}",
-            remedy="Name the checkpoint that it was made from. For LoRA over a base in four bits, set model.quantize beside it.",
+            remedy="Name the checkpoint that it was made from; model.quantize puts a base for LoRA into four bits.",
         )
     if method == "fp8":
         optional("accelerate", extra="lora", needed="accelerate, with which transformers reads FP8")
