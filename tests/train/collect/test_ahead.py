@@ -153,15 +153,6 @@ def test_a_resumed_run_keeps_no_weights_that_only_sampled_logged_blocks_and_know
     assert again.exact
 
 
-def test_a_log_that_does_not_say_so_was_not_exact(ahead, tmp_path):
-    ahead(Noting(), staleness=1, blocks=1).next(0)
-    file = tmp_path / "collected" / "block-000001.json"
-    row = json.loads(file.read_text())
-    del row["exact"]
-    file.write_text(json.dumps(row))
-    assert not CollectedBlocks(tmp_path / "collected", PROMPTS).exact(0)
-
-
 def test_a_checkpoint_waits_for_no_block_whose_weights_are_still_to_be_trained(ahead):
     in_turns = Apart()
     in_turns.train(collector := ahead(in_turns, staleness=0), range(6))

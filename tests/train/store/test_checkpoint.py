@@ -199,15 +199,6 @@ def test_a_single_flipped_bit_is_noticed(tmp_path, name):
         load_checkpoint(tmp_path).tensors["y"]
 
 
-def test_a_checkpoint_of_the_first_schema_is_refused_and_its_weights_are_offered(tmp_path):
-    for step in (999_999, 1_000_000):
-        (tmp_path / f"step-{step:06d}" / "model").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"schema 1 .*model\.source=.*step-1000000/model"):
-        load_checkpoint(tmp_path)
-    _save(tmp_path, 1, block=1)
-    assert load_checkpoint(tmp_path).state == {"step": 1}, "what is saved now is later"
-
-
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
     _edit_index(_save(tmp_path, 1), lambda index: index.update(schema_number=3))
     with pytest.raises(CheckpointError, match="schema 3"):

@@ -36,7 +36,7 @@ from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
 from logitless.train.collect.collector import Collector
-from logitless.train.collect.group_json import decode_groups, encode_groups, group_of_json
+from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.collect.refill import refilled_as_they_come
 from logitless.train.collect.replay import check_same_block
 from logitless.train.recipe.config import Recipe
@@ -161,11 +161,8 @@ class CollectedBlocks:
         """
         with self._reading(block) as row:
             prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
-            if row["schema_number"] == 1:  # lists in the JSON itself
-                groups = [group_of_json(*each) for each in zip(prompts, row["groups"], strict=True)]
-            else:
-                numbers = self._file(block).with_suffix(".numbers").read_bytes()
-                groups = decode_groups(prompts, row["groups"], numbers)
+            numbers = self._file(block).with_suffix(".numbers").read_bytes()
+            groups = decode_groups(prompts, row["groups"], numbers)
             return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
 
     def begun_after(self, block: int) -> int:
@@ -174,9 +171,9 @@ class CollectedBlocks:
             return int(row["begun_after"])
 
     def exact(self, block: int) -> bool:
-        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say."""
+        """Whether the block's log-probs are bitwise what training computes."""
         with self._reading(block) as row:
-            return bool(row.get("exact", False))
+            return bool(row["exact"])
 
     def drawn(self, block: int) -> DrawnVersions:
         """Which weights drew which tokens of a block that was sampled in flight."""

@@ -38,13 +38,12 @@ from logitless.train.store.atomic import cannot_write, flush, write_flushed
 from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
 SCHEMA_NUMBER = 2
-"""Schema of the folder. 1 was a Hugging Face folder, named after its step, with the rest of the state beside it."""
+"""Schema of the folder."""
 
 LARGEST_FILE = 2**30
 """Most bytes of tensors in a file; a larger tensor has a file of its own."""
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
-_FOLDER_1 = re.compile(r"step-(\d+)")
 _SAVING, _REMOVING = ".saving-", ".removing-"
 
 
@@ -209,8 +208,7 @@ def is_first(folder: Path) -> bool:
         >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
         (True, False)
     """
-    age = _age(folder.name)
-    return age is not None and max(age) <= 0
+    return folder.name == folder_name(0, 0)
 
 
 def clear_remains(root: Path) -> None:
@@ -243,13 +241,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: its files are damaged, or a later version wrote it.
     """
     try:
-        if _FOLDER_1.fullmatch(folder.name):
-            raise CheckpointError(
-                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
-                given=f"schema 1 in {folder}",
-                remedy="Continue with the version of logitless that wrote it, or start a run of another name from its "
-                f"weights: model.source={folder / 'model'}.",
-            )
         index = json.loads((folder / "index.json").read_bytes())
         if index["schema_number"] != SCHEMA_NUMBER:
             raise CheckpointError(
@@ -431,12 +422,9 @@ def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> N
 
 
 def _age(name: str) -> tuple[int, int] | None:
-    """Sort key of a checkpoint's folder, (blocks, steps), with schema 1 first; None for other folders."""
-    if found := _FOLDER.fullmatch(name):
-        return int(found[1]), int(found[2])
-    if found := _FOLDER_1.fullmatch(name):
-        return -1, int(found[1])
-    return None
+    """Sort key of a checkpoint's folder, (blocks, steps); None for other folders."""
+    found = _FOLDER.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def folder_name(block: int, step: int) -> str:
