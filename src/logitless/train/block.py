@@ -115,16 +115,10 @@ class ScoredBlock(PackedBlock):
 
 
 def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed: bool = False) -> PackedBlock:
-    """Pack the completions of groups end to end, in order.
+    """Pack the completions of groups end to end, in order; for ``version`` see ``pack``.
 
     Args:
-        groups: with rewards.
-        version: of the policy's weights, from which the lag of each token is counted; see ``pack``.
         observed: whether tokens of tools and environments are packed as targets too.
-
-    Example:
-        >>> pack_groups([]).packed.num_tokens
-        0
     """
     ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     return PackedBlock(
@@ -138,12 +132,7 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed
 
 
 def have_signal(groups: Sequence[Group]) -> list[bool]:
-    """One flag a group: whether its rewards differ.
-
-    Example:
-        >>> have_signal([])
-        []
-    """
+    """One flag a group: whether its rewards differ."""
     if not groups:
         return []
     rewards, group = rewards_of_groups(groups)
@@ -151,12 +140,7 @@ def have_signal(groups: Sequence[Group]) -> list[bool]:
 
 
 def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-    """The reward of each completion, NaN where it has none, and the index of its group.
-
-    Example:
-        >>> rewards_of_groups([])
-        (tensor([]), tensor([], dtype=torch.int64))
-    """
+    """The reward of each completion, NaN where it has none, and the index of its group."""
     rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float32)
     return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
 
@@ -173,12 +157,7 @@ def sampling_numbers(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reward_or_nan(reward: float | None) -> float:
-    """The reward, or NaN where there is none.
-
-    Example:
-        >>> reward_or_nan(None)
-        nan
-    """
+    """The reward, or NaN where there is none."""
     return math.nan if reward is None else reward
 
 

@@ -64,11 +64,6 @@ from logitless.types import Group, TokenScores
 class Loop:
     """One run, from its first rollout to its last checkpoint.
 
-    Args:
-        parts: of the run.
-        journal: for metrics, rollouts and messages.
-        callbacks: called after blocks, evaluations and checkpoints; they may stop the run.
-
     Attributes:
         best: the best evaluation, whose checkpoint is kept; None without ``checkpoint.keep_best``.
     """
@@ -418,11 +413,6 @@ def next_block(
     collector: Collector, learner: Learner, journal: Journal
 ) -> tuple[JudgedBlock, ScoredBlock | None, Numbers]:
     """Collect the next block, score it, compute advantages and write its rollouts.
-
-    Args:
-        collector: samples, and scores with the rewards.
-        learner: computes log-probs and advantages.
-        journal: times the phases.
 
     Returns:
         All that was sampled; the block to train on, None if it has no token; and metrics for its first line.

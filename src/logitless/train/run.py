@@ -83,7 +83,6 @@ def run_recipe(
     Args:
         numbered, resume, fork, replay, callbacks, clock: of ``logitless.train``.
         open_engines: makes the engines from resolved recipe, model and tokenizer; for engines that no recipe names.
-        environment: answers the policy; None for the recipe's.
         ranks: that train together. All call this with the same recipe; only the first writes.
 
     Raises:
@@ -148,12 +147,12 @@ def run_recipe(
 
 @dataclass(frozen=True)
 class Division:
-    """Which ranks of a run train, and which sample and do nothing else: the last ones.
+    """Which ranks of a run train, and which only sample: the last ones.
 
     Args:
         training: the ranks that train; None on one that only samples.
         exchange: the first of them with those that only sample; None on all others.
-        shared: the ranks that share the weights that they sample with with this one; None: it has all, or trains.
+        shared: the ranks that share one copy of the sampling weights with this one; None: it has all, or trains.
     """
 
     training: Ranks | None
@@ -174,12 +173,9 @@ class Division:
 def sample_only(
     inputs: Inputs, division: Division, open_engines: OpenEngines, clock: WallClock, *, repeats: bool = False
 ) -> None:
-    """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
+    """Sample until the run ends, on a rank that does nothing else. Signals are left to the ranks that train.
 
     Args:
-        inputs: of the run.
-        division: of its ranks.
-        open_engines, clock: of ``run_recipe``.
         repeats: whether the run repeats one with in-flight updates.
     """
     rollout, exchange = inputs.recipe.rollout, division.exchange
@@ -249,7 +245,7 @@ def _journal(
 def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks) -> Loaded:
     """Do the recipe's warm start, save its result in the run's folder, and return the model with it.
 
-    A resumed run finds the result there; its model was loaded with it, and nothing is done.
+    A resumed run was loaded with the result; nothing is done.
     """
     recipe, model, left = loaded.recipe, loaded.model, journal.folder.warm_start
     journal.message(*effects(recipe.model, device_of(recipe.model), model, layers=loaded.chosen.layers_line))
@@ -330,8 +326,7 @@ def _restore_best(loop: Loop) -> dict[str, Any]:
     """Load the weights of the best evaluation into the policy, if its checkpoint was kept. A collective.
 
     Returns:
-        Which weights the policy has: ``which`` (``best`` or ``last``), ``block`` and ``step``; of the best also
-        ``metric`` and ``value``.
+        ``exported`` of the run's summary: which weights the policy has.
     """
     progress, best, path = loop.learner.progress, loop.best, loop.best_checkpoint
     if best is None or path is None:

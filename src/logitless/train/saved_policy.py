@@ -35,11 +35,7 @@ class SavedPolicy:
 
     Args:
         recipe: the run's, with ``model`` as the policy is held now.
-        tokenizer: of the policy.
-        policy: on its device.
         source: the checkpoint or ``model/`` that it is from.
-        block: blocks that it was trained on.
-        step: optimizer steps that were done.
     """
 
     recipe: Recipe
@@ -106,7 +102,7 @@ def load_policy(
 
 
 def chosen_source(folder: RunFolder, which: str) -> Path:
-    """The checkpoint, or ``model/``, that ``which`` names; see ``load_policy``.
+    """The checkpoint, or ``model/``, that ``which`` of ``load_policy`` names.
 
     Raises:
         ConfigurationError: there is none.

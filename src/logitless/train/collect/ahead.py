@@ -62,7 +62,6 @@ def collector_of(
 
     Args:
         folder: of the run; None for a plain collector.
-        prompts, engine, environment, rewards, ranks, order, greedy_baseline: of ``Collector``.
         replayed: folder of the run that this one repeats; None for any other.
     """
 
@@ -123,8 +122,7 @@ class CollectedBlocks:
 
         Args:
             block: number, from 0.
-            judged: all groups.
-            begun_after: blocks that had been trained on when it began.
+            begun_after: blocks trained on when it began.
             exact: of ``ExactEngine``; False for any other engine.
             before, after: the collector's states.
             drawn: in flight, which weights drew which tokens.
@@ -166,7 +164,7 @@ class CollectedBlocks:
             return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
 
     def begun_after(self, block: int) -> int:
-        """Number of trained blocks whose weights sampled the block; errors of these three are those of ``read``."""
+        """Number of trained blocks whose weights sampled the block."""
         with self._reading(block) as row:
             return int(row["begun_after"])
 
@@ -203,9 +201,6 @@ class ScheduledCollector(Collector):
     because the run had fewer blocks before, the checkpoint's weights sample them.
 
     Args:
-        *arguments, **options: of ``Collector``.
-        staleness: of the recipe.
-        blocks: of the run; none is collected beyond.
         log: of this run; its blocks are not sampled again.
         replayed: log of the run that this one repeats, with the same blocks by the same weights; None for any other. A
             run that was stopped early has not logged all blocks that another end of it would sample ahead.
@@ -315,12 +310,10 @@ class ScheduledCollector(Collector):
 class AheadCollector(ScheduledCollector):
     """A ``ScheduledCollector`` that collects in a thread, beside training, from an engine with weights of its own.
 
-    A ``VersionedEngine`` samples a block with exactly the weights that its number says. Other engines, and any in
-    flight, sample with those that they were given last; when a block begins then depends on time, and the log says when
-    it did.
+    A ``VersionedEngine`` samples a block with exactly the scheduled weights. Other engines, and any in flight, sample
+    with the newest; when a block begins then depends on time, and the log records it.
 
     Args:
-        *arguments, **options: of ``ScheduledCollector``.
         ranks: that train; the first one collects, and gives the others each block.
     """
 
@@ -445,12 +438,7 @@ class AheadCollector(ScheduledCollector):
 
 
 class ReplayingCollector(Collector):
-    """A ``Collector`` that samples nothing and gives the blocks of another run's log.
-
-    Args:
-        *arguments, **options: of ``Collector``.
-        log: of the run that is replayed.
-    """
+    """A ``Collector`` that samples nothing and gives the blocks of another run's log."""
 
     def __init__(self, *arguments: Any, log: CollectedBlocks, **options: Any) -> None:
         super().__init__(*arguments, **options)

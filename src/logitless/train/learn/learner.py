@@ -88,12 +88,8 @@ class _InTraining:
     """A block in training, with what is fixed before its first step.
 
     Args:
-        block: scored.
         tokens: the block as the objective reads it, with the tokens that it has chosen.
-        statistics: of the block, or None.
         dropped: one flag a sequence: True for completions whose tokens have weight 0.
-        plans: the steps of each epoch.
-        packing: of their rows.
     """
 
     block: ScoredBlock
@@ -108,14 +104,10 @@ class Learner:
     """Trains a policy on blocks.
 
     Args:
-        recipe: checked.
-        algorithm: objective, advantage, weighting and value loss of the recipe.
-        policy: trained in place.
         reference: the frozen policy; None without a KL.
         teacher: that the policy learns from; None without one.
         sampler_weights: of earlier versions, for score centering; None without it.
         reward_weights: by name, for advantages that read each reward.
-        ranks: that train the policy together.
 
     Attributes:
         by_rank: metrics of the last step with a number for each rank; none on a single rank.
@@ -178,13 +170,12 @@ class Learner:
     ) -> ScoredBlock:
         """Compute log-probs under policy, reference and teacher, and advantages.
 
-        ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from a scoring pass in the
-        rows of the first epoch, so that the first ratio is 1; of the block's first step from its training pass, if
-        there is one epoch and nothing needs them before.
+        ``logp_old`` comes from the engine where that is bitwise identical to the policy. Else it comes from a scoring
+        pass in the rows of the first epoch, so that the first ratio is 1, or, for the block's first step, from the
+        training pass, where there is one epoch and nothing reads it before (``scores_in_training``).
 
         Args:
             packed: with at least one token.
-            groups: that were packed.
             sampled: scores by a bitwise identical engine; or None.
             rescore: make the scoring pass of the policy over everything, for a bitwise check.
         """
@@ -477,12 +468,7 @@ class Learner:
         return block.scores_itself and self.progress.step_in_epoch == 0
 
     def _parity_of_step(self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]]) -> Numbers | None:
-        """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other.
-
-        Args:
-            outputs: of this rank's micro-batches.
-            rows: the sequences of each.
-        """
+        """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other."""
         block = self._now.block
         if not self._scores_itself(block) or self.recipe.rollout.sampling.filters_distribution:
             return None
@@ -659,11 +645,7 @@ class Learner:
 
 
 def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
-    """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads them before or again.
-
-    Args:
-        recipe: resolved.
-    """
+    """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads it before or again."""
     return (
         recipe.train.reuse_logp
         and not has_dropout(recipe)

@@ -107,14 +107,12 @@ class OptimizerStep:
     """The tokens of one optimizer step, whose weights are normalised over the whole step.
 
     Args:
-        packed: all sequences of the block.
         tokens: the same with scores and advantages; with ``value_target`` they get weights of the value loss too.
         plan: the step's sequences in rows, over all ranks; a row may be empty.
         objective: its entropy bonus has weights of its own.
         weighting: how token losses are averaged.
         dropped: one flag a sequence of the block: True for truncated completions whose tokens have weight 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
-        statistics: of the block, or None.
     """
 
     packed: PackedBatch
@@ -131,7 +129,6 @@ class OptimizerStep:
 
         Args:
             places: indices of the plan's rows that this rank reads; None: all.
-            scores_itself: whether the training pass gives ``logp_old``.
         """
         packed, tokens, every = self.packed, self.tokens, self.plan.micro_batches
         rows = every if places is None else [every[place] for place in places]
@@ -168,12 +165,8 @@ class OptimizerStep:
     ) -> MicroBatchOutput | None:
         """What zero-advantage sequences add to the step's metrics: loss and gradient 0, log-probs of the scoring pass.
 
-        Args:
-            device: of the other outputs.
-            ranks: that divide the sequences.
-
         Returns:
-            The part of this rank; None if the step has no such sequence.
+            This rank's part, on ``device``; None if the step has no such sequence.
         """
         if not self.plan.dead:
             return None
@@ -243,19 +236,10 @@ def backward(
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
     Args:
-        policy: whose parameters get gradients.
         micro_batches: of ``OptimizerStep``.
-        temperature: of sampling; it divides the logits in the loss too.
         seed: for objectives that choose tokens at random in each micro-batch.
-        beta: coefficient of the KL in the loss.
-        entropy_coefficient: of an adaptive entropy bonus.
-        statistics: of the block, for objectives that read them.
-        value_loss: of the algorithm, for a policy with a value head.
-        observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.
         router_loss: of the step, which knows of every micro-batch but this call's first.
-        teacher: whose divergence is a term of the loss; None for no such term.
-        distillation: of the algorithm, with the weight of that term.
         centering: ``SamplerWeights.centering`` at this step; None without score centering.
 
     Raises:
@@ -316,12 +300,7 @@ def backward(
 
 
 def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> dict[str, Tensor]:
-    """The step's metrics, as tensors on the device, so that the host does not wait.
-
-    Args:
-        outputs: of this rank.
-        ranks: that train together; every rank gets the metrics of the whole step.
-    """
+    """The metrics of the whole step, as tensors on the device, so that the host does not wait. A collective."""
     numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     terms: dict[str, Callable[..., dict[str, Tensor]]] = {
         "value": value_diagnostics,
@@ -349,11 +328,6 @@ def on_host(numbers: Mapping[str, Tensor]) -> Numbers:
 
 def saved_by_packing(step: StepPlan, inputs: PackedInputs, packing: Packing) -> Numbers:
     """What a step saved by packing, against reading every sequence in full.
-
-    Args:
-        step: with the rows of all ranks.
-        inputs: the block's.
-        packing: that made the rows.
 
     Example:
         >>> ids = torch.zeros(12, dtype=torch.long)

@@ -130,11 +130,6 @@ def teacher_index(section: TeacherSection, prompt: Prompt) -> int:
 
     Raises:
         DataError: none.
-
-    Example:
-        >>> section = TeacherSection(source={"sums": "base", "code": "a/b"}, column="kind", advantage=1)
-        >>> teacher_index(section, Prompt("7", "1+1", (3,), {"kind": "code"}))
-        1
     """
     names = list(section.sources)
     if isinstance(section.source, str):

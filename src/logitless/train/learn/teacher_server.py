@@ -20,13 +20,7 @@ T = TypeVar("T")
 
 
 class ServedTeacher:
-    """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone.
-
-    Args:
-        server: of one model.
-        patience: with requests that fail.
-        requests_at_once: sequences that the server scores at a time.
-    """
+    """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone."""
 
     def __init__(self, server: VllmServer, *, patience: Patience, requests_at_once: int = 64) -> None:
         self._server, self._patience, self._at_once = server, patience, requests_at_once
@@ -64,10 +58,7 @@ class ServedTeacher:
         self._model = models[0]
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp [N] of the batch's targets, float32, on the CPU; entropy NaN.
-
-        Args:
-            temperature: 1, to which the recipe's rules hold it.
+        """logp [N] of the batch's targets at temperature 1, float32, on the CPU; entropy NaN.
 
         Raises:
             EngineError: the server cannot be reached, or answers something else.

@@ -33,10 +33,6 @@ def locked(tensor: Tensor, device: torch.device) -> Tensor:
     this memory and would not keep it for a copy in flight. During the capture of a CUDA graph, which such a wait would
     break, it is freed later, when the next copy is made or freed.
 
-    Args:
-        tensor: on any device.
-        device: the GPU that copies from and to the memory.
-
     Raises:
         UnavailableError: too little memory, or the driver does not lock it.
     """

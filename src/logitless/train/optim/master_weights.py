@@ -30,10 +30,6 @@ def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
 
     ``parameter.grad`` will be float32. Frozen parameters and those of another dtype are left alone.
 
-    Args:
-        dtype: bfloat16 (or float16).
-        parameters: of a model.
-
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
         >>> lower_to(torch.bfloat16, layer.parameters())
@@ -50,25 +46,12 @@ def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def master_weight(parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer updates: the float32 master weight of a lowered parameter, else the parameter itself.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> master_weight(weight) is weight
-        True
-    """
+    """What the optimizer updates: the float32 master weight of a lowered parameter, else the parameter itself."""
     return getattr(parameter, "master", parameter)
 
 
 def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    """Undo ``lower_to``: parameters are float32 again; returns the dtype that they had, None if none was lowered.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> restore_master_weights(layer.parameters()), layer.weight.dtype
-        (torch.bfloat16, torch.float32)
-    """
+    """Undo ``lower_to``: parameters are float32 again; returns the dtype that they had, None if none was lowered."""
     lowered = [p for p in parameters if master_weight(p) is not p]
     dtype = lowered[0].dtype if lowered else None
     for parameter in lowered:
@@ -79,31 +62,14 @@ def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | 
 
 
 def drop_master_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the master weights of a model that is not trained here.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> drop_master_weights(layer.parameters())
-        >>> master_weight(layer.weight) is layer.weight
-        True
-    """
+    """Free the master weights of a model that is not trained here."""
     for parameter in parameters:
         if master_weight(parameter) is not parameter:
             del parameter.master  # type: ignore[attr-defined]
 
 
 def round_master_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Round every master weight into its parameter, for example after a checkpoint was loaded.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> _ = nn.init.ones_(master_weight(layer.weight))
-        >>> round_master_weights(layer.parameters())
-        >>> layer.weight.item()
-        1.0
-    """
+    """Round every master weight into its parameter, for example after a checkpoint was loaded."""
     lowered = [p for p in parameters if master_weight(p) is not p]
     if lowered:
         torch._foreach_copy_([p.detach() for p in lowered], [master_weight(p).detach() for p in lowered])
@@ -119,7 +85,6 @@ class MasterAdamW(torch.optim.AdamW):
             weights.
         on_host: keep master weights and state in page-locked host memory, and copy them to the GPU for the update;
             bitwise the same. All parameters must be lowered ones on a GPU.
-        options: of ``torch.optim.AdamW``.
 
     Raises:
         UnavailableError: ``on_host``, and there is too little page-locked memory.
@@ -216,7 +181,6 @@ class MasterAdamW(torch.optim.AdamW):
         """Clip and update if ``fuses``, in two passes over memory, without waiting in between.
 
         Args:
-            max_grad_norm: norm to clip at, or None.
             meanwhile: called while the device works.
 
         Returns:

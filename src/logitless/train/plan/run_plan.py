@@ -56,10 +56,6 @@ class Plan:
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
         host: host memory beside a GPU; empty under ``model.device: cpu``, where it is ``memory_bytes``.
-        disk_bytes: of the run folder, by part.
-        counts: rows read and dropped, by data source.
-        first_prompt: with the chat template applied.
-        first_tokens: its tokens, decoded.
         chosen: dtype, layers, engine and ``parallel.sampling: auto``, each with its reason; the teacher.
         warnings: choices that make the run more than twice as slow.
     """
@@ -169,7 +165,6 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
 
     Args:
         parts: of ``disk``; estimates are left out.
-        folder: of the run; bytes that it holds already are not needed again.
 
     Raises:
         UnavailableError: too little is free, or nothing can be written there.

@@ -40,8 +40,6 @@ class Forecast:
     """Forecast for one of several processes.
 
     Args:
-        arrangement: of all processes.
-        memory: of the process.
         processes: on one machine.
         host: host memory of all processes on a machine.
         sampler: bytes of a process that only samples, by part; empty without any.
@@ -71,7 +69,6 @@ def forecast(
     """Forecast memory and traffic of a recipe on several processes.
 
     Args:
-        model: on any device, ``meta`` included.
         processes: on one machine; None: all.
     """
     tokens, rows = tokens_of_step(recipe, arrangement), rows_of_step(recipe, arrangement)
@@ -114,8 +111,6 @@ def traffic_of_rank(
 
     Args:
         model: not sharded yet, on any device.
-        rows: micro-batches of a rank.
-        tokens_per_row: of a micro-batch.
         in_order: gradients are summed along a tree (``parallel.deterministic``): every rank gets those of all.
         all_rows: the LM head scores the tokens of all ranks together (``parallel.vocabulary``).
     """
@@ -151,12 +146,7 @@ def traffic_of_rank(
 
 
 def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Sequence[str]) -> str:
-    """The forecast as text.
-
-    Args:
-        sampling: of ``with_sampling``.
-        placement: of ``placed``.
-    """
+    """The forecast as text."""
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
     width = max(map(len, [*memory, *host, *found.sampler, *found.traffic_bytes]))

@@ -70,12 +70,7 @@ def duration(seconds: float | int) -> str:
 
 
 def imitates(config: Mapping[str, Any]) -> bool:
-    """Whether a recipe's loss is the likelihood of texts, and so worth showing.
-
-    Example:
-        >>> imitates({"algorithm": {"preset": "nll"}}), imitates({"name": "toy"})
-        (True, False)
-    """
+    """Whether a recipe's loss is the likelihood of texts, and so worth showing."""
     algorithm = config.get("algorithm") or {}
     return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
 
@@ -100,10 +95,8 @@ class LiveView:
         total_blocks: blocks of the whole run.
         first_block: blocks that were done before a resume.
         silent: show nothing, because another rank does.
-        title: for example the run's name.
         shows_loss: whether the loss says how far the run is (``imitates``).
         console: a terminal gets the live view, anything else one plain line an update.
-        clock: a monotonic clock.
 
     Example:
         >>> import io

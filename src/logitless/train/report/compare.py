@@ -26,13 +26,6 @@ Time | second, exact | time/elapsed_seconds | Of all phases so far.
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     """Write one self-contained page that compares runs.
 
-    Args:
-        run_folders: two or more, finished or not.
-        out: the page.
-
-    Returns:
-        ``out``.
-
     Raises:
         ConfigurationError: fewer than two runs, more than there are colours, or a folder without a run.
 

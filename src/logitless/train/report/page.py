@@ -38,13 +38,7 @@ _BEFORE, _AFTER = Path(__file__).with_name("page.html").read_text("utf-8").split
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` into a run folder.
-
-    Args:
-        run_folder: of a run that is finished, stopped, crashed or still going on.
-
-    Returns:
-        Where the page is.
+    """Write ``report.html`` into a run folder, of a run in any state; returns its path.
 
     Raises:
         ConfigurationError: there is no run in the folder.
@@ -95,9 +89,6 @@ class Recorded:
     """The records of a run, without its completions.
 
     Args:
-        name: of its folder.
-        config: its recipe.
-        records: lines of metrics.
         summary: empty if the run has not ended.
     """
 
@@ -304,12 +295,7 @@ class Curves:
         return found
 
     def card(self, lines: Sequence[Line], **options: Any) -> str:
-        """A plot of lines with a table of values; empty without lines.
-
-        Args:
-            lines: over the optimizer steps.
-            options: further ones of ``line_plot``.
-        """
+        """A plot of lines with a table of values; empty without lines."""
         if not lines:
             return ""
         options |= {"unit_interval": "whole" in self.kinds, "log": "log" in self.kinds}

@@ -56,7 +56,6 @@ class Checkpoint:
     """A checkpoint to read from.
 
     Args:
-        folder: of the checkpoint.
         tensors: by name; each is read, and its checksum checked, when it is asked for.
         state: everything else.
     """
@@ -75,10 +74,6 @@ class BackgroundSaver:
     """Writes checkpoints in a thread, while the run samples and scores the next block.
 
     Tensors are not copied first: call ``wait`` before anything that changes them, such as an optimizer step.
-
-    Args:
-        root: the run's checkpoint folder.
-        keep: checkpoints left after each save.
 
     Example:
         >>> import tempfile
@@ -107,10 +102,7 @@ class BackgroundSaver:
         """Begin to write; ``state`` may change afterwards, tensors may not.
 
         Args:
-            block: finished blocks.
-            step: optimizer steps done.
             tensors: on any device; one at a time is copied to the host.
-            state: as JSON.
             best: name of a checkpoint that is kept, however many come after it.
             settle: called in the thread before the folder appears; may wait for what the checkpoint relies on.
 
@@ -191,12 +183,7 @@ def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first.
-
-    Example:
-        >>> checkpoints(Path("/nonexistent"))
-        []
-    """
+    """Complete checkpoints, oldest first."""
     found = [(age, path) for path in root.glob("*") if path.is_dir() and (age := _age(path.name)) is not None]
     return [path for _, path in sorted(found)]
 
@@ -260,7 +247,6 @@ class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint; each is read, and its checksum checked, when it is asked for.
 
     Args:
-        folder: of the checkpoint.
         index: each tensor's ``dtype``, ``shape`` and ``pieces``; a piece has ``file``, ``start`` (its first index in
             each dimension), ``shape`` and ``sha256``.
 
@@ -318,12 +304,7 @@ class StoredTensors(Mapping[str, Tensor]):
 
 
 def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-    """Trained parameters as ``parameter/<name>``; frozen ones are left out.
-
-    Example:
-        >>> sorted(parameter_tensors(dict(nn.Linear(2, 2).named_parameters())))
-        ['parameter/bias', 'parameter/weight']
-    """
+    """Trained parameters as ``parameter/<name>``; frozen ones are left out."""
     return {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
 
 
@@ -458,11 +439,6 @@ def create_partial(final: Path) -> None:
 
 def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
     """Write tensors, of sharded ones the local shard, to new files.
-
-    Args:
-        folder: exists.
-        tensors: by name.
-        prefix: of the files' names.
 
     Returns:
         The index's entry for each tensor: dtype, shape of the whole, and the piece that was written.
