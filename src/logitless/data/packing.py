@@ -460,8 +460,6 @@ def plan_epoch(
         groups: the sequence indices of each group.
         inputs: the block's packed inputs, for its lengths.
         tokens_per_step: scored tokens a step should have; a group goes to the step its middle token falls in.
-        packing: of each step's rows.
-        seed: of the order of the groups.
         live: one flag a sequence: whether it can change a gradient; None: all can. A step in which none can still
             trains on its shortest sequence, for a gradient of zeros.
 

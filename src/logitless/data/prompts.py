@@ -25,10 +25,6 @@ class PromptSet:
     Args:
         prompts: in the order of the rows.
         counts: ``rows`` read, ``prompts`` kept, and the dropped: ``empty``, ``too_long``.
-
-    Example:
-        >>> PromptSet(prompts=(), counts={"rows": 2, "prompts": 0, "empty": 1, "too_long": 1}).counts["empty"]
-        1
     """
 
     prompts: tuple[Prompt, ...]
@@ -41,12 +37,7 @@ class Split:
 
     Args:
         training: without any text of ``held_out``.
-        held_out: prompts for evaluation.
         num_removed: training prompts removed because their text is held out.
-
-    Example:
-        >>> Split(training=(), held_out=(), num_removed=0).num_removed
-        0
     """
 
     training: tuple[Prompt, ...]
@@ -70,14 +61,9 @@ def load_prompts(
 
     Args:
         options: where the rows come from (``data.sources``).
-        tokenizer: the policy's.
-        max_prompt_tokens: the most tokens of a prompt.
         too_long: whether a longer one is dropped and counted, or an error.
         tools: for the chat template, in OpenAI's form.
         chat_template_kwargs: further variables of the chat template.
-
-    Returns:
-        The prompts and the counts of what was read, kept and dropped.
 
     Raises:
         DataError: a row that is malformed, lacks its prompt, repeats an id or (by ``too_long``) is too long; no prompt
@@ -122,11 +108,6 @@ def prompts_of_rows(
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
     """``load_prompts`` for rows in memory.
-
-    Args:
-        rows: with a column ``prompt``.
-        options: ``system`` and ``template``.
-        tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as for ``load_prompts``.
 
     Example:
         >>> from tokenizers import Tokenizer, models, pre_tokenizers
@@ -180,10 +161,6 @@ def prompts_of_rows(
 
 def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:
     """Remove from training every prompt whose text is held out.
-
-    Args:
-        training: for example a reasoning-gym task under one seed.
-        held_out: the same task under another seed.
 
     Raises:
         DataError: nothing is left to train on.

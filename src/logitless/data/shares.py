@@ -21,10 +21,6 @@ def rows_by_rank(
     they add nothing to the loss.
 
     Args:
-        step: of ``plan_epoch``.
-        groups: the sequence indices of each group of the block.
-        inputs: the block's packed inputs.
-        num_ranks: R.
         packing: the one that ``plan_epoch`` was given.
 
     Returns:

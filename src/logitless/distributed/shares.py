@@ -11,10 +11,6 @@ def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ..
 
     The largest load is at most 4/3 of the smallest possible one.
 
-    Args:
-        costs: of each piece, in any unit.
-        num_ranks: R.
-
     Returns:
         The indices of each rank's pieces, ascending. Ties go to the lower index and the lower rank.
 
