@@ -77,7 +77,6 @@ class Contender:
     """One setting.
 
     Args:
-        name: in the table.
         step: makes the step to be timed; raises if the setting cannot run here.
         lines: of a recipe that choose it; empty if a recipe cannot.
         case: what it is measured on, such as a sequence length; contenders are compared within a case.
@@ -106,7 +105,6 @@ def measured(contender: Contender, scale: Scale, device: str, tokens: int | None
     """Warm up, then time steps until their number or the seconds are reached.
 
     Args:
-        contender, scale, device: what to run, how long, and where.
         tokens: of a step; None: no tokens a second.
     """
     release(device)
@@ -414,8 +412,6 @@ class SettingBenchmark:
     """A benchmark as a subcommand.
 
     Args:
-        name: of the subcommand and of its files.
-        contenders: for a scale and a device.
         tokens: of a step; None for an optimizer's.
         steps: forward passes in one timed step, by which warm-up and number of steps are divided.
     """
