@@ -47,17 +47,9 @@ from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.train.record.result import RunResult
-from logitless.train.store.checkpoint import (
-    BackgroundSaver,
-    Checkpoint,
-    checkpoints,
-    damaged,
-    folder_name,
-    random_state,
-    random_tensors,
-    restore_random,
-)
+from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
 from logitless.train.store.shared_checkpoint import SharedSaver
+from logitless.train.store.training_state import random_state, random_tensors, restore_random
 from logitless.types import Group, TokenScores
 
 

@@ -55,7 +55,8 @@ from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_c
 from logitless.train.record.writers import check_writers, open_writers
 from logitless.train.report.page import write_report
 from logitless.train.store.atomic import write_folder_atomically
-from logitless.train.store.checkpoint import read_checkpoint, restore_parameters
+from logitless.train.store.checkpoint import read_checkpoint
+from logitless.train.store.training_state import restore_parameters
 
 logger = logging.getLogger("logitless")
 

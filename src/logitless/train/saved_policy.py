@@ -26,7 +26,8 @@ from logitless.train.learn.policy import Policy
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, read_checkpoint, restore_parameters
+from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, read_checkpoint
+from logitless.train.store.training_state import restore_parameters
 
 
 @dataclass(frozen=True)

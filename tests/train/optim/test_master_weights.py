@@ -27,14 +27,14 @@ from logitless.train.optim.fused_adamw import (
 )
 from logitless.train.optim.master_weights import MasterAdamW, lower_to, master_weight
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import (
-    load_checkpoint,
+from logitless.train.store.checkpoint import load_checkpoint
+from logitless.train.store.tensor_files import read_places, write_tensors
+from logitless.train.store.training_state import (
     optimizer_tensors,
     parameter_tensors,
     restore_optimizer,
     restore_parameters,
 )
-from logitless.train.store.tensor_files import read_places, write_tensors
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.fake_driver import FakeDriver
 from tests.train.interrupting import stopped_at

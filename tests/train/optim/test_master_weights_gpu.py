@@ -14,7 +14,7 @@ from logitless.train.optim.locked_memory import locked, locked_bytes
 from logitless.train.optim.master_weights import lower_to, master_weight
 from logitless.train.optim.optimizer import adamw, implementation, take_step
 from logitless.train.recipe.training import OptimizerSection
-from logitless.train.store.checkpoint import optimizer_tensors, restore_optimizer
+from logitless.train.store.training_state import optimizer_tensors, restore_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 

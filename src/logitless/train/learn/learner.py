@@ -56,8 +56,13 @@ from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import Numbers
-from logitless.train.store.checkpoint import optimizer_tensors, parameter_tensors, restore_optimizer, restore_parameters
 from logitless.train.store.stored_block import load_block, stored_block
+from logitless.train.store.training_state import (
+    optimizer_tensors,
+    parameter_tensors,
+    restore_optimizer,
+    restore_parameters,
+)
 from logitless.types import Group, TokenBatch, TokenScores
 
 

@@ -129,7 +129,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_log(folder: Path) -> str:
-    """SHA-256 of a run's log (``ahead.py``).
+    """SHA-256 of a run's log (``block_log.py``).
 
     Raises:
         DataError: there is no log.

@@ -6,7 +6,7 @@
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
-        collected/block-000012.json     under rollout.staleness or parallel.sampling: the log of blocks, see ahead.py
+        collected/block-000012.json     under rollout.staleness or parallel.sampling: the log of blocks (block_log.py)
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)

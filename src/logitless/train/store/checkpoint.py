@@ -18,7 +18,6 @@ A tensor may be stored in pieces, in several files: of several ranks each writes
 import hashlib
 import json
 import math
-import random
 import re
 import shutil
 import threading
@@ -27,13 +26,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
+from logitless.distributed.sharding import is_sharded, local_part, start_and_shape
 from logitless.errors import CheckpointError
-from logitless.train.optim.eight_bit import PARTS, packed_moment, parts_of
 from logitless.train.store.atomic import cannot_write, flush, write_flushed
 from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
 
@@ -45,10 +42,6 @@ LARGEST_FILE = 2**30
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
 _SAVING, _REMOVING = ".saving-", ".removing-"
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +90,7 @@ class BackgroundSaver:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best: str | None = None,
-        settle: Callable[[], None] = nothing,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to write; ``state`` may change afterwards, tensors may not.
 
@@ -301,105 +294,6 @@ class StoredTensors(Mapping[str, Tensor]):
     def __len__(self) -> int:
         """The number of tensors."""
         return len(self._index)
-
-
-def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-    """Trained parameters as ``parameter/<name>``; frozen ones are left out."""
-    return {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
-
-
-def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Load ``parameter_tensors`` into the parameters, one at a time.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
-    trained = parameter_tensors(parameters)
-    stored = {name for name in tensors if name.startswith("parameter/")}
-    if trained.keys() != stored:
-        differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
-        raise CheckpointError(
-            needed="a checkpoint with exactly the weights that are trained",
-            given=f"one that differs in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}",
-            remedy="Resume with the recipe, the model and the versions of packages that the run was started with.",
-        )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            value = tensors[name]
-            if value.shape != parameter.shape or value.dtype != parameter.dtype:
-                raise CheckpointError(
-                    needed=f"{name.partition('/')[2]} of shape {tuple(parameter.shape)} in {parameter.dtype}",
-                    given=f"{tuple(value.shape)} in {value.dtype}",
-                    remedy="Resume with the recipe and the model that the run was started with.",
-                )
-            local_part(parameter).copy_(part_of(value, parameter))
-
-
-def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as ``optimizer/<parameter>/<key>``; 8-bit state as several tensors."""
-    return {
-        f"optimizer/{name}/{key}{part}": tensor
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        for part, tensor in parts_of(value).items()
-    }
-
-
-def restore_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
-    """Load ``optimizer_tensors``, one at a time, to the devices where AdamW keeps them."""
-    for name in tensors:
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            parameter_name, _, key = rest.rpartition("/")
-            parameter = parameters[parameter_name]
-            key, packed, _ = key.partition(".")
-            if packed:
-                if key not in optimizer.state[parameter]:
-                    whole = name.rpartition(".")[0]
-                    parts = {f".{part}": tensors[f"{whole}.{part}"] for part in PARTS}
-                    optimizer.state[parameter][key] = packed_moment(key, parts, parameter)
-                continue
-            on_host = key == "step" and not optimizer.defaults.get("fused")
-            value = tensors[name]
-            if value.shape == parameter.shape:
-                optimizer.state[parameter][key] = sharded_like(value, parameter)
-            else:
-                optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
-
-
-def random_tensors() -> dict[str, Tensor]:
-    """State of torch's and NumPy's global generators, which code of others may use."""
-    _, keys, *_ = _numpy_state()
-    states = {"random/torch": torch.get_rng_state(), "random/numpy": torch.tensor(keys.tolist())}
-    if torch.cuda.is_available():
-        states["random/cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def random_state() -> dict[str, Any]:
-    """State of Python's global generator, and the scalars of NumPy's."""
-    _, _, pos, has_gauss, of_numpy = _numpy_state()
-    version, internal, gauss = random.getstate()
-    scalars = {"pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(of_numpy)}
-    return {"python": [version, list(internal), gauss], "numpy": scalars}
-
-
-def _numpy_state() -> Any:
-    return np.random.get_state()
-
-
-def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Restore ``random_tensors`` and ``random_state``."""
-    torch.set_rng_state(tensors["random/torch"])
-    if "random/cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random/cuda"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    scalars = state["numpy"]
-    keys = tensors["random/numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
 
 
 def _age(name: str) -> tuple[int, int] | None:
