@@ -430,7 +430,7 @@ def _block(rollouts: Rollouts, *, skip_zero_advantage: bool) -> ScoredBlock:
         value_old=None,
         advantage=rollouts.advantages[packed.sequence],
         value_target=None,
-        live=live if skip_zero_advantage else None,
+        nonzero_advantage=live if skip_zero_advantage else None,
     )
 
 

@@ -4,7 +4,7 @@ The shift by one token happens here and nowhere else: the hidden state at positi
 completion index j is therefore predicted at position ``len(prompt) - 1 + j``, and the last token is never an input.
 
 Packed rows save work in three ways, none of which changes a loss: a shared prefix is stored once (``share_prompts``),
-rows are filled by cost, and sequences without a gradient (``StepPlan.dead``) are in no row.
+rows are filled by cost, and sequences without a gradient (``StepPlan.zero_advantage``) are in no row.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from logitless.distributed.shares import attention_cost
+from logitless.distributed.shares import attention_cost, shares_by_cost
 from logitless.errors import InputError
 from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
 
@@ -286,7 +286,7 @@ class StepPlan:
     Args:
         sequences: every sequence of the step's groups, also those without a scored token (they count in B).
         micro_batches: packed rows of the sequences that are trained on.
-        dead: scored sequences that cannot change a gradient, and so are in no row; they count in every weight.
+        zero_advantage: scored sequences that cannot change a gradient: they are in no row, and count in every weight.
 
     Example:
         >>> StepPlan(sequences=(0, 1, 2), micro_batches=((0, 2),)).micro_batches
@@ -295,7 +295,7 @@ class StepPlan:
 
     sequences: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
-    dead: tuple[int, ...] = ()
+    zero_advantage: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def plan_epoch(
     tokens_per_step: int,
     packing: Packing,
     seed: int,
-    live: Sequence[bool] | None = None,
+    nonzero_advantage: Sequence[bool] | None = None,
 ) -> list[StepPlan]:
     """One epoch over a block: whole groups in a seeded order, divided into steps and packed rows.
 
@@ -460,8 +460,8 @@ def plan_epoch(
         groups: the sequence indices of each group.
         inputs: the block's packed inputs, for its lengths.
         tokens_per_step: scored tokens a step should have; a group goes to the step its middle token falls in.
-        live: one flag a sequence: whether it can change a gradient; None: all can. A step in which none can still
-            trains on its shortest sequence, for a gradient of zeros.
+        nonzero_advantage: one flag a sequence: whether it can change a gradient; None: all can. A step in which none
+            can still trains on its shortest sequence, for a gradient of zeros.
 
     Returns:
         At least one step; every sequence is in exactly one.
@@ -489,15 +489,56 @@ def plan_epoch(
         before += size
     filled = [step for step in steps if any(inputs.source_counts[s] for s in step)] or [[]]
     filled[0] += [s for step in steps if step not in filled for s in step]  # empty completions still count in B
-    return [_step_plan(step, inputs, packing, live) for step in filled]
+    return [_step_plan(step, inputs, packing, nonzero_advantage) for step in filled]
 
 
 def _step_plan(
-    sequences: Sequence[int], inputs: PackedInputs, packing: Packing, live: Sequence[bool] | None
+    sequences: Sequence[int], inputs: PackedInputs, packing: Packing, nonzero_advantage: Sequence[bool] | None
 ) -> StepPlan:
     scored = [s for s in sequences if inputs.source_counts[s]]
-    trained = [s for s in scored if live is None or live[s]]
+    trained = [s for s in scored if nonzero_advantage is None or nonzero_advantage[s]]
     if scored and not trained:
         trained = [min(scored, key=lambda s: (inputs.lengths[s], s))]
     kept = set(trained)
     return StepPlan(tuple(sequences), packing.rows(trained, inputs), tuple(s for s in scored if s not in kept))
+
+
+def rows_by_rank(
+    step: StepPlan,
+    groups: Sequence[Sequence[int]],
+    inputs: PackedInputs,
+    *,
+    num_ranks: int,
+    packing: Packing,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Packed rows of a step for each rank: whole groups, divided by cost.
+
+    Every rank has equally many rows, so that all ranks of a sharded model call each collective. Some rows may be empty;
+    they add nothing to the loss.
+
+    Args:
+        packing: the one that ``plan_epoch`` was given.
+
+    Returns:
+        ``[R][K]`` rows of sequence indices.
+
+    Example:
+        >>> ids = torch.zeros(12, dtype=torch.long)
+        >>> inputs = PackedInputs(ids, ids, (3, 3, 3, 3), torch.arange(8), (2, 2, 2, 2))
+        >>> step = StepPlan((0, 1, 2, 3), ((0, 1), (2, 3)))
+        >>> rows_by_rank(step, [[0, 1], [2, 3]], inputs, num_ranks=2, packing=Packing(6, hidden_size=8))
+        [((0, 1),), ((2, 3),)]
+    """
+    if num_ranks == 1:
+        return [step.micro_batches]
+    group_of = {s: g for g, members in enumerate(groups) for s in members}
+    trained = {s for row in step.micro_batches for s in row}
+    by_group: dict[int, list[int]] = {}
+    for s in step.sequences:
+        if s in trained:
+            by_group.setdefault(group_of[s], []).append(s)
+    members = list(by_group.values())
+    costs = [packing.cost(each, inputs) for each in members]
+    rows = [packing.rows([s for i in share for s in members[i]], inputs) for share in shares_by_cost(costs, num_ranks)]
+    longest = max(len(each) for each in rows)
+    return [each + ((),) * (longest - len(each)) for each in rows]

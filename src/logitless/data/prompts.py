@@ -33,7 +33,7 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Split:
-    """Two disjoint sets of prompts.
+    """Training prompts without those that are held out.
 
     Args:
         training: without any text of ``held_out``.
@@ -41,7 +41,6 @@ class Split:
     """
 
     training: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
     num_removed: int
 
 
@@ -178,7 +177,7 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> S
             given=f"{len(training)} prompts, all of them held out",
             remedy="Hold out fewer, or give more data.",
         )
-    return Split(training=kept, held_out=tuple(held_out), num_removed=len(training) - len(kept))
+    return Split(training=kept, num_removed=len(training) - len(kept))
 
 
 class PromptOrder:

@@ -34,7 +34,6 @@ from logitless.distributed import gradient_sums
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.collectives import gather_over_group, sum_over_group
 from logitless.distributed.exit_reasons import ExitReasons, Node, in_one_line
-from logitless.distributed.shares import every_nth
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
@@ -195,7 +194,7 @@ class Ranks:
 
     def shared(self, count: int, among: Sequence[int]) -> range:
         """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective."""
-        return every_nth(count, among.index(self.rank), len(among)) if self.rank in among else range(0)
+        return range(among.index(self.rank), count, len(among)) if self.rank in among else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
         """This rank's rows of a list that interleaves the rows of all ranks. Not a collective."""

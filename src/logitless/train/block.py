@@ -70,9 +70,9 @@ class ScoredBlock(PackedBlock):
         entropy_old: [N] of the same pass.
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
-        live: one flag a sequence: whether it can change a gradient. The others are left out of training passes. None:
-            all can.
-        scores_itself: whether ``logp_old`` of the first step's ``live`` sequences comes from its training pass.
+        nonzero_advantage: one flag a sequence: whether it can change a gradient; the others are left out of training
+            passes. None: all can.
+        scores_itself: whether ``logp_old`` of the sequences in the first step's rows comes from its training pass.
         logp_teacher: [N] under the teacher; None where it adds nothing to the advantages.
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
@@ -84,7 +84,7 @@ class ScoredBlock(PackedBlock):
     entropy_old: Float[Tensor, "N"]
     logp_ref: Float[Tensor, "N"] | None
     value_old: Float[Tensor, "N"] | None
-    live: tuple[bool, ...] | None = field(default=None, kw_only=True)
+    nonzero_advantage: tuple[bool, ...] | None = field(default=None, kw_only=True)
     scores_itself: bool = field(default=False, kw_only=True)
     logp_teacher: Float[Tensor, "N"] | None = field(default=None, kw_only=True)
     advantage: Float[Tensor, "N"]

@@ -198,7 +198,8 @@ class Loop:
         if not is_start:
             self.callbacks.block(self._of_block)
         self._of_block = {}
-        self._tell(record, found)
+        if found:
+            self.callbacks.evaluation({"step": record["step"], "block": record["block"], **found})
 
     def _evaluated_and_watched(self, due: Sequence[HeldOut]) -> Numbers:
         """Metrics of the sets that are due, and of the others where early stopping ends the run by them."""
@@ -233,11 +234,6 @@ class Loop:
         watched = self.best or self.patience
         if watched is not None:
             self.journal.best(watched.words)
-
-    def _tell(self, place: Numbers, found: Numbers) -> None:
-        """Call the callbacks with an evaluation, if there was one."""
-        if found:
-            self.callbacks.evaluation({"step": place["step"], "block": place["block"], **found})
 
     def _collected(self) -> bool:
         """Collect a block; False if a stop was requested or nothing in it can be trained on.
@@ -288,9 +284,8 @@ class Loop:
         """Give every engine the current weights; returns the engines' transfer metrics."""
         with self.journal.phase("weights"):
             engine = self.recipe.rollout.engine
-            if not (
-                engine.is_vllm or self.recipe.parallel.has_copy
-            ):  # others here, if for evaluation, read whole weights
+            if not (engine.is_vllm or self.recipe.parallel.has_copy):
+                # Engines in this process, also those of evaluation alone, read whole weights.
                 self.learner.policy.gather()  # released by the next step
             # Before the engines have this version: another thread may be sampling.
             self.collector.expect(self.learner.version)

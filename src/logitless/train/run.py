@@ -16,7 +16,6 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
-from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
@@ -48,7 +47,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.parallel import ParallelSection
 from logitless.train.record.journal import Journal
-from logitless.train.record.live_view import LiveView, imitates
+from logitless.train.record.live_view import LiveView
 from logitless.train.record.result import RunResult, exported_in_words
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_counted
@@ -74,7 +73,6 @@ def run_recipe(
     fork: str | None = None,
     replay: Path | None = None,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | Driver | None = None,
     callbacks: Sequence[Callback] = (),
     ranks: Ranks = Ranks.alone(),
     clock: WallClock | None = None,
@@ -102,7 +100,7 @@ def run_recipe(
         check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     clock.outside("data")
-    inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
+    inputs = read(recipe, ranks, algorithm=algorithm)
     everyone, repeats = ranks, replay is not None and recipe.rollout.in_flight is not None
     division = Division.of(everyone, inputs.recipe.parallel)
     if division.training is None:
@@ -234,8 +232,13 @@ def _journal(
     """
     done, blocks = begun.progress, recipe.train.blocks
     sections, config = recipe.writers if ranks.is_first else (), recipe.model_dump(mode="json")
-    shows = imitates(config)
-    view = LiveView(blocks, first_block=done["block"], title=recipe.name, silent=not ranks.is_first, shows_loss=shows)
+    view = LiveView(
+        blocks,
+        first_block=done["block"],
+        title=recipe.name,
+        silent=not ranks.is_first,
+        shows_loss=recipe.imitates,
+    )
     stack.enter_context(view)
     writers = open_writers(sections, folder=folder, config=config, first_step=done["step"])
     for writer in writers:

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from logitless.data.packing import Packing, StepPlan, plan_epoch
-from logitless.data.shares import rows_by_rank
+from logitless.data.packing import Packing, StepPlan, plan_epoch, rows_by_rank
 from logitless.distributed.ranks import Ranks
 from logitless.distributed.tree import TreeSum, places_in_tree
 from logitless.errors import TrainingError
@@ -184,17 +183,18 @@ class Learner:
             sampled: scores by a bitwise identical engine; or None.
             rescore: make the scoring pass of the policy over everything, for a bitwise check.
         """
-        live = self._live(packed, groups)
-        plan = self._plan(packed, 0, live)
+        nonzero_advantage = self._nonzero_advantage(packed, groups)
+        plan = self._plan(packed, 0, nonzero_advantage)
         old = None if rescore else sampled
         itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm)
         trained = micro_batches_of(plan, self.ranks)
-        dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
-        dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
+        left_out = [s for step in plan for s in step.zero_advantage]
+        rows = self._packing(packed).rows(left_out, packed.packed.inputs)
+        left_out_rows = self.ranks.rows_of(rows + ((),) * (-len(rows) % self.ranks.data_world))
         if old is None:
             more = {"sum_squares": True} if self.algorithm.reads_squares else {}
             scored = micro_batches_of(plan[1:], self.ranks) if itself else trained
-            old = self._scores(self.policy, packed, [*scored, *dead], **more)
+            old = self._scores(self.policy, packed, [*scored, *left_out_rows], **more)
         logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
         found = advantages(
             packed,
@@ -213,7 +213,7 @@ class Learner:
             entropy_old=old.entropy,
             logp_ref=logp_ref,
             value_old=old.value,
-            live=live,
+            nonzero_advantage=nonzero_advantage,
             scores_itself=itself,
             logp_teacher=logp_teacher,
             advantage=advantage,
@@ -251,7 +251,7 @@ class Learner:
             **more,
         )
 
-    def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
+    def _nonzero_advantage(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
         """One flag a sequence: whether it can change a gradient; None if no sequence may be left out.
 
         The advantages of such an algorithm need rewards alone, no scores.
@@ -307,7 +307,7 @@ class Learner:
     def _plans(self, block: ScoredBlock) -> tuple[tuple[StepPlan, ...], ...]:
         """The steps of each epoch."""
         epochs = range(self.recipe.train.epochs_per_block)
-        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)
+        return tuple(tuple(self._plan(block, epoch, block.nonzero_advantage)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -374,7 +374,7 @@ class Learner:
         record = self._optimize(whole, dict(zip(own, mine, strict=True)), places)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
-            record["optimizer/sequences"] += len(step.dead)
+            record["optimizer/sequences"] += len(step.zero_advantage)
             record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
             record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
         return record
@@ -432,8 +432,8 @@ class Learner:
         numbers: dict[str, Tensor] = {}
 
         def diagnose() -> None:
-            dead = whole.zero_advantage_output(self.policy.device, ranks)
-            numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
+            left_out = whole.zero_advantage_output(self.policy.device, ranks)
+            numbers.update(step_numbers(outputs if left_out is None else [*outputs, left_out], ranks))
             routing, coefficient = [sums for each in outputs for sums in each.routing], self.router_coefficient
             numbers.update(routing_numbers(routing, self.policy, coefficient=coefficient, ranks=ranks))
             if coefficient:
@@ -621,7 +621,7 @@ class Learner:
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
-    def _plan(self, block: PackedBlock, epoch: int, live: Sequence[bool] | None) -> list[StepPlan]:
+    def _plan(self, block: PackedBlock, epoch: int, nonzero_advantage: Sequence[bool] | None) -> list[StepPlan]:
         """The optimizer steps of an epoch; none if all completions are empty."""
         train = self.recipe.train
         steps = plan_epoch(
@@ -629,7 +629,7 @@ class Learner:
             block.packed.inputs,
             tokens_per_step=train.tokens_per_step,
             packing=self._packing(block),
-            live=live,
+            nonzero_advantage=nonzero_advantage,
             seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
         )
         return [self._over_ranks(step, block) for step in steps if step.micro_batches]

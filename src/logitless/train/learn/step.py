@@ -168,9 +168,9 @@ class OptimizerStep:
         Returns:
             This rank's part, on ``device``; None if the step has no such sequence.
         """
-        if not self.plan.dead:
+        if not self.plan.zero_advantage:
             return None
-        mine = list(ranks.rows_of(self.plan.dead))
+        mine = list(ranks.rows_of(self.plan.zero_advantage))
         part = replace(self.tokens.take(mine), token_weight=self._weights(self.weighting, mine)).to(device)
         logp = required(part.logp_old, "logp_old")
         # The advantage of 0 multiplies it.
@@ -332,18 +332,18 @@ def saved_by_packing(step: StepPlan, inputs: PackedInputs, packing: Packing) -> 
     Example:
         >>> ids = torch.zeros(12, dtype=torch.long)
         >>> inputs = PackedInputs(ids, ids, (4, 4, 4), torch.arange(3), (1, 1, 1), (((0, 3),),) * 3)
-        >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), dead=(2,)), inputs, Packing(8, True, 16))
+        >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), zero_advantage=(2,)), inputs, Packing(8, True, 16))
         >>> saved["optimizer/read_tokens"], saved["saving/zero_advantage_tokens"], saved["saving/shared_tokens"]
         (5, 4, 3)
     """
     unshared = replace(packing, share_prompts=False)
-    live = [s for row in step.micro_batches for s in row]
+    trained = [s for row in step.micro_batches for s in row]
     read = sum(packing.num_tokens(row, inputs) for row in step.micro_batches)
-    full_cost = unshared.cost([*live, *step.dead], inputs)
+    full_cost = unshared.cost([*trained, *step.zero_advantage], inputs)
     return {
         "optimizer/read_tokens": read,
-        "saving/zero_advantage_sequences": len(step.dead),
-        "saving/zero_advantage_tokens": unshared.num_tokens(step.dead, inputs),
-        "saving/shared_tokens": unshared.num_tokens(live, inputs) - read,
+        "saving/zero_advantage_sequences": len(step.zero_advantage),
+        "saving/zero_advantage_tokens": unshared.num_tokens(step.zero_advantage, inputs),
+        "saving/shared_tokens": unshared.num_tokens(trained, inputs) - read,
         "saving/work_fraction": 1 - sum(packing.cost(row, inputs) for row in step.micro_batches) / full_cost,
     }

@@ -18,12 +18,15 @@ from logitless.types import PackedBatch, Prompt, TokenScores
 
 T = TypeVar("T")
 
+REQUESTS_AT_ONCE = 64
+"""Sequences that a server scores at a time."""
+
 
 class ServedTeacher:
     """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone."""
 
-    def __init__(self, server: VllmServer, *, patience: Patience, requests_at_once: int = 64) -> None:
-        self._server, self._patience, self._at_once = server, patience, requests_at_once
+    def __init__(self, server: VllmServer, *, patience: Patience) -> None:
+        self._server, self._patience = server, patience
         self._model: str | None = None
 
     @classmethod
@@ -98,7 +101,7 @@ class ServedTeacher:
                 ids = [*inputs.input_ids[read : read + length].tolist(), int(target[scored + count - 1])]
                 work.append((slice(scored, scored + count), ids[: places[-1] + 2], places))
             read, scored = read + length, scored + count
-        with ThreadPoolExecutor(self._at_once) as pool:
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             answers = pool.map(lambda each: self._patiently(what, lambda: ask(model, each[1])), work)
             for (at, _, places), answer in zip(work, answers, strict=True):
                 yield at, places, answer

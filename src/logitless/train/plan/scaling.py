@@ -24,7 +24,7 @@ from logitless.train.plan.training_memory import (
     tokens_of_step,
 )
 from logitless.train.recipe.config import Recipe
-from logitless.train.record.memory import size_text
+from logitless.train.record.memory import size_lines
 
 MOMENTS = {
     "head": "the backward of the LM head",
@@ -151,21 +151,18 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Seq
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
     width = max(map(len, [*memory, *host, *found.sampler, *found.traffic_bytes]))
 
-    def sizes(parts: Mapping[str, int]) -> list[str]:
-        return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
-
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
         *([f"  parallel.sampling: {sampling}"] if sampling else []),
         *(f"  {line}" for line in placement),
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batch{'es' * (found.rows > 1)}",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
-        *sizes(memory),
+        *size_lines(memory, width),
         *(["  memory of each that only samples"] if found.sampler else []),
-        *sizes(found.sampler),
+        *size_lines(found.sampler, width),
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
-        *sizes(host),
+        *size_lines(host, width),
         "  sent by each in a step",
-        *sizes(found.traffic_bytes),
+        *size_lines(found.traffic_bytes, width),
     ]
     return "\n".join(lines)

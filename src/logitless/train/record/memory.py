@@ -3,7 +3,7 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -56,6 +56,16 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
                     stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
                     files = sum(int(stat.get(f"{of_all}{age}_file", 0)) for age in ("active", "inactive"))
                     yield int(most) - int((group / used).read_text()) + files
+
+
+def size_lines(parts: Mapping[str, int], width: int) -> list[str]:
+    """A line for each name and its bytes, indented and aligned.
+
+    Example:
+        >>> size_lines({"head": 1536}, 6)
+        ['    head        1.5 KiB']
+    """
+    return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
 
 
 def size_text(size: int | float) -> str:

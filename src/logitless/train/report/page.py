@@ -20,7 +20,7 @@ from typing import Any, get_args
 import yaml
 
 from logitless.train.collect.failures import in_a_line
-from logitless.train.record.live_view import duration, imitates
+from logitless.train.record.live_view import duration
 from logitless.train.record.metrics import metric_of
 from logitless.train.record.result import ENDS, exported_in_words
 from logitless.train.record.rollout_data import turns
@@ -180,6 +180,12 @@ def _mapping(text: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _imitates(config: Mapping[str, Any]) -> bool:
+    """``Recipe.imitates`` of a config that may be damaged."""
+    algorithm = config.get("algorithm") or {}
+    return (algorithm.get("surrogate") or {}).get("name", algorithm.get("preset")) == "nll"
+
+
 def _target(config: Mapping[str, Any]) -> Number | None:
     """The KL target of a recipe, anywhere below its key ``kl``."""
     inside = [config.get("kl")]
@@ -223,13 +229,13 @@ class _Rollouts:
         self.first = self.first or self.last
 
 
-def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[dict[str, Any]]:
-    """The best and the worst completion of the first prompts."""
+def _extremes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first three prompts."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["prompt_id"]].append(row)
     shown = []
-    for group in list(groups.values())[:num_prompts]:
+    for group in list(groups.values())[:3]:
         scored = sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
         shown += [dict(row) for row in ([scored[0]] if len(scored) == 1 else [scored[0], scored[-1]])]
     return shown
@@ -354,7 +360,7 @@ def _curves(run: Recorded) -> str:
         {"reward/mean": "total"} | {name: name.split("/")[1] for name in several},
     )
     cards = []
-    imitated = _LIKELIHOOD if imitates(run.config) else ""
+    imitated = _LIKELIHOOD if _imitates(run.config) else ""
     for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(imitated + _CURVES)):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
         moment = best if curves.title == "Held-out accuracy" else None
