@@ -120,12 +120,8 @@ class _Trl:
             from trl.experimental.server_distillation import ServerDistillationTrainer
         from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-        self._gkd, self._iw_opd, self._server, self._sdpo = (
-            GKDTrainer,
-            IWOPDTrainer,
-            ServerDistillationTrainer,
-            loss_utils,
-        )
+        self._gkd, self._iw_opd, self._server = GKDTrainer, IWOPDTrainer, ServerDistillationTrainer
+        self._sdpo = loss_utils
         self._chunked = _chunked_divergence_loss
 
     def gkd(self, s: _Streams, beta: float) -> Tensor:

@@ -6,10 +6,10 @@ r"""Blocks sampled by older weights, in turns with training or beside it: block 
                                                   \   \  ^ \    ^ \              weights and waits for completions
                                        train       │0 │/ 1 │ /2   │ 3 ...        waits for its block alone
 
-Both are the same run, bit for bit (drawn for staleness 1). Two exceptions depend on time: servers (``vllm_server``)
+Both are the same run, bit for bit (shown for staleness 1). Two exceptions depend on time: servers (``vllm_server``)
 sample with whatever weights they were synced with last, and in flight (``rollout.in_flight``) a block begins with the
 newest weights and goes on with newer ones, which makes it at most ``staleness`` blocks old, as the others are. Which
-weights drew which tokens is then in the log, and a repetition collects each block when training asks for it.
+weights sampled which tokens is then in the log, and a repetition collects each block when training asks for it.
 
 Each block is written to the log (``block_log.py``) before it is trained on. A resumed run takes from there the blocks
 whose weights are gone: a checkpoint appears only when all of them are in the log (``settle``). Another run can replay
@@ -134,7 +134,7 @@ class ScheduledCollector(Collector):
 
     @property
     def _in_flight(self) -> BlockLog | None:
-        """The log that says which weights draw which tokens, where a run with in-flight updates is repeated."""
+        """The log that says which weights sampled which tokens, where a run with in-flight updates is repeated."""
         return None if self.options.in_flight is None else self.replayed
 
     def state_dict(self) -> dict[str, Any]:

@@ -58,7 +58,7 @@ class BlockLog:
             begun_after: blocks trained on when it began.
             exact: of ``ExactEngine``; False for any other engine.
             before, after: the collector's states.
-            drawn: in flight, which weights drew which tokens.
+            drawn: in flight, which weights sampled which tokens.
         """
         self.folder.mkdir(exist_ok=True)
         completions = [completion for group in judged.sampled for completion in group.completions]
@@ -107,7 +107,7 @@ class BlockLog:
             return bool(row["exact"])
 
     def drawn(self, block: int) -> DrawnVersions:
-        """Which weights drew which tokens of a block that was sampled in flight."""
+        """Which weights sampled which tokens of a block that was sampled in flight."""
         with self._reading(block) as row:
             return DrawnVersions(row["in_flight"])
 

@@ -131,7 +131,8 @@ class OptimizerStep:
             places: indices of the plan's rows that this rank reads; None: all.
         """
         packed, tokens, every = self.packed, self.tokens, self.plan.micro_batches
-        rows = every if places is None else [every[place] for place in places]
+        own = range(len(every)) if places is None else places
+        rows = [every[place] for place in own]
         parts = [replace(tokens.take(row), token_weight=self._weights(self.weighting, row)) for row in rows]
         if scores_itself:
             parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
@@ -147,7 +148,7 @@ class OptimizerStep:
 
             def split(of_whole: Tensor) -> list[Tensor]:
                 of_rows = torch.split(of_whole, sizes)
-                return list(of_rows) if places is None else [of_rows[place] for place in places]
+                return [of_rows[place] for place in own]
 
             if bonus is not None and bonus.scope != "micro_batch":
                 further["entropy_weight"] = split(self.objective.entropy_weight(whole, block=self.statistics))

@@ -36,8 +36,8 @@ MOMENTS = {
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Forecast for one of several processes.
+class ProcessForecast:
+    """Memory and traffic of one of several processes.
 
     Args:
         processes: on one machine.
@@ -65,7 +65,7 @@ def forecast(
     *,
     value_head: ValueHead | None = None,
     processes: int | None = None,
-) -> Forecast:
+) -> ProcessForecast:
     """Forecast memory and traffic of a recipe on several processes.
 
     Args:
@@ -79,7 +79,7 @@ def forecast(
     host = host_memory(recipe, model, arrangement, processes=processes)
     if recipe.model.device == "cpu":
         host = TrainingMemory({"memory of its processes": processes * memory.peak_bytes}, host.moments)
-    return Forecast(
+    return ProcessForecast(
         arrangement,
         memory,
         processes,
@@ -145,7 +145,7 @@ def traffic_of_rank(
     return parts
 
 
-def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Sequence[str]) -> str:
+def forecast_text(recipe: Recipe, found: ProcessForecast, sampling: str, placement: Sequence[str]) -> str:
     """The forecast as text."""
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
