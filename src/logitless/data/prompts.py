@@ -106,18 +106,7 @@ def prompts_of_rows(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """``load_prompts`` for rows in memory.
-
-    Example:
-        >>> from tokenizers import Tokenizer, models, pre_tokenizers
-        >>> from transformers import PreTrainedTokenizerFast
-        >>> words = Tokenizer(models.WordLevel({"1": 0, "+": 1, "2": 2, "?": 3}, unk_token="?"))
-        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-        >>> rows = [Row("here", {"prompt": "1 + 2"})]
-        >>> prompts_of_rows(rows, Rendered(), tokenizer, max_prompt_tokens=8).prompts[0].token_ids.tolist()
-        [0, 1, 2]
-    """
+    """``load_prompts`` for rows in memory."""
     if options.template is None and options.system is not None and not tokenizer.chat_template:
         raise ConfigurationError(
             needed="a chat template for system",

@@ -7,7 +7,8 @@ from typing import Any
 
 from logitless.errors import ConfigurationError
 from logitless.train.record.run_folder import open_run_folder
-from logitless.train.report.page import Curves, Recorded, grid_of, table_of, write_document
+from logitless.train.report.cards import Curves, grid_of, table_of, write_document
+from logitless.train.report.page import Recorded
 from logitless.train.report.plots import COLOURS
 
 _COMPARED = """
