@@ -145,6 +145,11 @@ class Loop:
         progress = self.learner.progress
         return self.best is not None and (self.best.block, self.best.step) == (progress.block, progress.step)
 
+    @property
+    def _watches(self) -> list[Best]:
+        """What follows evaluations: early stopping, the best checkpoint, both or neither."""
+        return [each for each in (self.patience, self.best) if each is not None]
+
     def _stopping(self) -> bool:
         """Whether a signal on any rank or a callback asks for a stop. A collective."""
         return self.ranks.any(self.interrupt.requested or self.callbacks.stopped_by is not None)
@@ -184,13 +189,12 @@ class Loop:
         """
         is_start = self.unwritten["block"] > self._done
         due = self.evaluation.sets if is_start else self.evaluation.due(self._done, self.recipe.train.blocks)
-        watches = [each for each in (self.patience, self.best) if each is not None]
-        before = [each.state_dict() for each in watches]
+        before = [each.state_dict() for each in self._watches]
         try:
             with self._at_once() if due else nullcontext():
                 found = self._evaluated_and_watched(due)
         except KeyboardInterrupt:
-            for each, state in zip(watches, before, strict=True):
+            for each, state in zip(self._watches, before, strict=True):
                 each.load_state_dict(state)
             return
         record, self.unwritten = self.unwritten | found, {}
@@ -224,9 +228,8 @@ class Loop:
     def _watch(self, found: Numbers) -> None:
         """Update early stopping and the best checkpoint with an evaluation."""
         progress = self.learner.progress
-        for each in (self.patience, self.best):
-            if each is not None:
-                each.see(found, block=progress.block, step=progress.step)
+        for each in self._watches:
+            each.see(found, block=progress.block, step=progress.step)
         self._show_best()
 
     def _show_best(self) -> None:
