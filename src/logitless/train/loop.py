@@ -40,8 +40,9 @@ from logitless.train.learn.block_metrics import (
     training_metrics,
     value_metrics,
 )
-from logitless.train.learn.learner import Learner, halvings
+from logitless.train.learn.learner import Learner
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
+from logitless.train.learn.progress import halvings
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal

@@ -9,19 +9,19 @@ All randomness comes from the run's seed and the counters in ``Progress``, so th
 resumes bitwise.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.data.packing import Packing, StepPlan, plan_epoch, rows_by_rank
+from logitless.data.packing import Packing, StepPlan
 from logitless.distributed.ranks import Ranks
-from logitless.distributed.tree import TreeSum, places_in_tree
+from logitless.distributed.tree import TreeSum
 from logitless.errors import TrainingError
 from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
@@ -37,7 +37,9 @@ from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
+from logitless.train.learn.progress import Progress
 from logitless.train.learn.routing import RouterLoss, routing_numbers
+from logitless.train.learn.rows import RowPlanner
 from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
@@ -63,28 +65,6 @@ from logitless.train.store.training_state import (
     restore_parameters,
 )
 from logitless.types import Group, TokenBatch, TokenScores
-
-
-@dataclass
-class Progress:
-    """Counters of training.
-
-    Args:
-        block: finished blocks.
-        epoch: finished epochs of the current block.
-        step_in_epoch: finished steps of the current epoch.
-        step: optimizer steps done, skipped ones included.
-        skipped, skipped_in_a_row: steps that were skipped because a gradient was not finite.
-        halvings: the ``step`` at which memory was short and ``tokens_per_micro_batch`` was halved, for each time.
-    """
-
-    block: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    halvings: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -155,6 +135,10 @@ class Learner:
         self._current: _InTraining | None = None
         self._is_first_step = True
 
+    @property
+    def _rows(self) -> RowPlanner:
+        return RowPlanner(self.recipe, self.policy, self.ranks, self.progress)
+
     def under(self, recipe: Recipe) -> "Learner":
         """A learner of the same weights, optimizer and progress under another ``train`` and ``rollout``."""
         other = copy(self)
@@ -184,12 +168,12 @@ class Learner:
             rescore: make the scoring pass of the policy over everything, for a bitwise check.
         """
         nonzero_advantage = self._nonzero_advantage(packed, groups)
-        plan = self._plan(packed, 0, nonzero_advantage)
+        plan = self._rows.steps(packed, 0, nonzero_advantage)
         old = None if rescore else sampled
         itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm)
         trained = micro_batches_of(plan, self.ranks)
         left_out = [s for step in plan for s in step.zero_advantage]
-        rows = self._packing(packed).rows(left_out, packed.packed.inputs)
+        rows = self._rows.packing(packed).rows(left_out, packed.packed.inputs)
         left_out_rows = self.ranks.rows_of(rows + ((),) * (-len(rows) % self.ranks.data_world))
         if old is None:
             more = {"sum_squares": True} if self.algorithm.reads_squares else {}
@@ -275,17 +259,6 @@ class Learner:
         """One flag a sequence: True for completions whose tokens have weight 0."""
         return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
 
-    def _packing(self, block: PackedBlock) -> Packing:
-        """How rows are filled at this step, after halvings; the longest sequence always fits."""
-        train, progress = self.recipe.train, self.progress
-        halvings = sum(step <= progress.step for step in progress.halvings)
-        limit = train.tokens_per_micro_batch >> halvings
-        return Packing(
-            max(limit, max(block.packed.inputs.lengths)) if halvings else limit,
-            self.policy.shares_prompts,
-            self.policy.hidden_size if train.pack_by_cost else None,
-        )
-
     def begin(self, block: ScoredBlock) -> None:
         """Begin to train on a block: plan its steps, drop completions, and choose tokens once for the whole block."""
         objective = self.algorithm.objective
@@ -300,14 +273,9 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            self._plans(block),
-            self._packing(block),
+            self._rows.epochs(block),
+            self._rows.packing(block),
         )
-
-    def _plans(self, block: ScoredBlock) -> tuple[tuple[StepPlan, ...], ...]:
-        """The steps of each epoch."""
-        epochs = range(self.recipe.train.epochs_per_block)
-        return tuple(tuple(self._plan(block, epoch, block.nonzero_advantage)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -354,11 +322,12 @@ class Learner:
     def _attempt(self) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
         now = self._now
-        if now.packing != self._packing(now.block):  # halved since the block began, or in a resumed run
-            now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
+        packing = self._rows.packing(now.block)
+        if now.packing != packing:  # halved since the block began, or in a resumed run
+            now = self._current = replace(now, plans=self._rows.epochs(now.block), packing=packing)
         plan = now.plans[self.progress.epoch]
         step = plan[self.progress.step_in_epoch]
-        places = self._places(len(step.micro_batches))
+        places = self._rows.places(len(step.micro_batches))
         own = [place for place in places if place is not None]
         whole = OptimizerStep(
             now.block.packed,
@@ -391,7 +360,7 @@ class Learner:
             torch.cuda.empty_cache()
         before = self._now.packing.tokens_per_row
         self.progress.halvings.append(self.progress.step)
-        after = self._packing(self._now.block).tokens_per_row
+        after = self._rows.packing(self._now.block).tokens_per_row
         if after == before:
             raise TrainingError(
                 needed="memory for the longest sequence in a row of its own",
@@ -407,15 +376,6 @@ class Learner:
     def end_block(self) -> None:
         """Go on to the next block; also for a block without a signal, which has no steps."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
-
-    def _places(self, num_rows: int) -> list[int | None]:
-        """Indices of the step's rows that this rank reads, in order.
-
-        Under ``parallel.deterministic`` None stands for a place in the tree of sums at which this rank has no row.
-        """
-        if self.recipe.parallel.deterministic:
-            return list(places_in_tree(num_rows, self.ranks.rank, self.ranks.world))
-        return list(self.ranks.rows_of(range(num_rows)))
 
     def _optimize(
         self, whole: OptimizerStep, mine: Mapping[int, MicroBatch], places: Sequence[int | None]
@@ -621,33 +581,6 @@ class Learner:
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
-    def _plan(self, block: PackedBlock, epoch: int, nonzero_advantage: Sequence[bool] | None) -> list[StepPlan]:
-        """The optimizer steps of an epoch; none if all completions are empty."""
-        train = self.recipe.train
-        steps = plan_epoch(
-            block.groups,
-            block.packed.inputs,
-            tokens_per_step=train.tokens_per_step,
-            packing=self._packing(block),
-            nonzero_advantage=nonzero_advantage,
-            seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
-        )
-        return [self._over_ranks(step, block) for step in steps if step.micro_batches]
-
-    def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with its rows divided over the ranks, in the order that ``Ranks.rows_of`` expects.
-
-        Under ``parallel.deterministic`` the rows are the same for any number of ranks, and empty ones fill them up.
-        """
-        if self.recipe.parallel.deterministic:
-            return replace(
-                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
-            )
-        rows = rows_by_rank(
-            step, block.groups, block.packed.inputs, num_ranks=self.ranks.data_world, packing=self._packing(block)
-        )
-        return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
-
 
 def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
     """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads it before or again."""
@@ -659,29 +592,6 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )
-
-
-def halvings(before: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Steps at which a run halved its micro-batches, for a resumed run to halve them at the same steps.
-
-    Where the count falls, the run was resumed with another micro-batch size, and earlier halvings do not count.
-
-    Args:
-        before: those of the checkpoint.
-        records: lines of ``metrics.jsonl`` after the checkpoint.
-
-    Example:
-        >>> halvings([1], [{"step": 2, "optimizer/halvings": 1}, {"step": 3, "optimizer/halvings": 3}, {"step": 3}])
-        [1, 2, 2]
-        >>> halvings([1], [{"step": 3, "optimizer/halvings": 0}])
-        []
-    """
-    found = list(before)
-    for record in records:
-        if "optimizer/halvings" in record:
-            count = int(record["optimizer/halvings"])
-            found = [] if count < len(found) else found + [record["step"] - 1] * (count - len(found))
-    return found
 
 
 def has_dropout(recipe: Recipe) -> bool:
