@@ -36,7 +36,6 @@ class Split:
     """Training prompts without those that are held out.
 
     Args:
-        training: without any text of ``held_out``.
         num_removed: training prompts removed because their text is held out.
     """
 

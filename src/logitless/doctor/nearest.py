@@ -23,7 +23,7 @@ class Fit:
     Args:
         problems: why not; empty if it does.
         changes: settings for ``--set`` with which it would run; None if none were found.
-        plan: of that recipe; None if it cannot be planned.
+        recipe, plan: with these changes; the plan is None if the recipe cannot be planned.
     """
 
     problems: tuple[str, ...]

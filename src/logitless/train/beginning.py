@@ -171,7 +171,7 @@ def check_beginning(
     """Check where a run is to begin, before anything is loaded or locked. A collective.
 
     Returns:
-        How a run ended that is to be resumed and is complete already; None for any other.
+        How the run ended, if it is to be resumed and is complete already; else None.
 
     Raises:
         ConfigurationError: the name is taken, there is no run to resume or fork, or the recipe does not fit it.

@@ -60,7 +60,7 @@ from logitless.train.store.training_state import restore_parameters
 logger = logging.getLogger("logitless")
 
 OWN_BASE = "a base that only this run has: `logitless export RUN` merges it with the adapter"
-"""Base model in ``model/`` of an adapter on random weights or after a warm start: an error of Hugging Face shows it."""
+"""Name of the base model in an exported adapter whose base only this run has; Hugging Face's error shows it."""
 
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 

@@ -133,7 +133,7 @@ class Collector:
         """Wait until a checkpoint has all that a resumed run cannot sample again; here it has.
 
         Args:
-            in_training: whether the checkpoint holds a block that it is in the middle of.
+            in_training: whether the checkpoint is in the middle of a block.
         """
 
     def close(self) -> None:

@@ -35,8 +35,8 @@ def refilled_as_they_come(
     """Sample a block with one thread for each prompt.
 
     Args:
-        sampler: whose engine several threads may ask, and whose environment is no driver; one thread at a time calls
-            that. Rewards score in the calling thread.
+        sampler: several threads ask its engine; one at a time calls its environment, which is no driver. Rewards score
+            in the calling thread.
         seed_of: the seed for the block's n-th refill; 0 stands for its first prompts.
         max_refills: of a slot.
     """

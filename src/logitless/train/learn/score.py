@@ -79,6 +79,7 @@ def sampled_scores(
 
     Args:
         options: of sampling; with top-p and the like, ``logp_policy`` is taken.
+        version: of the policy's weights, which must have sampled all completions.
     """
     if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
         return None

@@ -107,6 +107,7 @@ class OptimizerStep:
     """The tokens of one optimizer step, whose weights are normalised over the whole step.
 
     Args:
+        packed: all sequences of the block.
         tokens: the same with scores and advantages; with ``value_target`` they get weights of the value loss too.
         plan: the step's sequences in rows, over all ranks; a row may be empty.
         objective: its entropy bonus has weights of its own.

@@ -57,7 +57,7 @@ class Teacher:
         self._heads: dict[Policy, LMHead] = {}
 
     def attached(self, block: PackedBlock, groups: Sequence[Group]) -> PackedBlock:
-        """The block with what its teachers read: who grades each sequence, and after which prompt.
+        """The block with what its teachers read: which one grades each sequence, and after which prompt.
 
         Raises:
             DataError: a prompt of the teacher that cannot be made, moves the completion, or is too long.

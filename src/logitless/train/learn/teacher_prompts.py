@@ -129,7 +129,7 @@ def teacher_index(section: TeacherSection, prompt: Prompt) -> int:
     """Which of the section's sources grades a prompt.
 
     Raises:
-        DataError: none.
+        DataError: no source has the prompt's name.
     """
     names = list(section.sources)
     if isinstance(section.source, str):
