@@ -198,7 +198,7 @@ class Teacher:
         return self._heads[model]
 
     def _parts(self, batch: PackedBatch) -> Iterator[tuple[Model, Tensor, PackedBatch]]:
-        """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
+        """Each model, the places of the tokens it grades, and those as it reads them; as many on every rank."""
         if batch.teacher is None:
             yield self.models[0], torch.arange(0), batch
             return
