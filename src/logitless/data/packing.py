@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -48,36 +48,8 @@ def pack(
         >>> batch.inputs.input_ids, batch.inputs.source, batch.target
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
-    read: list[np.ndarray] = []
-    target: list[np.ndarray] = []
-    scored: list[np.ndarray] = []
-    turn: list[np.ndarray] = []
-    logp_sampler: list[np.ndarray] = []
-    lag: list[np.ndarray] = []
-    said: list[np.ndarray] = []
-    said_at: list[np.ndarray] = []
-    lengths: list[int] = []
-    for prompt, completion in pairs:
-        prompt_length, ids = len(prompt.token_ids), completion.token_ids
-        if not prompt_length:
-            raise InputError(
-                needed="prompts of at least one token",
-                given=f"prompt {prompt.id!r} without tokens",
-                remedy="Drop empty prompts, or start them with the BOS token.",
-            )
-        trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
-        if len(trained):
-            read += prompt.token_ids, ids[:-1]
-        lengths.append(prompt_length + len(ids) - 1 if len(trained) else 0)
-        scored.append(trained + (prompt_length - 1))
-        target.append(ids[trained])
-        turn.append(_values_at(completion.turn, trained, 0, np.int64))
-        logp_sampler.append(_values_at(completion.logp_sampler, trained, float("nan"), np.float32))
-        others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else trained[:0]
-        said_at.append(others + (prompt_length - 1))
-        said.append(ids[others])
-        if version is not None:
-            lag.append(_lags(completion, trained, version))
+    sequences = [_read_pair(prompt, completion, version) for prompt, completion in pairs]
+    lengths = tuple(each.length for each in sequences)
     starts = list(accumulate(lengths, initial=0))[:-1]
     positions = np.arange(max(lengths, default=0))
 
@@ -86,25 +58,72 @@ def pack(
         return {"source": source, "source_counts": tuple(map(len, places))}
 
     inputs = PackedInputs(
-        input_ids=_concatenated(read, np.int64),
+        input_ids=_concatenated([each.read for each in sequences], np.int64),
         position_ids=_concatenated([positions[:length] for length in lengths], np.int64),
-        lengths=tuple(lengths),
-        **predicted_at(scored),
+        lengths=lengths,
+        **predicted_at([each.scored for each in sequences]),
         prefixes=_shared_prefixes(pairs, lengths),
     )
     batch = PackedBatch(
         inputs=inputs,
-        target=_concatenated(target, np.int64),
-        turn=_concatenated(turn, np.int64),
-        logp_sampler=_concatenated(logp_sampler, np.float32),
-        lag=None if version is None else _concatenated(lag, np.int64),
+        target=_concatenated([each.target for each in sequences], np.int64),
+        turn=_concatenated([each.turn for each in sequences], np.int64),
+        logp_sampler=_concatenated([each.logp_sampler for each in sequences], np.float32),
+        lag=None if version is None else _concatenated([each.lag for each in sequences], np.int64),
     )
     if not observed:
         return batch
-    ids_said = _concatenated(said, np.int64)
-    nothing = torch.full((len(ids_said),), torch.nan)
-    others_read = replace(inputs, **predicted_at(said_at))
-    return replace(batch, observed=PackedBatch(others_read, ids_said, torch.zeros_like(ids_said), nothing))
+    said = _concatenated([each.said for each in sequences], np.int64)
+    others_read = replace(inputs, **predicted_at([each.said_at for each in sequences]))
+    nothing = torch.full((len(said),), torch.nan)
+    return replace(batch, observed=PackedBatch(others_read, said, torch.zeros_like(said), nothing))
+
+
+class _Sequence(NamedTuple):
+    """A prompt with its completion, before it is packed.
+
+    Args:
+        read: token ids that the model reads; empty without a scored token.
+        scored, said_at: positions at which scored tokens, and those of tools and environments, are predicted.
+        target, turn, logp_sampler, lag: of each scored token; ``lag`` is empty if it is not counted.
+        said: ids of the tokens of tools and environments.
+    """
+
+    read: np.ndarray
+    scored: np.ndarray
+    target: np.ndarray
+    turn: np.ndarray
+    logp_sampler: np.ndarray
+    lag: np.ndarray
+    said: np.ndarray
+    said_at: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.read)
+
+
+def _read_pair(prompt: Prompt, completion: Completion, version: int | None) -> _Sequence:
+    prompt_length, ids = len(prompt.token_ids), completion.token_ids
+    if not prompt_length:
+        raise InputError(
+            needed="prompts of at least one token",
+            given=f"prompt {prompt.id!r} without tokens",
+            remedy="Drop empty prompts, or start them with the BOS token.",
+        )
+    none = ids[:0]
+    trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
+    others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else none
+    return _Sequence(
+        read=np.concatenate([prompt.token_ids, ids[:-1]]) if len(trained) else none,
+        scored=trained + (prompt_length - 1),
+        target=ids[trained],
+        turn=_values_at(completion.turn, trained, 0, np.int64),
+        logp_sampler=_values_at(completion.logp_sampler, trained, float("nan"), np.float32),
+        lag=none if version is None else _lags(completion, trained, version),
+        said=ids[others],
+        said_at=others + (prompt_length - 1),
+    )
 
 
 def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:

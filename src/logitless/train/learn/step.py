@@ -279,19 +279,21 @@ def backward(
             gather=gather,
             generator=generator,
         )
+        further: dict[str, Any] = {}
+        if value_loss is not None:
+            further["value"] = value_loss(required(scores.value, "value"), tokens)
+        if router_loss is not None:
+            further["router"] = router_loss.share(routing)
+        if distillation is not None and scores.divergence is not None:
+            further["distillation"] = distillation.loss(scores.divergence, tokens, scores.tails)
+        if observations is not None:
+            further["observations"] = observations(required(scores.observed, "observed"), batch.observed_weight)
         output = MicroBatchOutput(
             policy_output,
-            value=None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
             logp_old=scores.logp.detach() if batch.scores_itself else None,
-            router=None if router_loss is None else router_loss.share(routing),
             routing=tuple(each.detach() for each in routing),
-            distillation=None
-            if scores.divergence is None or distillation is None
-            else distillation.loss(scores.divergence, tokens, scores.tails),
-            observations=None
-            if observations is None
-            else observations(required(scores.observed, "observed"), batch.observed_weight),
             kl_sampler=scores.kl_sampler,
+            **further,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()
