@@ -57,7 +57,7 @@ def clip_factor(norm: Float[Tensor, ""], max_grad_norm: float | None) -> Float[T
     return torch.where(torch.isfinite(norm), factor, torch.nan).view(1)
 
 
-def gradient_norm(chunks: Int[Tensor, "C 3"], gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
+def fused_norm(chunks: Int[Tensor, "C 3"], gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
     """The Euclidean norm of many tensors together, in one launch that reads each number once.
 
     Args:

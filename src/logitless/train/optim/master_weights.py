@@ -17,12 +17,12 @@ from logitless.errors import TrainingError
 from logitless.train.optim.fused_adamw import (
     chunks_of,
     clip_factor,
+    fused_norm,
     fused_update,
-    gradient_norm,
     pieces_of,
     update_from_host,
 )
-from logitless.train.optim.locked_memory import locked
+from logitless.train.optim.locked_memory import pinned
 
 
 def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
@@ -106,7 +106,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.on_host = on_host
         if on_host:
             for master, parameter in self.lowered.items():
-                master.data = locked(master, parameter.device)
+                master.data = pinned(master, parameter.device)
         self._tables: dict[tuple[int, ...], Any] = {}
         self._is_amid_update = False
         super().__init__(groups, **options)
@@ -187,7 +187,7 @@ class MasterAdamW(torch.optim.AdamW):
             The norm before clipping, and whether the step was taken: False if a gradient is not finite.
         """
         gradients = self._gradients()
-        norm = gradient_norm(self._table(chunks_of, list(gradients)), list(gradients.values()))
+        norm = fused_norm(self._table(chunks_of, list(gradients)), list(gradients.values()))
         self._fused(gradients, clip_factor(norm, max_grad_norm))
         meanwhile()
         taken = bool(torch.isfinite(norm))  # waits for the device, after all work was queued
@@ -242,7 +242,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.on_host:
             for name in ("exp_avg", "exp_avg_sq"):
                 if not state[name].is_pinned():
-                    state[name] = locked(state[name], self.lowered[master].device)
+                    state[name] = pinned(state[name], self.lowered[master].device)
         return state
 
     def _table(self, made_by: Callable[..., Any], masters: list[nn.Parameter]) -> Any:

@@ -32,7 +32,7 @@ from torch import Tensor
 from logitless.distributed.sharding import is_sharded, local_part, start_and_shape
 from logitless.errors import CheckpointError
 from logitless.train.store.atomic import cannot_write, flush, write_flushed
-from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
+from logitless.train.store.tensor_files import dtype_name, read_places, read_tensor, write_tensors
 
 SCHEMA_NUMBER = 2
 """Schema of the folder."""
@@ -392,10 +392,10 @@ def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of the tensors in each file, in order."""
     files, size = list[list[str]](), 0
     for name, tensor in tensors.items():
-        size += num_bytes(tensor)
+        size += tensor.nbytes
         if not files or size > LARGEST_FILE:
             files.append([])
-            size = num_bytes(tensor)
+            size = tensor.nbytes
         files[-1].append(name)
     return files
 

@@ -54,11 +54,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return _NAMES[dtype]
 
 
-def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's numbers."""
-    return tensor.numel() * tensor.element_size()
-
-
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write a safetensors file and flush it to disk; the host holds a copy of one tensor at most.
 
@@ -78,7 +73,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """
     header, end = dict[str, object](), 0
     for name, tensor in tensors.items():
-        start, end = end, end + num_bytes(tensor)
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
