@@ -12,8 +12,7 @@ import numpy
 from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.sources import DataOptions as DataOptions
-from logitless.data.sources import Rendered, Row, read_rows
+from logitless.data.sources import DataOptions, Rendered, Row, read_rows
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
 
