@@ -42,8 +42,6 @@ from logitless.train.record.memory import free_host_memory, size_lines, size_tex
 from logitless.train.record.writers import check_writers
 from logitless.types import Prompt
 
-GIB = 2**30
-
 
 @dataclass(frozen=True)
 class Plan:
