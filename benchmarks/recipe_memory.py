@@ -31,12 +31,13 @@ from logitless.data.sources import FileData
 from logitless.train.assembly import model as assembly_model
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.process import set_allocator
-from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.run import run_recipe
 from script import command_line, needs_gpu, parsed, weights_drawn_on
 
+GIB = 2**30
 RESULT = "recipe-memory.json"
 LIMITS = {
     "qwen2.5-0.5b-gsm8k": 24 * GIB,

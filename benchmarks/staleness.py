@@ -31,7 +31,8 @@ from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
-from logitless.train.collect.ahead import AheadCollector, CollectedBlocks
+from logitless.train.collect.ahead import AheadCollector
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.collect.collector import Collector
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Completion, Prompt
@@ -147,7 +148,7 @@ def measured(rollout: list[float], training: list[float], staleness: int) -> flo
     with tempfile.TemporaryDirectory() as folder:
         collector = Collector(*arguments, seed=0)
         if staleness:
-            log = CollectedBlocks(Path(folder) / "collected", prompts)
+            log = BlockLog(Path(folder) / "collected", prompts)
             collector = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=len(rollout), log=log)
         began = time.perf_counter()
         for block, seconds in enumerate(training):

@@ -35,8 +35,8 @@ from logitless.models.activations import set_modes
 from logitless.models.lm_head import backbone, causal_lm, lm_head
 from logitless.train.assembly.stages import learner_of
 from logitless.train.block import ScoredBlock
-from logitless.train.learn.learner import Progress
 from logitless.train.learn.policy import Policy
+from logitless.train.learn.progress import Progress
 from logitless.train.learn.score import scores_of
 from logitless.train.optim.master_weights import lower_to, round_master_weights
 from logitless.train.optim.optimizer import take_step
@@ -430,7 +430,7 @@ def _block(rollouts: Rollouts, *, skip_zero_advantage: bool) -> ScoredBlock:
         value_old=None,
         advantage=rollouts.advantages[packed.sequence],
         value_target=None,
-        live=live if skip_zero_advantage else None,
+        nonzero_advantage=live if skip_zero_advantage else None,
     )
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from logitless.bench import recommended, settings
-from logitless.bench.settings import Contender, Row, Scale, Step, best_lines, measured
+from logitless.bench.settings import Contender, Scale, Step, Timing, best_lines, measured
 from logitless.cli.main import main
 from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
 from logitless.train.plan.run_plan import plan_of
@@ -103,7 +103,9 @@ PLAIN = ("plain", "", 1.0, "setting: plain")
 def test_the_fastest_setting_that_a_recipe_can_have_is_recommended(
     measured_rows: list[tuple[Any, ...]], recommended_lines: list[str]
 ) -> None:
-    rows = [Row(name, case, seconds, None, None, None, tuple(lines)) for name, case, seconds, *lines in measured_rows]
+    rows = [
+        Timing(name, case, seconds, None, None, None, tuple(lines)) for name, case, seconds, *lines in measured_rows
+    ]
     assert best_lines(rows) == recommended_lines
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import recipe_memory as benchmark
-from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ def repository_root(monkeypatch):
 @pytest.mark.slow
 def test_a_block_and_its_resume_are_measured_beside_the_plan_at_the_longest_prompts(tmp_path):
     small = ["rollout.prompts_per_block=2", "model.device=cpu", "checkpoint.every_blocks=1"]
-    toy, limit = Path("recipes/length-toy.yaml"), 24 * GIB
+    toy, limit = Path("recipes/length-toy.yaml"), 24 * benchmark.GIB
     first, second = (benchmark.measure(toy, small, limit, tmp_path, blocks=blocks) for blocks in (1, 2))
     assert (first["resumed"], second["resumed"]) == (False, True)
     assert first["prompt_tokens"] == load_recipe(toy, small).data.max_prompt_tokens

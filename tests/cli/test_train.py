@@ -14,7 +14,7 @@ from logitless.cli.main import main
 from logitless.cli.output import program
 from logitless.cli.train import _command
 from logitless.errors import ConfigurationError
-from logitless.train.plan.run_plan import GIB, plan_of
+from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe
 from tests.train.interrupting import at_step, stop_at
 
@@ -101,7 +101,7 @@ def test_moments_on_the_host_take_twelve_bytes_a_weight_off_the_gpu():
     found = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml")
     assert found.memory_bytes["gradients"] == 2 * found.memory_bytes["trained weights"]
     on_the_gpu = plan(RECIPES / "qwen3-1.7b-gsm8k-24gb.yaml", "train.optimizer.moments=float32")
-    assert on_the_gpu.total_bytes - found.total_bytes == 3 * found.memory_bytes["gradients"] > 19 * GIB
+    assert on_the_gpu.total_bytes - found.total_bytes == 3 * found.memory_bytes["gradients"] > 19 * 2**30
 
 
 def test_eight_billion_weights_fit_16_gib_in_four_bits_with_a_gib_to_spare():
@@ -110,7 +110,7 @@ def test_eight_billion_weights_fit_16_gib_in_four_bits_with_a_gib_to_spare():
     linears = 32 * (2 * d * d + 2 * d * kv + 3 * d * f)  # 4 bits, 8 for 64 of them, 32 for 256 of those
     rest = 2 * v * d + 32 * 2 * d + d
     assert found.memory_bytes["frozen weights"] == linears * (4 + 8 / 64 + 32 / (64 * 256)) / 8 + 2 * rest
-    assert found.total_bytes < 15 * GIB
+    assert found.total_bytes < 15 * 2**30
 
 
 def test_the_ifeval_recipe_falls_back_to_the_format_reward_as_it_says():

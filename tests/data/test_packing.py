@@ -317,13 +317,13 @@ def test_long_attention_counts_in_a_rows_cost():
 def test_zero_advantage_sequences_are_in_no_row():
     members, inputs = _block([(4, [3, 3]), (4, [3, 3])])
     live = [True, False, False, False]
-    [step] = plan_epoch(members, inputs, tokens_per_step=99, packing=Packing(99), live=live, seed=0)
+    [step] = plan_epoch(members, inputs, tokens_per_step=99, packing=Packing(99), nonzero_advantage=live, seed=0)
     assert sorted(step.sequences) == [0, 1, 2, 3]
-    assert (step.micro_batches, sorted(step.dead)) == (((0,),), [1, 2, 3])
+    assert (step.micro_batches, sorted(step.zero_advantage)) == (((0,),), [1, 2, 3])
 
 
 def test_a_step_of_zero_advantages_trains_on_its_shortest_sequence():
     members, inputs = _block([(4, [3, 2, 0]), (4, [3, 3])])
-    steps = plan_epoch(members, inputs, tokens_per_step=5, packing=Packing(99), live=[False] * 5, seed=0)
+    steps = plan_epoch(members, inputs, tokens_per_step=5, packing=Packing(99), nonzero_advantage=[False] * 5, seed=0)
     assert [len(step.micro_batches) for step in steps] == [1, 1]
     assert {step.micro_batches[0] for step in steps} == {(1,), (3,)}

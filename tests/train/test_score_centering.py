@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from logitless.errors import ConfigurationError
-from logitless.train.collect.ahead import CollectedBlocks
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.plan.run_plan import dry_run
 from logitless.train.store.checkpoint import checkpoints, read_checkpoint
 from logitless.types import Prompt
@@ -60,7 +60,7 @@ def terms(model, sampler, group):
 
 def test_each_step_of_a_run_two_blocks_behind_has_the_gradient_of_the_formula_by_hand(tmp_path):
     run = finished_run(tmp_path, **BY_HAND)
-    log = CollectedBlocks(run.collected, [Prompt(str(n), "", (0,)) for n in range(8)])
+    log = BlockLog(run.collected, [Prompt(str(n), "", (0,)) for n in range(8)])
     saved = [read_checkpoint(folder) for folder in checkpoints(run.checkpoints)]
     sampler, model = (tiny_model(tiny_recipe(tmp_path, **BY_HAND)).double() for _ in range(2))
     parameters = dict(model.named_parameters())

@@ -17,7 +17,7 @@ from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
 from logitless.rollout.vllm import weight_folder
 from logitless.train.assembly.model import tokenizer_of
-from logitless.train.collect.ahead import CollectedBlocks
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.collect.one_client import ShardedWeights
 from logitless.train.learn.learner import Learner
 from logitless.train.record.run_folder import RunFolder
@@ -286,7 +286,7 @@ def test_a_run_whose_weights_change_inside_completions_is_trained_by_their_versi
         run = completed(_recipe(tmp_path, url, engine={"in_flight": True, "give_up_seconds": 5.0}, **changes))
     lines = [line for line in run.read_metrics() if "rollout/mixed_fraction" in line]
     assert max(line["rollout/mixed_fraction"] for line in lines) > 0
-    log = CollectedBlocks(run.collected, [Prompt(str(i), "", ()) for i in range(8)])
+    log = BlockLog(run.collected, [Prompt(str(i), "", ()) for i in range(8)])
     completions = [c for block in range(5) for group in log.read(block)[0].sampled for c in group.completions]
     mixed = [c.token_versions.tolist() for c in completions if c.token_versions is not None]
     assert mixed

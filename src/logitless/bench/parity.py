@@ -77,7 +77,6 @@ class Measured:
 
     Args:
         losses: one an optimizer step.
-        gradients: of everything that is trained, detached.
         scales: ``sum |w l|`` of each step; needed from one side only.
     """
 
@@ -115,12 +114,7 @@ WIDTH, VOCABULARY = 16, 67
 
 
 def objectives() -> dict[str, tuple[Objective, Weighting]]:
-    """Objectives to compare: every preset, and a clipped loss with each optional part.
-
-    Example:
-        >>> sorted(set(PRESETS) - set(objectives()))
-        []
-    """
+    """Objectives to compare: every preset, and a clipped loss with each optional part."""
     algorithms = {name: preset() for name, preset in PRESETS.items()}
     algorithms["dr_grpo"] = algorithm("dr_grpo", {"max_new_tokens": max(LENGTHS)})
     grid = {name: (each.objective, each.weighting) for name, each in algorithms.items()}
@@ -160,9 +154,6 @@ def against_reference(*, quick: bool = False) -> Iterator[Row]:
     """A row for every backend that can run here, every objective and every kind of head.
 
     Both sides compute in float64, or in float32 if the backend takes no float64.
-
-    Args:
-        quick: three objectives only.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for backend in ("chunked", "fused"):

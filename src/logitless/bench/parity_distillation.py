@@ -95,11 +95,7 @@ class _Streams:
         return Distillation(weight=1.0).loss(found.divergence, self.batch()).loss
 
     def reinforce(self, gamma: float, *, at_current_weights: bool) -> Tensor:
-        """REINFORCE with a teacher's advantage.
-
-        Args:
-            at_current_weights: take the student's log-probs for the sampler's.
-        """
+        """REINFORCE with a teacher's advantage, against the sampler's log-probs or the student's own."""
         target, warmth = self.target[self.trained], TEMPERATURE
         logp, logp_teacher = (
             token_scores(hidden[self.trained], LMHead(weight), target, temperature=warmth, backend="chunked").logp
@@ -124,12 +120,8 @@ class _Trl:
             from trl.experimental.server_distillation import ServerDistillationTrainer
         from trl.trainer.distillation_trainer import _chunked_divergence_loss
 
-        self._gkd, self._iw_opd, self._server, self._sdpo = (
-            GKDTrainer,
-            IWOPDTrainer,
-            ServerDistillationTrainer,
-            loss_utils,
-        )
+        self._gkd, self._iw_opd, self._server = GKDTrainer, IWOPDTrainer, ServerDistillationTrainer
+        self._sdpo = loss_utils
         self._chunked = _chunked_divergence_loss
 
     def gkd(self, s: _Streams, beta: float) -> Tensor:

@@ -23,7 +23,6 @@ class Case:
     """One configuration.
 
     Args:
-        name: of the row.
         options: of the constructor; beta is 0 and no reference is used unless they say so.
         given: names of optional tensors in the call.
         padded: False: all completions have the same length.
@@ -86,11 +85,10 @@ CASES = tuple(_cases())
 
 
 def against_liger(drop_in: Callable[..., Any], *, quick: bool = False) -> Iterator[Row]:
-    """A row for every case.
+    """A row for every case, or for every fifth if ``quick``.
 
     Args:
         drop_in: a module with Liger's arguments, and ``evaluate`` beside ``forward``.
-        quick: every fifth case only.
 
     Raises:
         UnavailableError: Liger is not installed.

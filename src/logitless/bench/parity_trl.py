@@ -42,7 +42,6 @@ class Case:
     """One configuration of TRL's.
 
     Args:
-        name: of the row.
         fields: of ``GRPOConfig``; the rest keep TRL's defaults.
         accumulation: micro-batches an optimizer step; a generation batch has four.
         with_tools: whether some tokens, and all of one completion, were written by a tool.
@@ -207,10 +206,7 @@ class Rollouts:
 
 
 def against_trl(*, quick: bool = False) -> Iterator[Row]:
-    """A row for every case.
-
-    Args:
-        quick: every fifth case only.
+    """A row for every case, or for every fifth if ``quick``.
 
     Raises:
         UnavailableError: TRL is not installed, or older than 1.16.

@@ -10,7 +10,7 @@ import argparse
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -77,7 +77,6 @@ class Contender:
     """One setting.
 
     Args:
-        name: in the table.
         step: makes the step to be timed; raises if the setting cannot run here.
         lines: of a recipe that choose it; empty if a recipe cannot.
         case: what it is measured on, such as a sequence length; contenders are compared within a case.
@@ -90,7 +89,7 @@ class Contender:
 
 
 @dataclass(frozen=True)
-class Row:
+class Timing:
     """A measurement, or why there is none."""
 
     name: str
@@ -102,11 +101,10 @@ class Row:
     lines: tuple[str, ...]
 
 
-def measured(contender: Contender, scale: Scale, device: str, tokens: int | None) -> Row:
+def measured(contender: Contender, scale: Scale, device: str, tokens: int | None) -> Timing:
     """Warm up, then time steps until their number or the seconds are reached.
 
     Args:
-        contender, scale, device: what to run, how long, and where.
         tokens: of a step; None: no tokens a second.
     """
     release(device)
@@ -122,11 +120,11 @@ def measured(contender: Contender, scale: Scale, device: str, tokens: int | None
             times.append(_timed(step, device))
     except (RuntimeError, ImportError, LogitlessError, NotImplementedError) as error:
         reason = " ".join(str(error).split())[:160] or type(error).__name__
-        return Row(contender.name, contender.case, None, None, None, reason, contender.lines)
+        return Timing(contender.name, contender.case, None, None, None, reason, contender.lines)
     peak = torch.cuda.max_memory_allocated() if device == "cuda" else None
     seconds = statistics.median(times)
     rate = None if tokens is None else tokens / seconds
-    return Row(contender.name, contender.case, seconds, rate, peak, None, contender.lines)
+    return Timing(contender.name, contender.case, seconds, rate, peak, None, contender.lines)
 
 
 def _timed(step: Step, device: str) -> float:
@@ -414,8 +412,6 @@ class SettingBenchmark:
     """A benchmark as a subcommand.
 
     Args:
-        name: of the subcommand and of its files.
-        contenders: for a scale and a device.
         tokens: of a step; None for an optimizer's.
         steps: forward passes in one timed step, by which warm-up and number of steps are divided.
     """
@@ -469,30 +465,30 @@ NEAR = 0.05
 """Times that differ by less count as equal: medians of repeated runs differ as much."""
 
 
-def best_lines(rows: Sequence[Row]) -> list[str]:
+def best_lines(rows: Sequence[Timing]) -> list[str]:
     """Recipe lines of the fastest setting, of the last case with several to choose from.
 
     Of the settings within ``NEAR`` of the fastest, the first one is taken: contenders are listed from the simplest on.
 
     Example:
-        >>> row = Row("a", "", 1.0, 10.0, None, None, ("model.compile: true",))
-        >>> best_lines([row, Row("b", "", 2.0, 5.0, None, None, ("model.compile: false",))])
+        >>> row = Timing("a", "", 1.0, 10.0, None, None, ("model.compile: true",))
+        >>> best_lines([row, Timing("b", "", 2.0, 5.0, None, None, ("model.compile: false",))])
         ['model.compile: true']
     """
-    found: Mapping[str, Row] = {}
+    lines: tuple[str, ...] = ()
     for case in dict.fromkeys(row.case for row in rows):
         there = [row for row in rows if row.case == case and row.seconds is not None and row.lines]
         if len(there) > 1:  # else there is nothing to choose
             fastest = min(row.seconds or 0.0 for row in there)
-            found = {case: next(row for row in there if (row.seconds or 0.0) <= (1 + NEAR) * fastest)}
-    return [line for row in found.values() for line in row.lines]
+            lines = next(row.lines for row in there if (row.seconds or 0.0) <= (1 + NEAR) * fastest)
+    return list(lines)
 
 
-def _label(row: Row) -> str:
+def _label(row: Timing) -> str:
     return f"{row.case}: {row.name}" if row.case else row.name
 
 
-def _line(row: Row) -> str:
+def _line(row: Timing) -> str:
     if row.seconds is None:
         return f"{_label(row):44s} not run: {row.failure}"
     peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**30:8.2f} GiB"

@@ -20,7 +20,6 @@ class MixedOrder:
     Args:
         members: indices of the prompts of each source, by name.
         weights: of each source, above 0; its share is its weight over their sum.
-        seed: at least 0.
         most: the largest number of prompts asked for at once.
 
     Raises:

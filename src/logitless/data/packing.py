@@ -4,20 +4,20 @@ The shift by one token happens here and nowhere else: the hidden state at positi
 completion index j is therefore predicted at position ``len(prompt) - 1 + j``, and the last token is never an input.
 
 Packed rows save work in three ways, none of which changes a loss: a shared prefix is stored once (``share_prompts``),
-rows are filled by cost, and sequences without a gradient (``StepPlan.dead``) are in no row.
+rows are filled by cost, and sequences without a gradient (``StepPlan.zero_advantage``) are in no row.
 """
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from logitless.distributed.shares import attention_cost
+from logitless.distributed.shares import attention_cost, shares_by_cost
 from logitless.errors import InputError
 from logitless.types import Completion, PackedBatch, PackedInputs, Prompt, PromptGroup, SharedInputs
 
@@ -48,36 +48,8 @@ def pack(
         >>> batch.inputs.input_ids, batch.inputs.source, batch.target
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
-    read: list[np.ndarray] = []
-    target: list[np.ndarray] = []
-    scored: list[np.ndarray] = []
-    turn: list[np.ndarray] = []
-    logp_sampler: list[np.ndarray] = []
-    lag: list[np.ndarray] = []
-    said: list[np.ndarray] = []
-    said_at: list[np.ndarray] = []
-    lengths: list[int] = []
-    for prompt, completion in pairs:
-        prompt_length, ids = len(prompt.token_ids), completion.token_ids
-        if not prompt_length:
-            raise InputError(
-                needed="prompts of at least one token",
-                given=f"prompt {prompt.id!r} without tokens",
-                remedy="Drop empty prompts, or start them with the BOS token.",
-            )
-        trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
-        if len(trained):
-            read += prompt.token_ids, ids[:-1]
-        lengths.append(prompt_length + len(ids) - 1 if len(trained) else 0)
-        scored.append(trained + (prompt_length - 1))
-        target.append(ids[trained])
-        turn.append(_values_at(completion.turn, trained, 0, np.int64))
-        logp_sampler.append(_values_at(completion.logp_sampler, trained, float("nan"), np.float32))
-        others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else trained[:0]
-        said_at.append(others + (prompt_length - 1))
-        said.append(ids[others])
-        if version is not None:
-            lag.append(_lags(completion, trained, version))
+    sequences = [_read_pair(prompt, completion, version) for prompt, completion in pairs]
+    lengths = tuple(each.length for each in sequences)
     starts = list(accumulate(lengths, initial=0))[:-1]
     positions = np.arange(max(lengths, default=0))
 
@@ -86,25 +58,72 @@ def pack(
         return {"source": source, "source_counts": tuple(map(len, places))}
 
     inputs = PackedInputs(
-        input_ids=_concatenated(read, np.int64),
+        input_ids=_concatenated([each.read for each in sequences], np.int64),
         position_ids=_concatenated([positions[:length] for length in lengths], np.int64),
-        lengths=tuple(lengths),
-        **predicted_at(scored),
+        lengths=lengths,
+        **predicted_at([each.scored for each in sequences]),
         prefixes=_shared_prefixes(pairs, lengths),
     )
     batch = PackedBatch(
         inputs=inputs,
-        target=_concatenated(target, np.int64),
-        turn=_concatenated(turn, np.int64),
-        logp_sampler=_concatenated(logp_sampler, np.float32),
-        lag=None if version is None else _concatenated(lag, np.int64),
+        target=_concatenated([each.target for each in sequences], np.int64),
+        turn=_concatenated([each.turn for each in sequences], np.int64),
+        logp_sampler=_concatenated([each.logp_sampler for each in sequences], np.float32),
+        lag=None if version is None else _concatenated([each.lag for each in sequences], np.int64),
     )
     if not observed:
         return batch
-    ids_said = _concatenated(said, np.int64)
-    nothing = torch.full((len(ids_said),), torch.nan)
-    others_read = replace(inputs, **predicted_at(said_at))
-    return replace(batch, observed=PackedBatch(others_read, ids_said, torch.zeros_like(ids_said), nothing))
+    said = _concatenated([each.said for each in sequences], np.int64)
+    others_read = replace(inputs, **predicted_at([each.said_at for each in sequences]))
+    nothing = torch.full((len(said),), torch.nan)
+    return replace(batch, observed=PackedBatch(others_read, said, torch.zeros_like(said), nothing))
+
+
+class _Sequence(NamedTuple):
+    """A prompt with its completion, before it is packed.
+
+    Args:
+        read: token ids that the model reads; empty without a scored token.
+        scored, said_at: positions at which scored tokens, and those of tools and environments, are predicted.
+        target, turn, logp_sampler, lag: of each scored token; ``lag`` is empty if it is not counted.
+        said: ids of the tokens of tools and environments.
+    """
+
+    read: np.ndarray
+    scored: np.ndarray
+    target: np.ndarray
+    turn: np.ndarray
+    logp_sampler: np.ndarray
+    lag: np.ndarray
+    said: np.ndarray
+    said_at: np.ndarray
+
+    @property
+    def length(self) -> int:
+        return len(self.read)
+
+
+def _read_pair(prompt: Prompt, completion: Completion, version: int | None) -> _Sequence:
+    prompt_length, ids = len(prompt.token_ids), completion.token_ids
+    if not prompt_length:
+        raise InputError(
+            needed="prompts of at least one token",
+            given=f"prompt {prompt.id!r} without tokens",
+            remedy="Drop empty prompts, or start them with the BOS token.",
+        )
+    none = ids[:0]
+    trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
+    others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else none
+    return _Sequence(
+        read=np.concatenate([prompt.token_ids, ids[:-1]]) if len(trained) else none,
+        scored=trained + (prompt_length - 1),
+        target=ids[trained],
+        turn=_values_at(completion.turn, trained, 0, np.int64),
+        logp_sampler=_values_at(completion.logp_sampler, trained, float("nan"), np.float32),
+        lag=none if version is None else _lags(completion, trained, version),
+        said=ids[others],
+        said_at=others + (prompt_length - 1),
+    )
 
 
 def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:
@@ -286,7 +305,7 @@ class StepPlan:
     Args:
         sequences: every sequence of the step's groups, also those without a scored token (they count in B).
         micro_batches: packed rows of the sequences that are trained on.
-        dead: scored sequences that cannot change a gradient, and so are in no row; they count in every weight.
+        zero_advantage: scored sequences that cannot change a gradient: they are in no row, and count in every weight.
 
     Example:
         >>> StepPlan(sequences=(0, 1, 2), micro_batches=((0, 2),)).micro_batches
@@ -295,7 +314,7 @@ class StepPlan:
 
     sequences: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
-    dead: tuple[int, ...] = ()
+    zero_advantage: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -452,7 +471,7 @@ def plan_epoch(
     tokens_per_step: int,
     packing: Packing,
     seed: int,
-    live: Sequence[bool] | None = None,
+    nonzero_advantage: Sequence[bool] | None = None,
 ) -> list[StepPlan]:
     """One epoch over a block: whole groups in a seeded order, divided into steps and packed rows.
 
@@ -460,10 +479,8 @@ def plan_epoch(
         groups: the sequence indices of each group.
         inputs: the block's packed inputs, for its lengths.
         tokens_per_step: scored tokens a step should have; a group goes to the step its middle token falls in.
-        packing: of each step's rows.
-        seed: of the order of the groups.
-        live: one flag a sequence: whether it can change a gradient; None: all can. A step in which none can still
-            trains on its shortest sequence, for a gradient of zeros.
+        nonzero_advantage: one flag a sequence: whether it can change a gradient; None: all can. A step in which none
+            can still trains on its shortest sequence, for a gradient of zeros.
 
     Returns:
         At least one step; every sequence is in exactly one.
@@ -491,15 +508,56 @@ def plan_epoch(
         before += size
     filled = [step for step in steps if any(inputs.source_counts[s] for s in step)] or [[]]
     filled[0] += [s for step in steps if step not in filled for s in step]  # empty completions still count in B
-    return [_step_plan(step, inputs, packing, live) for step in filled]
+    return [_step_plan(step, inputs, packing, nonzero_advantage) for step in filled]
 
 
 def _step_plan(
-    sequences: Sequence[int], inputs: PackedInputs, packing: Packing, live: Sequence[bool] | None
+    sequences: Sequence[int], inputs: PackedInputs, packing: Packing, nonzero_advantage: Sequence[bool] | None
 ) -> StepPlan:
     scored = [s for s in sequences if inputs.source_counts[s]]
-    trained = [s for s in scored if live is None or live[s]]
+    trained = [s for s in scored if nonzero_advantage is None or nonzero_advantage[s]]
     if scored and not trained:
         trained = [min(scored, key=lambda s: (inputs.lengths[s], s))]
     kept = set(trained)
     return StepPlan(tuple(sequences), packing.rows(trained, inputs), tuple(s for s in scored if s not in kept))
+
+
+def rows_by_rank(
+    step: StepPlan,
+    groups: Sequence[Sequence[int]],
+    inputs: PackedInputs,
+    *,
+    num_ranks: int,
+    packing: Packing,
+) -> list[tuple[tuple[int, ...], ...]]:
+    """Packed rows of a step for each rank: whole groups, divided by cost.
+
+    Every rank has equally many rows, so that all ranks of a sharded model call each collective. Some rows may be empty;
+    they add nothing to the loss.
+
+    Args:
+        packing: the one that ``plan_epoch`` was given.
+
+    Returns:
+        ``[R][K]`` rows of sequence indices.
+
+    Example:
+        >>> ids = torch.zeros(12, dtype=torch.long)
+        >>> inputs = PackedInputs(ids, ids, (3, 3, 3, 3), torch.arange(8), (2, 2, 2, 2))
+        >>> step = StepPlan((0, 1, 2, 3), ((0, 1), (2, 3)))
+        >>> rows_by_rank(step, [[0, 1], [2, 3]], inputs, num_ranks=2, packing=Packing(6, hidden_size=8))
+        [((0, 1),), ((2, 3),)]
+    """
+    if num_ranks == 1:
+        return [step.micro_batches]
+    group_of = {s: g for g, members in enumerate(groups) for s in members}
+    trained = {s for row in step.micro_batches for s in row}
+    by_group: dict[int, list[int]] = {}
+    for s in step.sequences:
+        if s in trained:
+            by_group.setdefault(group_of[s], []).append(s)
+    members = list(by_group.values())
+    costs = [packing.cost(each, inputs) for each in members]
+    rows = [packing.rows([s for i in share for s in members[i]], inputs) for share in shares_by_cost(costs, num_ranks)]
+    longest = max(len(each) for each in rows)
+    return [each + ((),) * (longest - len(each)) for each in rows]

@@ -12,8 +12,7 @@ import numpy
 from jaxtyping import Int64
 from transformers import PreTrainedTokenizerBase
 
-from logitless.data.sources import DataOptions as DataOptions
-from logitless.data.sources import Rendered, Row, read_rows
+from logitless.data.sources import DataOptions, Rendered, Row, read_rows
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
 
@@ -25,10 +24,6 @@ class PromptSet:
     Args:
         prompts: in the order of the rows.
         counts: ``rows`` read, ``prompts`` kept, and the dropped: ``empty``, ``too_long``.
-
-    Example:
-        >>> PromptSet(prompts=(), counts={"rows": 2, "prompts": 0, "empty": 1, "too_long": 1}).counts["empty"]
-        1
     """
 
     prompts: tuple[Prompt, ...]
@@ -37,20 +32,13 @@ class PromptSet:
 
 @dataclass(frozen=True)
 class Split:
-    """Two disjoint sets of prompts.
+    """Training prompts without those that are held out.
 
     Args:
-        training: without any text of ``held_out``.
-        held_out: prompts for evaluation.
         num_removed: training prompts removed because their text is held out.
-
-    Example:
-        >>> Split(training=(), held_out=(), num_removed=0).num_removed
-        0
     """
 
     training: tuple[Prompt, ...]
-    held_out: tuple[Prompt, ...]
     num_removed: int
 
 
@@ -70,14 +58,9 @@ def load_prompts(
 
     Args:
         options: where the rows come from (``data.sources``).
-        tokenizer: the policy's.
-        max_prompt_tokens: the most tokens of a prompt.
         too_long: whether a longer one is dropped and counted, or an error.
         tools: for the chat template, in OpenAI's form.
         chat_template_kwargs: further variables of the chat template.
-
-    Returns:
-        The prompts and the counts of what was read, kept and dropped.
 
     Raises:
         DataError: a row that is malformed, lacks its prompt, repeats an id or (by ``too_long``) is too long; no prompt
@@ -121,23 +104,7 @@ def prompts_of_rows(
     tools: Sequence[Mapping[str, Any]] | None = None,
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> PromptSet:
-    """``load_prompts`` for rows in memory.
-
-    Args:
-        rows: with a column ``prompt``.
-        options: ``system`` and ``template``.
-        tokenizer, max_prompt_tokens, too_long, tools, chat_template_kwargs: as for ``load_prompts``.
-
-    Example:
-        >>> from tokenizers import Tokenizer, models, pre_tokenizers
-        >>> from transformers import PreTrainedTokenizerFast
-        >>> words = Tokenizer(models.WordLevel({"1": 0, "+": 1, "2": 2, "?": 3}, unk_token="?"))
-        >>> words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        >>> tokenizer = PreTrainedTokenizerFast(tokenizer_object=words)
-        >>> rows = [Row("here", {"prompt": "1 + 2"})]
-        >>> prompts_of_rows(rows, Rendered(), tokenizer, max_prompt_tokens=8).prompts[0].token_ids.tolist()
-        [0, 1, 2]
-    """
+    """``load_prompts`` for rows in memory."""
     if options.template is None and options.system is not None and not tokenizer.chat_template:
         raise ConfigurationError(
             needed="a chat template for system",
@@ -181,10 +148,6 @@ def prompts_of_rows(
 def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:
     """Remove from training every prompt whose text is held out.
 
-    Args:
-        training: for example a reasoning-gym task under one seed.
-        held_out: the same task under another seed.
-
     Raises:
         DataError: nothing is left to train on.
 
@@ -201,7 +164,7 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> S
             given=f"{len(training)} prompts, all of them held out",
             remedy="Hold out fewer, or give more data.",
         )
-    return Split(training=kept, held_out=tuple(held_out), num_removed=len(training) - len(kept))
+    return Split(training=kept, num_removed=len(training) - len(kept))
 
 
 class PromptOrder:

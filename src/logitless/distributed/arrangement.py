@@ -49,7 +49,6 @@ class Arrangement:
         """The arrangement of ``world`` ranks.
 
         Args:
-            world: number of ranks.
             replicate, shard, sequence: wanted numbers; ``shard="auto"`` is ``world / (replicate * sequence)``.
             whole: every rank holds all weights; ``shard="auto"`` then makes copies instead of shards.
 
@@ -98,7 +97,6 @@ class Arrangement:
 
         Args:
             device: ``"cpu"`` or ``"cuda"``.
-            timeout: of one collective; None for torch's own.
             group: of these ranks, with one copy, where the process has others too; None: they are all.
         """
         from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -114,11 +112,7 @@ class Arrangement:
         return DeviceMesh.from_group(groups, device, ranks, mesh_dim_names=("replicate", "weights"))
 
     def groups(self, timeout: timedelta | None = None) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-        """This rank's ``data`` and ``sequence`` group, as of ``Ranks``. A collective of all ranks.
-
-        Args:
-            timeout: of one collective; None for torch's own.
-        """
+        """This rank's ``data`` and ``sequence`` group, as of ``Ranks``. A collective of all ranks."""
         parts = torch.arange(self.world).view(-1, self.sequence)
         return _own_group(parts.T.tolist(), timeout), _own_group(parts.tolist(), timeout)
 

@@ -105,7 +105,6 @@ def exchanged(x: Shaped[Tensor, "..."], group: ProcessGroup, *, split: int, join
 
     Args:
         x: of the same shape on every rank; S divides ``split``.
-        group: of S ranks.
         split: dimension that is whole before and split after.
         join: dimension that is split before and whole after.
     """
@@ -122,8 +121,6 @@ def pieced_together(
     Args:
         rows: of this rank.
         places: their indices among the N.
-        total: N.
-        group: that shares the rows.
     """
     return _PiecedTogether.apply(rows, places, total, group)  # type: ignore[no-untyped-call]
 

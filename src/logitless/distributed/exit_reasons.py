@@ -40,8 +40,6 @@ class Node:
     """A machine of the run.
 
     Args:
-        host: its name.
-        ranks: on it.
         has_store: whether the address of the ranks' store is one of its own.
 
     Example:
@@ -61,9 +59,6 @@ class ExitReasons:
     """The exit reasons of all ranks.
 
     Args:
-        store: common to the ranks.
-        rank: this one.
-        world: number of ranks.
         nodes: of the run; only several are named.
 
     Example:
@@ -101,12 +96,7 @@ class ExitReasons:
         return nodes or ["the rank that started first, and perhaps others"]
 
     def record(self, text: str, *, lost: bool) -> None:
-        """Record why this rank ends.
-
-        Args:
-            text: the error.
-            lost: whether only a connection was lost.
-        """
+        """Record why this rank ends."""
         self._store.set(self._key(self.rank), json.dumps({"text": text, "lost": lost}))
 
     def of_others(self) -> list[str]:

@@ -85,13 +85,7 @@ def described(error: BaseException) -> list[str]:
 
 
 def error_of(described: list[str], work: str, rank: int) -> LogitlessError:
-    """The error that the other ranks raise.
-
-    Args:
-        described: of the error of the rank that failed.
-        work: that it could not do, as a noun phrase.
-        rank: its number.
-    """
+    """The error that the other ranks raise."""
     match described:
         case [kind, needed, given, remedy]:
             error: LogitlessError = getattr(errors, kind)(

@@ -30,10 +30,6 @@ ALIGNMENT = 256
 class Placed:
     """Parameters in one allocation of bytes.
 
-    Args:
-        starts: first byte of each.
-        num_bytes: of the allocation.
-
     Example:
         >>> a, b = nn.Linear(8, 8, device="meta").parameters()
         >>> placed = Placed.of([a, b])
@@ -68,7 +64,6 @@ class CopyBytes:
     Args:
         whole: embedding, LM head and the rest outside of the layers.
         pieces: of the layers.
-        buffers: that layers are gathered into.
     """
 
     whole: int
@@ -77,13 +72,7 @@ class CopyBytes:
 
     @classmethod
     def of(cls, model: nn.Module, layers: Sequence[nn.Module], num_ranks: int) -> "CopyBytes":
-        """As of ``LayerShards``.
-
-        Args:
-            model: on any device, ``meta`` included.
-            layers: of the model.
-            num_ranks: that share the layers.
-        """
+        """Memory of ``LayerShards`` for a model on any device, ``meta`` included."""
         placed = [Placed.of(layer.parameters()) for layer in layers]
         pieces = [each.piece_bytes(num_ranks) for each in placed]
         buffers = 2 * num_ranks * max(pieces, default=0) if num_ranks > 1 else 0
@@ -104,11 +93,6 @@ class LayerShards:
     Args:
         model: with row-invariant layers, usually on ``meta``.
         layers: of the model, in the order in which a pass runs them.
-        ranks: that share them.
-        device: of the weights.
-
-    Attributes:
-        num_bytes: that this rank holds.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[nn.Module], ranks: Ranks, device: torch.device) -> None:

@@ -34,7 +34,6 @@ from logitless.distributed import gradient_sums
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.collectives import gather_over_group, sum_over_group
 from logitless.distributed.exit_reasons import ExitReasons, Node, in_one_line
-from logitless.distributed.shares import every_nth
 from logitless.errors import ConfigurationError, LostRankError, UnavailableError
 
 _Item = TypeVar("_Item")
@@ -94,10 +93,6 @@ class Ranks:
 
         Args:
             members: their numbers, ascending.
-
-        Example:
-            >>> Ranks.alone().subset([0]) == Ranks.alone()
-            True
         """
         group = dist.new_group(list(members), timeout=self.timeout) if len(members) > 1 else None
         if self.rank not in members:
@@ -182,24 +177,14 @@ class Ranks:
         return self.all_gather_object(value if self.rank == 0 else None)[0]
 
     def count(self, name: str, more: int = 0) -> int:
-        """Add to a counter of this name that all ranks of the run share, and read it. Not a collective.
-
-        Example:
-            >>> Ranks.alone().count("pushes", 1)
-            1
-        """
+        """Add to a counter of this name that all ranks of the run share, and read it. Not a collective."""
         if self._everyone is None:
             return more
         with _all_present():
             return int(_get_default_store().add(f"count/{name}", more))
 
     def nodes(self, environment: Mapping[str, str] = os.environ) -> tuple[Node, ...]:
-        """The machines of the run: torchrun's nodes, without torchrun the hosts.
-
-        Example:
-            >>> [node.ranks for node in Ranks.alone().nodes({})]
-            [(0,)]
-        """
+        """The machines of the run: torchrun's nodes, without torchrun the hosts."""
         here = [environment.get("GROUP_RANK", ""), socket.gethostname()]
         of_ranks = self.all_gather_object([here, _is_here(environment.get("MASTER_ADDR", ""))])
         found: dict[tuple[str, str], list[int]] = {}
@@ -208,33 +193,15 @@ class Ranks:
         return tuple(Node(host, tuple(ranks), of_ranks[ranks[0]][1]) for (_, host), ranks in found.items())
 
     def shared(self, count: int, among: Sequence[int]) -> range:
-        """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective.
-
-        Args:
-            count: number of items.
-            among: the ranks that take a share.
-
-        Example:
-            >>> Ranks.alone().shared(3, among=[0])
-            range(0, 3)
-        """
-        return every_nth(count, among.index(self.rank), len(among)) if self.rank in among else range(0)
+        """Indices of this rank's share of items of unknown cost, such as prompts to sample for. Not a collective."""
+        return range(among.index(self.rank), count, len(among)) if self.rank in among else range(0)
 
     def rows_of(self, rows: Sequence[_Item]) -> Sequence[_Item]:
-        """This rank's rows of a list that interleaves the rows of all ranks. Not a collective.
-
-        Example:
-            >>> Ranks.alone().rows_of((7, 8))
-            (7, 8)
-        """
+        """This rank's rows of a list that interleaves the rows of all ranks. Not a collective."""
         return rows[self.data_rank :: self.data_world]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Broadcast the tensors of rank 0, in place.
-
-        Args:
-            tensors: of the same shapes on every rank, in the same order.
-        """
+        """Broadcast the tensors of rank 0, in place."""
         if self._everyone is not None:
             with _all_present(), torch.no_grad():
                 for tensor in tensors:
@@ -246,9 +213,6 @@ class Ranks:
 
         Raises:
             LostRankError: another rank did not take part; NCCL's kernels, which wait for it, are ended.
-
-        Example:
-            >>> Ranks.alone().wait_for(torch.device("cpu"))
         """
         if device.type != "cuda" or self._everyone is None:
             return
@@ -294,15 +258,8 @@ class Ranks:
     def check_same(self, what: Mapping[str, str], remedy: str) -> None:
         """Raise where a value differs between ranks.
 
-        Args:
-            what: digests or versions by name.
-            remedy: of the error.
-
         Raises:
             ConfigurationError: on every rank, with the names that differ and the ranks that differ from rank 0.
-
-        Example:
-            >>> Ranks.alone().check_same({"recipe": "a1"}, "Start all with the same.")
         """
         of_ranks = self.all_gather_object(dict(what))
         differ = [name for name in what if any(each.get(name) != of_ranks[0].get(name) for each in of_ranks)]
@@ -355,7 +312,6 @@ def ranks_of_environment(
 
     Args:
         device: ``"cuda"`` or ``"cpu"``. On CUDA the GPU numbered LOCAL_RANK becomes the current one.
-        environment: variables.
         timeout_seconds: of one collective; must be longer than any rank's rollout or checkpoint. After it, waiting
             ranks end with an error that names the missing ones.
 

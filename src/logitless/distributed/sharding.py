@@ -24,13 +24,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's rows of a sharded tensor, without a copy; any other tensor unchanged.
-
-    Example:
-        >>> x = torch.zeros(2)
-        >>> local_part(x) is x
-        True
-    """
+    """This rank's rows of a sharded tensor, without a copy; any other tensor unchanged."""
     return tensor.to_local().detach() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
 
 
@@ -45,12 +39,7 @@ def is_spare_copy(tensor: Tensor) -> bool:
 
 
 def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
-    """Offset of this rank's part in each dimension of the whole tensor, and the part's shape.
-
-    Example:
-        >>> start_and_shape(torch.zeros(2, 3))
-        ([0, 0], [2, 3])
-    """
+    """Offset of this rank's part in each dimension of the whole tensor, and the part's shape."""
     if not is_sharded(tensor):
         return [0] * tensor.ndim, list(tensor.shape)
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -61,12 +50,7 @@ def start_and_shape(tensor: Tensor) -> tuple[list[int], list[int]]:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of an unsharded tensor, if it were sharded like another of its shape.
-
-    Example:
-        >>> part_of(torch.ones(2), torch.zeros(2))
-        tensor([1., 1.])
-    """
+    """This rank's part of an unsharded tensor, if it were sharded like another of its shape."""
     start, shape = start_and_shape(like)
     return value[tuple(slice(s, s + n) for s, n in zip(start, shape, strict=True))]
 
@@ -98,7 +82,6 @@ def sum_over_shards(part: Tensor, like: Tensor) -> Tensor:
 
     Args:
         part: this rank's, such as the sum of squares of its rows.
-        like: the sharded tensor.
     """
     sharded: Any = like
     dist.all_reduce(part, group=sharded.device_mesh.get_group(sharded.device_mesh.ndim - 1))
@@ -109,7 +92,6 @@ class ShardedModel:
     """FSDP2 around the units of a model.
 
     Args:
-        model: the whole model.
         units: modules of it that are gathered at once, in the order of the forward pass; a module that contains other
             units comes after them and shards the parameters they leave.
         mesh: (shards), or (copies, shards).

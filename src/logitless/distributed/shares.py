@@ -11,10 +11,6 @@ def shares_by_cost(costs: Sequence[float], num_ranks: int) -> list[tuple[int, ..
 
     The largest load is at most 4/3 of the smallest possible one.
 
-    Args:
-        costs: of each piece, in any unit.
-        num_ranks: R.
-
     Returns:
         The indices of each rank's pieces, ascending. Ties go to the lower index and the lower rank.
 
@@ -49,18 +45,8 @@ def attention_cost(pairs: float, hidden_size: int) -> float:
     return pairs / (6 * hidden_size) if hidden_size else 0.0
 
 
-def every_nth(count: int, rank: int, num_ranks: int) -> range:
-    """Indices of a rank's share of things of unknown cost.
-
-    Example:
-        >>> [list(every_nth(5, rank, 2)) for rank in range(2)]
-        [[0, 2, 4], [1, 3]]
-    """
-    return range(rank, count, num_ranks)
-
-
 def in_order(shares: Sequence[Sequence[_Made]]) -> list[_Made]:
-    """The ranks' results of ``every_nth``, in the original order.
+    """The ranks' results for every n-th item each (``Ranks.shared``), in the original order.
 
     Example:
         >>> in_order([["a", "c", "e"], ["b", "d"]])

@@ -21,8 +21,6 @@ def places_in_tree(count: int, rank: int, num_ranks: int) -> list[int | None]:
     """The micro-batches at a rank's positions of the tree; None where there is none.
 
     Args:
-        count: micro-batches of all ranks.
-        rank: this one.
         num_ranks: a power of two.
 
     Example:

@@ -18,10 +18,7 @@ class Finding:
     """A likely mistake: where it is, why it matters, and what to do.
 
     Args:
-        rule: name of the rule, such as ``epochs``.
         place: a recipe's key, or a file and its line.
-        said: what was found there.
-        reason: what it does to training.
         remedy: what to do, as an imperative sentence.
         source: a paper or page with the reason.
 

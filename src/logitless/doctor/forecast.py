@@ -51,11 +51,7 @@ class Forecast:
 
     Args:
         planned_bytes: of the plan, worst case.
-        peak_bytes: peak of the measured batches.
         seconds: of one block, by phase.
-        blocks: of the run.
-        completions: sampled for a batch.
-        tokens: of these completions.
         share: of a block's completions in a batch.
         also_held: what else ``peak_bytes`` counts, in words.
         batches: seconds of each measured batch, by phase; ``seconds`` are their medians, scaled to a block.
@@ -116,10 +112,6 @@ class Forecast:
 def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
     """Measure batches of a recipe.
 
-    Args:
-        recipe: checked; its plan fits this machine.
-        plan: of the recipe.
-
     Raises:
         LogitlessError: what a start would raise.
         UnavailableError: the batch does not fit into the GPU after all.
@@ -160,12 +152,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
 
 
 def lengths_of(groups: Sequence[Group]) -> list[int]:
-    """The sampled tokens of each completion.
-
-    Example:
-        >>> lengths_of([])
-        []
-    """
+    """The sampled tokens of each completion."""
     return [completion.length for group in groups for completion in group.completions]
 
 
@@ -173,7 +160,6 @@ def batch_of(recipe: Recipe, prompts: int | None = None, tokens: int = 0) -> Rec
     """The recipe with the measured batch as its block; every group is trained on.
 
     Args:
-        recipe: to be forecast.
         prompts: of a batch sampled before; None: one round of decoding.
         tokens: sampled for that batch; they give the number of steps a block.
     """
@@ -196,8 +182,6 @@ def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills:
     ``l + (n / R - 1) m``.
 
     Args:
-        lengths: of the batch's completions, in tokens.
-        whole: completions of a block.
         max_rows: R.
         refills: whether finished sequences are replaced.
 

@@ -166,12 +166,7 @@ def _settings() -> Iterator[tuple[str, str]]:
 
 
 def left_on_the_table(recipe: Recipe, plan: Plan) -> list[str]:
-    """Warnings of the plan, and settings that ``logitless bench`` found faster on this machine, one line each.
-
-    Args:
-        recipe: runs here.
-        plan: of the recipe.
-    """
+    """Warnings of the plan, and settings that ``logitless bench`` found faster on this machine, one line each."""
     device = device_of(recipe.model)
     settled = _settled(recipe, plan, device)
     measured = [
@@ -205,12 +200,7 @@ def _has_room_for_rows(recipe: Recipe, plan: Plan, device: torch.device) -> bool
 
 
 def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
-    """Whether a run would use row-invariant layers, if this GPU passes the self-check.
-
-    Args:
-        recipe: runs here.
-        device: of the run.
-    """
+    """Whether a run would use row-invariant layers, if this GPU passes the self-check."""
     if device.type != "cuda" or recipe.model.layers not in ("auto", "row_invariant"):
         return False
     tokenizer = tokenizer_of(recipe.model)

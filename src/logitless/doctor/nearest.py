@@ -23,8 +23,7 @@ class Fit:
     Args:
         problems: why not; empty if it does.
         changes: settings for ``--set`` with which it would run; None if none were found.
-        recipe: with these changes.
-        plan: of that recipe; None if it cannot be planned.
+        recipe, plan: with these changes; the plan is None if the recipe cannot be planned.
     """
 
     problems: tuple[str, ...]
@@ -37,7 +36,6 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host
     """Check a recipe against this machine.
 
     Args:
-        path, overrides: of ``load_recipe``.
         memory: bytes that the run may hold on its device; None: what is free there.
         host: bytes of host memory that a run on a GPU may hold; None: what is available.
 
@@ -84,12 +82,7 @@ def fit_of(path: Path, overrides: Sequence[str], memory: int | None = None, host
 
 
 def free_memory(device: torch.device) -> int:
-    """Free bytes of a GPU, or of the host.
-
-    Example:
-        >>> free_memory(torch.device("cpu")) > 0
-        True
-    """
+    """Free bytes of a GPU, or of the host."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 

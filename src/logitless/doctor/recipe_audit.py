@@ -36,8 +36,6 @@ class Audited:
     """Input of the rules.
 
     Args:
-        recipe: checked.
-        algorithm: of the recipe.
         data: its prompts; None if they are not available here; rules about them then find nothing.
     """
 
@@ -55,7 +53,6 @@ def audit_recipe(recipe: Recipe, data: Data | None = None) -> list[Finding]:
     """Everything that the rules find, in the order of ``RULES``.
 
     Args:
-        recipe: checked.
         data: as ``data_of`` loads it; None: prompts are not checked.
 
     Example:
@@ -78,7 +75,6 @@ class Scored:
 
     Args:
         where: what the completions belong to, in words.
-        verdicts: counts by reward and status.
         first_failures: by reward, its first error or time-out, in a line.
     """
 

@@ -14,17 +14,7 @@ Node = TypeVar("Node", bound=ast.AST)
 
 @dataclass(frozen=True)
 class Module:
-    """One file.
-
-    Args:
-        name: path below the folder that is audited.
-        tree: of the whole file.
-        text: its source.
-
-    Example:
-        >>> Module.parse("a.py", "x = 1").name
-        'a.py'
-    """
+    """A file of the audited code, parsed."""
 
     name: str
     tree: ast.Module
@@ -108,23 +98,13 @@ def _in_order(scope: ast.AST) -> Iterator[ast.stmt]:
 
 
 def called(call: ast.Call) -> str:
-    """The last name of what is called: ``mean`` of ``torch.mean(x)`` and of ``x.mean()``.
-
-    Example:
-        >>> called(ast.parse("a.b.mean(x)", mode="eval").body)
-        'mean'
-    """
+    """The last name of what is called: ``mean`` for ``torch.mean(x)`` and for ``x.mean()``."""
     function = call.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def keyword(call: ast.Call, name: str) -> ast.expr | None:
-    """The value of a keyword argument.
-
-    Example:
-        >>> keyword(ast.parse("f(a=1)", mode="eval").body, "a").value
-        1
-    """
+    """The value of a keyword argument."""
     return next((each.value for each in call.keywords if each.arg == name), None)
 
 

@@ -128,7 +128,8 @@ def _claims(module: Module) -> Iterator[_Claim]:
     for node in module.nodes:
         if isinstance(node, ast.If) and (names := _compared(node.test)):
             values = [each for statement in node.body for each in _values(statement)]
-            yield f"the branch of {' or '.join(map(repr, sorted(names)))}", _kinds(names), values
+            claimed = {kind for name in names for kind in _NAMES[name]}
+            yield f"the branch of {' or '.join(map(repr, sorted(names)))}", claimed, values
         elif isinstance(node, Function) and (named := re.findall(r"(?:^|_)(k[123])(?:$|_)", node.name)):
             yield f"{node.name}()", set(named), [each for s in node.body for each in _values(s)]
         elif isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
@@ -146,10 +147,6 @@ def _compared(test: ast.expr) -> set[str]:
     constants = [n.value for n in ast.walk(test.comparators[0]) if isinstance(n, ast.Constant)]
     names = {value for value in constants if isinstance(value, str) and value in _NAMES}
     return names if len(names) == len(constants) else set()
-
-
-def _kinds(names: set[str]) -> set[str]:
-    return {kind for name in names for kind in _NAMES[name]}
 
 
 def _values(statement: ast.stmt) -> Iterator[ast.expr]:

@@ -287,8 +287,6 @@ class GRPOTrainer(trl.GRPOTrainer):
         """TRL's own metrics but ``vespo/phi_seq_mean``, from the objective's tensors.
 
         Args:
-            output, batch, places: of one micro-batch.
-            mode: ``train`` or ``eval``.
             one_flag: whether all tokens of a sequence have the same ratio and advantage.
         """
         metrics = self._metrics[mode]

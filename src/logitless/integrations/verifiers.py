@@ -35,9 +35,7 @@ def play_task(
     The harness's program runs in a process on this machine, with your rights.
 
     Args:
-        base_url: of the episode.
         row: of ``task_rows``; its ``idx`` is the task's number.
-        seed: not used.
         taskset: name of an installed package that exports one, or of a module.
         config: of the taskset, besides its name.
         harness: the program that talks to the policy; ``null`` is a chat with the task's tools.
@@ -79,9 +77,6 @@ def play_task(
 
 def task_rows(taskset: str, config: Mapping[str, Any] | None = None) -> Iterator[dict[str, Any]]:
     """A taskset as rows of a data file: ``id``, ``prompt`` and ``idx``, the task's number.
-
-    Args:
-        taskset, config: as of ``play_task``.
 
     Raises:
         UnavailableError: verifiers is not installed.

@@ -84,7 +84,6 @@ class Beginning:
         Args:
             folder: of the run, locked by this process.
             recipe: unresolved, with the folder's name.
-            ranks: of the run; the first one writes.
         """
         if not ranks.is_first:
             return
@@ -106,7 +105,6 @@ class Beginning:
         """Load the checkpoint into a new loop, and tell the user what has changed since it was written.
 
         Args:
-            loop: of the run, with the recipe's weights.
             recipe: unresolved.
         """
         saved, lines = self.checkpoint, in_words(self.changed)
@@ -128,7 +126,6 @@ def beginning(
     """Find where a run begins. A collective; inside, a resumed run is locked.
 
     Args:
-        recipe: unresolved.
         resume, fork: of ``run_recipe``.
 
     Raises:
@@ -151,12 +148,9 @@ def beginning(
 
 @contextmanager
 def run_folder(begun: Beginning, recipe: Recipe, ranks: Ranks, *, numbered: bool) -> Iterator[tuple[RunFolder, Recipe]]:
-    """The run's locked folder, and the recipe with its name. A new folder is removed if the start fails. A collective.
+    """The run's locked folder, and the recipe with its name. A collective.
 
-    Args:
-        recipe: names the folder.
-        ranks: of the run; the first one creates it.
-        numbered: of ``run_recipe``.
+    A new folder is removed if the start fails.
     """
     if begun.folder is not None:
         yield begun.folder, recipe
@@ -176,13 +170,8 @@ def check_beginning(
 ) -> RunResult | None:
     """Check where a run is to begin, before anything is loaded or locked. A collective.
 
-    Args:
-        recipe: unresolved.
-        ranks: of the run; the first one checks.
-        resume, fork, numbered: of ``run_recipe``.
-
     Returns:
-        How a run ended that is to be resumed and is complete already; None for any other.
+        How the run ended, if it is to be resumed and is complete already; else None.
 
     Raises:
         ConfigurationError: the name is taken, there is no run to resume or fork, or the recipe does not fit it.

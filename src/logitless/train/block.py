@@ -70,9 +70,9 @@ class ScoredBlock(PackedBlock):
         entropy_old: [N] of the same pass.
         logp_ref: [N] under the reference; None where the recipe has none.
         value_old: [N] of the value head; None where there is none.
-        live: one flag a sequence: whether it can change a gradient. The others are left out of training passes. None:
-            all can.
-        scores_itself: whether ``logp_old`` of the first step's ``live`` sequences comes from its training pass.
+        nonzero_advantage: one flag a sequence: whether it can change a gradient; the others are left out of training
+            passes. None: all can.
+        scores_itself: whether ``logp_old`` of the sequences in the first step's rows comes from its training pass.
         logp_teacher: [N] under the teacher; None where it adds nothing to the advantages.
         advantage: [N].
         value_target: [N] return that the value head is fitted to, NaN where a completion has no reward; None without a
@@ -84,7 +84,7 @@ class ScoredBlock(PackedBlock):
     entropy_old: Float[Tensor, "N"]
     logp_ref: Float[Tensor, "N"] | None
     value_old: Float[Tensor, "N"] | None
-    live: tuple[bool, ...] | None = field(default=None, kw_only=True)
+    nonzero_advantage: tuple[bool, ...] | None = field(default=None, kw_only=True)
     scores_itself: bool = field(default=False, kw_only=True)
     logp_teacher: Float[Tensor, "N"] | None = field(default=None, kw_only=True)
     advantage: Float[Tensor, "N"]
@@ -115,16 +115,10 @@ class ScoredBlock(PackedBlock):
 
 
 def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed: bool = False) -> PackedBlock:
-    """Pack the completions of groups end to end, in order.
+    """Pack the completions of groups end to end, in order; for ``version`` see ``pack``.
 
     Args:
-        groups: with rewards.
-        version: of the policy's weights, from which the lag of each token is counted; see ``pack``.
         observed: whether tokens of tools and environments are packed as targets too.
-
-    Example:
-        >>> pack_groups([]).packed.num_tokens
-        0
     """
     ends = list(accumulate((len(group.completions) for group in groups), initial=0))
     return PackedBlock(
@@ -138,12 +132,7 @@ def pack_groups(groups: Sequence[Group], *, version: int | None = None, observed
 
 
 def have_signal(groups: Sequence[Group]) -> list[bool]:
-    """One flag a group: whether its rewards differ.
-
-    Example:
-        >>> have_signal([])
-        []
-    """
+    """One flag a group: whether its rewards differ."""
     if not groups:
         return []
     rewards, group = rewards_of_groups(groups)
@@ -151,12 +140,7 @@ def have_signal(groups: Sequence[Group]) -> list[bool]:
 
 
 def rewards_of_groups(groups: Sequence[Group]) -> tuple[Float[Tensor, "B"], Int[Tensor, "B"]]:
-    """The reward of each completion, NaN where it has none, and the index of its group.
-
-    Example:
-        >>> rewards_of_groups([])
-        (tensor([]), tensor([], dtype=torch.int64))
-    """
+    """The reward of each completion, NaN where it has none, and the index of its group."""
     rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float32)
     return rewards, torch.tensor([i for i, g in enumerate(groups) for _ in g.completions], dtype=torch.long)
 
@@ -173,12 +157,7 @@ def sampling_numbers(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def reward_or_nan(reward: float | None) -> float:
-    """The reward, or NaN where there is none.
-
-    Example:
-        >>> reward_or_nan(None)
-        nan
-    """
+    """The reward, or NaN where there is none."""
     return math.nan if reward is None else reward
 
 

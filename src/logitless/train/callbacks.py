@@ -63,10 +63,6 @@ class Callback:
 class Callbacks:
     """The callbacks of a run; only the first rank calls them.
 
-    Args:
-        each: in the order in which they are called.
-        is_first: whether this is the first rank.
-
     Attributes:
         stopped_by: class name of the first callback that asked for a stop; None if none did.
 

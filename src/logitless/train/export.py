@@ -76,9 +76,7 @@ def export_policy(saved: SavedPolicy, folder: RunFolder, target: Path, *, form: 
 
     Args:
         saved: of ``load_policy`` with ``exact=True``.
-        target: does not exist yet.
         form: ``merged`` is the whole model for ``from_pretrained``, ``adapter`` PEFT's files alone.
-        dtype: of the weights.
 
     Raises:
         ConfigurationError: ``target`` exists, or the run has no such form.

@@ -36,8 +36,6 @@ class Parent:
     """The run and the checkpoint that a fork starts from.
 
     Args:
-        folder: of that run.
-        recipe: of that run.
         checkpoint: at the end of one of its blocks.
     """
 
@@ -51,11 +49,7 @@ class Parent:
         return dict(self.checkpoint.state["progress"])
 
     def as_json(self, recipe: Recipe) -> dict[str, Any]:
-        """For ``provenance.json`` of the fork.
-
-        Args:
-            recipe: of the fork.
-        """
+        """For ``provenance.json`` of a fork with this recipe."""
         place = {name: self.progress[name] for name in ("block", "step")}
         run = {"run": str(self.folder.path.absolute()), "checkpoint": self.checkpoint.folder.name}
         changed = [change for change in changes(self.recipe, recipe) if change.key not in ("name", "output")]
@@ -100,11 +94,6 @@ def parent_of(named: str) -> Parent:
 def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
     """Refuse a fork that the checkpoint's weights or optimizer state do not fit.
 
-    Args:
-        parent: that it starts from.
-        recipe: of the fork.
-        algorithm: of the fork.
-
     Raises:
         ConfigurationError: a changed key of the model, the optimizer state or the value loss.
     """
@@ -137,13 +126,10 @@ def check_fork(parent: Parent, recipe: Recipe, algorithm: Algorithm) -> None:
 def carried(
     parent: Parent, recipe: Recipe, data: Mapping[str, str], learner: Learner, collector: Collector
 ) -> tuple[Checkpoint, list[str]]:
-    """The checkpoint that the fork starts from, with some state replaced by fresh one, and lines that say which.
+    """The checkpoint that the fork starts from, some of its state replaced by fresh, and lines that say which.
 
     Args:
-        parent: that it starts from; checked.
-        recipe: of the fork.
         data: digests of the fork's data by name.
-        learner, collector: of the fork, in their initial state.
     """
     old, state, anew = parent.recipe, dict(parent.checkpoint.state), []
     before, now = algorithm_of(old), learner.algorithm

@@ -40,34 +40,22 @@ from logitless.train.learn.block_metrics import (
     training_metrics,
     value_metrics,
 )
-from logitless.train.learn.learner import Learner, halvings
+from logitless.train.learn.learner import Learner
 from logitless.train.learn.parity_gate import check_parity, parity_metrics
+from logitless.train.learn.progress import halvings
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores
 from logitless.train.record.best import Best
 from logitless.train.record.journal import Journal
 from logitless.train.record.metrics import Numbers
 from logitless.train.record.result import RunResult
-from logitless.train.store.checkpoint import (
-    BackgroundSaver,
-    Checkpoint,
-    checkpoints,
-    damaged,
-    folder_name,
-    random_state,
-    random_tensors,
-    restore_random,
-)
+from logitless.train.store.checkpoint import BackgroundSaver, Checkpoint, checkpoints, damaged, folder_name
 from logitless.train.store.shared_checkpoint import SharedSaver
+from logitless.train.store.training_state import random_state, random_tensors, restore_random
 from logitless.types import Group, TokenScores
 
 
 class Loop:
     """One run, from its first rollout to its last checkpoint.
-
-    Args:
-        parts: of the run.
-        journal: for metrics, rollouts and messages.
-        callbacks: called after blocks, evaluations and checkpoints; they may stop the run.
 
     Attributes:
         best: the best evaluation, whose checkpoint is kept; None without ``checkpoint.keep_best``.
@@ -158,6 +146,11 @@ class Loop:
         progress = self.learner.progress
         return self.best is not None and (self.best.block, self.best.step) == (progress.block, progress.step)
 
+    @property
+    def _watches(self) -> list[Best]:
+        """What follows evaluations: early stopping, the best checkpoint, both or neither."""
+        return [each for each in (self.patience, self.best) if each is not None]
+
     def _stopping(self) -> bool:
         """Whether a signal on any rank or a callback asks for a stop. A collective."""
         return self.ranks.any(self.interrupt.requested or self.callbacks.stopped_by is not None)
@@ -197,13 +190,12 @@ class Loop:
         """
         is_start = self.unwritten["block"] > self._done
         due = self.evaluation.sets if is_start else self.evaluation.due(self._done, self.recipe.train.blocks)
-        watches = [each for each in (self.patience, self.best) if each is not None]
-        before = [each.state_dict() for each in watches]
+        before = [each.state_dict() for each in self._watches]
         try:
             with self._at_once() if due else nullcontext():
                 found = self._evaluated_and_watched(due)
         except KeyboardInterrupt:
-            for each, state in zip(watches, before, strict=True):
+            for each, state in zip(self._watches, before, strict=True):
                 each.load_state_dict(state)
             return
         record, self.unwritten = self.unwritten | found, {}
@@ -211,7 +203,8 @@ class Loop:
         if not is_start:
             self.callbacks.block(self._of_block)
         self._of_block = {}
-        self._tell(record, found)
+        if found:
+            self.callbacks.evaluation({"step": record["step"], "block": record["block"], **found})
 
     def _evaluated_and_watched(self, due: Sequence[HeldOut]) -> Numbers:
         """Metrics of the sets that are due, and of the others where early stopping ends the run by them."""
@@ -236,9 +229,8 @@ class Loop:
     def _watch(self, found: Numbers) -> None:
         """Update early stopping and the best checkpoint with an evaluation."""
         progress = self.learner.progress
-        for each in (self.patience, self.best):
-            if each is not None:
-                each.see(found, block=progress.block, step=progress.step)
+        for each in self._watches:
+            each.see(found, block=progress.block, step=progress.step)
         self._show_best()
 
     def _show_best(self) -> None:
@@ -246,11 +238,6 @@ class Loop:
         watched = self.best or self.patience
         if watched is not None:
             self.journal.best(watched.words)
-
-    def _tell(self, place: Numbers, found: Numbers) -> None:
-        """Call the callbacks with an evaluation, if there was one."""
-        if found:
-            self.callbacks.evaluation({"step": place["step"], "block": place["block"], **found})
 
     def _collected(self) -> bool:
         """Collect a block; False if a stop was requested or nothing in it can be trained on.
@@ -301,9 +288,8 @@ class Loop:
         """Give every engine the current weights; returns the engines' transfer metrics."""
         with self.journal.phase("weights"):
             engine = self.recipe.rollout.engine
-            if not (
-                engine.is_vllm or self.recipe.parallel.has_copy
-            ):  # others here, if for evaluation, read whole weights
+            if not (engine.is_vllm or self.recipe.parallel.has_copy):
+                # Engines in this process, also those of evaluation alone, read whole weights.
                 self.learner.policy.gather()  # released by the next step
             # Before the engines have this version: another thread may be sampling.
             self.collector.expect(self.learner.version)
@@ -418,11 +404,6 @@ def next_block(
     collector: Collector, learner: Learner, journal: Journal
 ) -> tuple[JudgedBlock, ScoredBlock | None, Numbers]:
     """Collect the next block, score it, compute advantages and write its rollouts.
-
-    Args:
-        collector: samples, and scores with the rewards.
-        learner: computes log-probs and advantages.
-        journal: times the phases.
 
     Returns:
         All that was sampled; the block to train on, None if it has no token; and metrics for its first line.

@@ -16,7 +16,6 @@ def check_push(repo: str, *, private: bool) -> None:
 
     Args:
         repo: ``name``, or ``owner/name``.
-        private: whether the repository should be private.
 
     Raises:
         UnavailableError: the hub does not answer, or nobody is logged in.
@@ -49,11 +48,6 @@ def check_push(repo: str, *, private: bool) -> None:
 
 def push_folder(folder: Path, repo: str, *, private: bool, message: str) -> str:
     """Upload a folder as one commit; the repository is created if missing.
-
-    Args:
-        folder: with a model and its card.
-        repo, private: as for ``check_push``, which the caller has called before.
-        message: of the commit.
 
     Returns:
         The repository's address.

@@ -16,7 +16,6 @@ from logitless.distributed.ranks import Ranks
 from logitless.errors import LogitlessError
 from logitless.head.contract import on_device
 from logitless.models.value_head import save_value_head
-from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.sampling_ranks import sample_for
 from logitless.seeds import derived_seed
 from logitless.train.assembly.algorithm import algorithm_of, value_head_of
@@ -48,19 +47,20 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.parallel import ParallelSection
 from logitless.train.record.journal import Journal
-from logitless.train.record.live_view import LiveView, imitates
+from logitless.train.record.live_view import LiveView
 from logitless.train.record.result import RunResult, exported_in_words
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import UNNAMED, WallClock, compilations_counted
 from logitless.train.record.writers import check_writers, open_writers
 from logitless.train.report.page import write_report
 from logitless.train.store.atomic import write_folder_atomically
-from logitless.train.store.checkpoint import read_checkpoint, restore_parameters
+from logitless.train.store.checkpoint import read_checkpoint
+from logitless.train.store.training_state import restore_parameters
 
 logger = logging.getLogger("logitless")
 
 OWN_BASE = "a base that only this run has: `logitless export RUN` merges it with the adapter"
-"""Base model in ``model/`` of an adapter on random weights or after a warm start: an error of Hugging Face shows it."""
+"""Name of the base model in an exported adapter whose base only this run has; Hugging Face's error shows it."""
 
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
@@ -73,7 +73,6 @@ def run_recipe(
     fork: str | None = None,
     replay: Path | None = None,
     open_engines: OpenEngines = open_engines,
-    environment: Environment | Driver | None = None,
     callbacks: Sequence[Callback] = (),
     ranks: Ranks = Ranks.alone(),
     clock: WallClock | None = None,
@@ -83,7 +82,6 @@ def run_recipe(
     Args:
         numbered, resume, fork, replay, callbacks, clock: of ``logitless.train``.
         open_engines: makes the engines from resolved recipe, model and tokenizer; for engines that no recipe names.
-        environment: answers the policy; None for the recipe's.
         ranks: that train together. All call this with the same recipe; only the first writes.
 
     Raises:
@@ -102,7 +100,7 @@ def run_recipe(
         check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     clock.outside("data")
-    inputs = read(recipe, ranks, algorithm=algorithm, environment=environment)
+    inputs = read(recipe, ranks, algorithm=algorithm)
     everyone, repeats = ranks, replay is not None and recipe.rollout.in_flight is not None
     division = Division.of(everyone, inputs.recipe.parallel)
     if division.training is None:
@@ -148,12 +146,12 @@ def run_recipe(
 
 @dataclass(frozen=True)
 class Division:
-    """Which ranks of a run train, and which sample and do nothing else: the last ones.
+    """Which ranks of a run train, and which only sample: the last ones.
 
     Args:
         training: the ranks that train; None on one that only samples.
         exchange: the first of them with those that only sample; None on all others.
-        shared: the ranks that share the weights that they sample with with this one; None: it has all, or trains.
+        shared: the ranks that share one copy of the sampling weights with this one; None: it has all, or trains.
     """
 
     training: Ranks | None
@@ -174,12 +172,9 @@ class Division:
 def sample_only(
     inputs: Inputs, division: Division, open_engines: OpenEngines, clock: WallClock, *, repeats: bool = False
 ) -> None:
-    """What a rank does that only samples, until the run ends. Signals are left to the ranks that train.
+    """Sample until the run ends, on a rank that does nothing else. Signals are left to the ranks that train.
 
     Args:
-        inputs: of the run.
-        division: of its ranks.
-        open_engines, clock: of ``run_recipe``.
         repeats: whether the run repeats one with in-flight updates.
     """
     rollout, exchange = inputs.recipe.rollout, division.exchange
@@ -237,8 +232,13 @@ def _journal(
     """
     done, blocks = begun.progress, recipe.train.blocks
     sections, config = recipe.writers if ranks.is_first else (), recipe.model_dump(mode="json")
-    shows = imitates(config)
-    view = LiveView(blocks, first_block=done["block"], title=recipe.name, silent=not ranks.is_first, shows_loss=shows)
+    view = LiveView(
+        blocks,
+        first_block=done["block"],
+        title=recipe.name,
+        silent=not ranks.is_first,
+        shows_loss=recipe.imitates,
+    )
     stack.enter_context(view)
     writers = open_writers(sections, folder=folder, config=config, first_step=done["step"])
     for writer in writers:
@@ -249,7 +249,7 @@ def _journal(
 def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks) -> Loaded:
     """Do the recipe's warm start, save its result in the run's folder, and return the model with it.
 
-    A resumed run finds the result there; its model was loaded with it, and nothing is done.
+    A resumed run was loaded with the result; nothing is done.
     """
     recipe, model, left = loaded.recipe, loaded.model, journal.folder.warm_start
     journal.message(*effects(recipe.model, device_of(recipe.model), model, layers=loaded.chosen.layers_line))
@@ -330,8 +330,7 @@ def _restore_best(loop: Loop) -> dict[str, Any]:
     """Load the weights of the best evaluation into the policy, if its checkpoint was kept. A collective.
 
     Returns:
-        Which weights the policy has: ``which`` (``best`` or ``last``), ``block`` and ``step``; of the best also
-        ``metric`` and ``value``.
+        ``exported`` of the run's summary: which weights the policy has.
     """
     progress, best, path = loop.learner.progress, loop.best, loop.best_checkpoint
     if best is None or path is None:

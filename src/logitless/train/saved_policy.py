@@ -26,7 +26,8 @@ from logitless.train.learn.policy import Policy
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, read_checkpoint, restore_parameters
+from logitless.train.store.checkpoint import checkpoints, damaged, folder_name, read_checkpoint
+from logitless.train.store.training_state import restore_parameters
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,7 @@ class SavedPolicy:
 
     Args:
         recipe: the run's, with ``model`` as the policy is held now.
-        tokenizer: of the policy.
-        policy: on its device.
         source: the checkpoint or ``model/`` that it is from.
-        block: blocks that it was trained on.
-        step: optimizer steps that were done.
     """
 
     recipe: Recipe
@@ -106,7 +103,7 @@ def load_policy(
 
 
 def chosen_source(folder: RunFolder, which: str) -> Path:
-    """The checkpoint, or ``model/``, that ``which`` names; see ``load_policy``.
+    """The checkpoint, or ``model/``, that ``which`` of ``load_policy`` names.
 
     Raises:
         ConfigurationError: there is none.

@@ -17,7 +17,8 @@ from logitless.rewards.text.length import Length
 from logitless.rollout.engine import Weights
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling_ranks import SamplingRanks
-from logitless.train.collect.ahead import AheadCollector, CollectedBlocks
+from logitless.train.collect.ahead import AheadCollector
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.collect.collector import Collector
 from logitless.train.store.checkpoint import checkpoints, load_checkpoint
 from logitless.types import Completion, Prompt
@@ -50,7 +51,7 @@ def ahead(tmp_path):
         def made(engine, *, staleness, blocks=6, log="collected", replayed=None):
             options = tiny_recipe(tmp_path).rollout
             arguments = (PROMPTS, engine, SingleTurn(), weighted([Length()]), options)
-            log = CollectedBlocks(tmp_path / log, PROMPTS)
+            log = BlockLog(tmp_path / log, PROMPTS)
             found = AheadCollector(*arguments, seed=0, staleness=staleness, blocks=blocks, log=log, replayed=replayed)
             opened.callback(found.close)
             return found
@@ -138,9 +139,9 @@ def test_whoever_waits_can_be_interrupted_and_ask_again(ahead):
 def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path):
     ahead(Noting(), staleness=1, blocks=1).next(0)
     with pytest.raises(DataError, match="block 2"):
-        CollectedBlocks(tmp_path / "collected", PROMPTS).read(1)
+        BlockLog(tmp_path / "collected", PROMPTS).read(1)
     with pytest.raises(DataError, match="KeyError"):
-        CollectedBlocks(tmp_path / "collected", PROMPTS[:1]).read(0)
+        BlockLog(tmp_path / "collected", PROMPTS[:1]).read(0)
 
 
 def test_a_resumed_run_keeps_no_weights_that_only_sampled_logged_blocks_and_knows_that_they_were_exact(ahead):
@@ -151,15 +152,6 @@ def test_a_resumed_run_keeps_no_weights_that_only_sampled_logged_blocks_and_know
     assert not again.noting.begun
     assert len(again._copies) <= 2
     assert again.exact
-
-
-def test_a_log_that_does_not_say_so_was_not_exact(ahead, tmp_path):
-    ahead(Noting(), staleness=1, blocks=1).next(0)
-    file = tmp_path / "collected" / "block-000001.json"
-    row = json.loads(file.read_text())
-    del row["exact"]
-    file.write_text(json.dumps(row))
-    assert not CollectedBlocks(tmp_path / "collected", PROMPTS).exact(0)
 
 
 def test_a_checkpoint_waits_for_no_block_whose_weights_are_still_to_be_trained(ahead):

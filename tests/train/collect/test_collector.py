@@ -10,7 +10,7 @@ from logitless.rewards.text.length import Length
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.collect.collector import Collector, GroupSampler
-from logitless.train.collect.group_json import group_as_json, group_of_json
+from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Completion, Prompt
 from tests.ranks import run_on_ranks
@@ -52,8 +52,8 @@ def test_under_remax_each_group_has_the_reward_of_a_greedy_completion_of_its_pro
         1.0,
         0.0,
     )
-    encoded = json.loads(json.dumps([group_as_json(group) for group in groups]))
-    assert [group_of_json(g.prompt, e) for g, e in zip(groups, encoded, strict=True)] == list(groups)
+    rest, numbers = encode_groups(groups)
+    assert decode_groups([group.prompt for group in groups], json.loads(json.dumps(rest)), numbers) == list(groups)
 
 
 def test_each_block_and_each_refill_samples_with_a_seed_of_its_own():

@@ -2,7 +2,7 @@
 
 import json
 
-from logitless.train.collect.group_json import decode_groups, encode_groups, group_as_json, group_of_json
+from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.types import Completion, Group, Prompt, Verdict
 
 PROMPT = Prompt("0", "prompt 0", (1,))
@@ -21,7 +21,6 @@ def test_a_group_comes_back_equal_from_json():
     verdicts = ({"a": graded}, {"a": Verdict(None, "timeout", message="over 2 s")})
     group = Group(Prompt("7", "2+2=", (1,)), (of_turns, plain), verdicts, (0.1 + 0.2, None), ((0.5, -0.25), ()))
     large = Group(group.prompt, (Completion("7", (2**40,), "", "stop", (-1e30,)),), verdicts[:1], (1.0,))
-    assert group_of_json(group.prompt, json.loads(json.dumps(group_as_json(group)))) == group
     for groups in ([group], [group, large], []):
         rest, numbers = encode_groups(groups)
         assert decode_groups([group.prompt for group in groups], json.loads(json.dumps(rest)), numbers) == groups

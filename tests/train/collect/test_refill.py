@@ -12,7 +12,8 @@ from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rollout.engine import ConcurrentEngine
 from logitless.rollout.environment import Reply, SingleTurn
-from logitless.train.collect.ahead import AheadCollector, CollectedBlocks, ReplayingCollector
+from logitless.train.collect.ahead import AheadCollector, ReplayingCollector
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.refill import OneAtATime
 from logitless.types import Completion, Prompt
@@ -55,7 +56,7 @@ def collector(tmp_path):
 
         def made(engine, *, kind=AheadCollector, max_refills=2, blocks=2):
             options = tiny_recipe(tmp_path, rollout__zero_signal="refill", rollout__max_refills=max_refills).rollout
-            more = {} if kind is Collector else {"log": CollectedBlocks(tmp_path / "collected", PROMPTS)}
+            more = {} if kind is Collector else {"log": BlockLog(tmp_path / "collected", PROMPTS)}
             if kind is AheadCollector:
                 more |= {"staleness": 1, "blocks": blocks}
             found = kind(PROMPTS, engine, SingleTurn(), weighted([Length()]), options, seed=0, **more)

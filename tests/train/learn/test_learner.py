@@ -11,8 +11,9 @@ from logitless.train.assembly.algorithm import algorithm_of
 from logitless.train.assembly.model import policy_model, tokenizer_of
 from logitless.train.assembly.process import device_of
 from logitless.train.block import pack_groups
-from logitless.train.learn.learner import Learner, halvings, scores_in_training
+from logitless.train.learn.learner import Learner, scores_in_training
 from logitless.train.learn.policy import Policy
+from logitless.train.learn.progress import halvings
 from logitless.train.learn.step import backward
 from tests.train.groups import group_of
 from tests.train.tiny import tiny_recipe

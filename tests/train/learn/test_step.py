@@ -383,7 +383,7 @@ def _plan(block: MicroBatch, *, share: bool, by_cost: bool, leave_out: bool) -> 
         block.packed.inputs,
         tokens_per_step=1000,
         packing=Packing(30, share_prompts=share, hidden_size=4 if by_cost else None),
-        live=live if leave_out else None,
+        nonzero_advantage=live if leave_out else None,
         seed=0,
     )
     return plan
@@ -404,7 +404,7 @@ def test_every_saving_alone_and_together_leaves_loss_and_gradient_to_1e12(preset
     assert whole[1].abs().max() > 1e-3
     for share, by_cost, leave_out in product((False, True), repeat=3):
         plan = _plan(block, share=share, by_cost=by_cost, leave_out=leave_out)
-        assert sorted(plan.dead) == ([0, 4, 6] if leave_out else [])
+        assert sorted(plan.zero_advantage) == ([0, 4, 6] if leave_out else [])
         policy = shared if share else apart
         _assert_same(_gradient(policy, block, plan, found.objective, found.weighting, **options), whole, 1e-12)
 

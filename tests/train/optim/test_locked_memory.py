@@ -16,7 +16,7 @@ import torch
 from logitless.errors import UnavailableError
 from logitless.graph_capture import captured
 from logitless.train.optim import locked_memory
-from logitless.train.optim.locked_memory import locked, locked_bytes
+from logitless.train.optim.locked_memory import locked_bytes, pinned
 from tests import warm
 from tests.test_graph_capture import Graph
 from tests.train.fake_driver import FakeDriver
@@ -34,7 +34,7 @@ def driver(monkeypatch) -> FakeDriver:
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (mmap.PAGESIZE,), (7, 1031)], ids=str)
 def test_a_copy_has_the_numbers_and_locked_pages_of_its_own(shape, dtype, driver):
     tensor = torch.randn(shape).to(dtype)
-    copies = [locked(tensor, GPU) for _ in range(3)]
+    copies = [pinned(tensor, GPU) for _ in range(3)]
     for copy in copies:
         assert copy.dtype == dtype
         assert torch.equal(copy, tensor)
@@ -47,14 +47,14 @@ def test_a_copy_has_the_numbers_and_locked_pages_of_its_own(shape, dtype, driver
 @pytest.mark.usefixtures("driver")
 def test_a_copy_is_contiguous_and_outside_of_autograd():
     parameter = torch.nn.Parameter(torch.arange(6.0).view(2, 3))
-    copy = locked(parameter.T, GPU)
+    copy = pinned(parameter.T, GPU)
     assert copy.is_contiguous()
     assert not copy.requires_grad
     assert torch.equal(copy, parameter.detach().T)
 
 
 def test_memory_is_unlocked_when_the_last_view_of_it_is_gone(driver):
-    whole = locked(torch.arange(10.0), GPU)
+    whole = pinned(torch.arange(10.0), GPU)
     part = whole[3:5].detach()
     held = torch.nn.Parameter(torch.empty(0))
     held.data = part
@@ -78,7 +78,7 @@ def test_forked_processes_share_the_memory_and_it_is_given_back_after_it_was_unl
         FakeDriver.unregister(driver, address, *args)
 
     monkeypatch.setattr(locked_memory, "_unregister", unregister)
-    copy = locked(torch.ones(2**20), GPU)
+    copy = pinned(torch.ones(2**20), GPU)
     address = copy.data_ptr()
     assert mapped(address) == ["rw-s"]
     del copy
@@ -89,14 +89,14 @@ def test_forked_processes_share_the_memory_and_it_is_given_back_after_it_was_unl
 def test_what_the_driver_does_not_lock_is_refused_with_its_words(driver):
     driver.why_not = "out of memory"
     with pytest.raises(UnavailableError, match=rf"needed {locked_bytes(1):,} bytes more.*'out of memory'.*limit"):
-        locked(torch.ones(1), GPU)
+        pinned(torch.ones(1), GPU)
 
 
 def test_memory_that_the_host_does_not_have_is_refused_with_its_words(driver, monkeypatch):
     refuse = mock.Mock(side_effect=OSError(errno.ENOMEM, "Cannot allocate memory"))
     monkeypatch.setattr(locked_memory.mmap, "mmap", refuse)
     with pytest.raises(UnavailableError, match=r"page-locked; given the error .*Cannot allocate memory"):
-        locked(torch.ones(1), GPU)
+        pinned(torch.ones(1), GPU)
     assert not driver.locked
 
 
@@ -134,7 +134,7 @@ class Cuda:
 
 def test_the_gpu_that_copies_locks_the_memory_and_is_waited_for_before_it_is_unlocked(monkeypatch):
     cuda = Cuda(monkeypatch)
-    copy = locked(torch.ones(3), GPU)
+    copy = pinned(torch.ones(3), GPU)
     address = copy.data_ptr()
     assert cuda.asked == [GPU, ("lock", address, mmap.PAGESIZE, 0)]
     cuda.asked.clear()
@@ -145,7 +145,7 @@ def test_the_gpu_that_copies_locks_the_memory_and_is_waited_for_before_it_is_unl
 def test_a_code_of_the_driver_is_an_error_and_nothing_is_unlocked(monkeypatch):
     cuda = Cuda(monkeypatch, code=2)
     with pytest.raises(UnavailableError, match="'error 2'"):
-        locked(torch.ones(3), GPU)
+        pinned(torch.ones(3), GPU)
     gc.collect()
     assert [what[0] for what in cuda.asked if isinstance(what, tuple)] == ["lock"]
 
@@ -156,7 +156,7 @@ def waits_in(cuda: Cuda) -> int:
 
 @pytest.mark.parametrize("thread", ["this", "another"])
 def test_nothing_waits_amid_a_capture_and_the_memory_is_unlocked_with_the_next(thread, monkeypatch):
-    cuda, graph, held = Cuda(monkeypatch), Graph(), [locked(torch.ones(n), GPU) for n in (1, 2, 3)]
+    cuda, graph, held = Cuda(monkeypatch), Graph(), [pinned(torch.ones(n), GPU) for n in (1, 2, 3)]
     addresses = [copy.data_ptr() for copy in held]
     with captured(graph):
         if thread == "this":
@@ -176,13 +176,13 @@ def test_nothing_waits_amid_a_capture_and_the_memory_is_unlocked_with_the_next(t
 
 def test_nothing_waits_amid_somebody_elses_capture_in_the_same_thread(monkeypatch):
     cuda = Cuda(monkeypatch)
-    copy = locked(torch.ones(3), GPU)
+    copy = pinned(torch.ones(3), GPU)
     address = copy.data_ptr()
     cuda.is_captured = True
     del copy
     assert not waits_in(cuda)
     cuda.is_captured = False
-    locked(torch.ones(1), GPU)
+    pinned(torch.ones(1), GPU)
     assert ("unlock", address) in cuda.asked
 
 
@@ -191,7 +191,7 @@ import torch
 from logitless.train.optim import locked_memory
 locked_memory._register = lambda *_: ""
 locked_memory._unregister = lambda *_: print("unlocked")
-kept = locked_memory.locked(torch.ones(5), torch.device("cuda", 0))
+kept = locked_memory.pinned(torch.ones(5), torch.device("cuda", 0))
 kept.itself = kept
 locked_memory.kept = kept[1:]
 """
@@ -206,7 +206,7 @@ def test_a_process_ends_in_silence_with_memory_that_is_still_locked():
 @pytest.mark.parametrize("is_broken", [True, False], ids=["device", "driver"])
 def test_memory_that_cannot_be_unlocked_goes_without_an_error_and_its_addresses_stay_taken(is_broken, monkeypatch):
     cuda = Cuda(monkeypatch, failure=RuntimeError("an illegal memory access") if is_broken else None)
-    copy = locked(torch.ones(3), GPU)
+    copy = pinned(torch.ones(3), GPU)
     cuda.code_at_the_end = 1
     del copy  # an error here would be one that nobody can catch, which pytest reports
     assert (cuda.asked[-1] == "wait") == is_broken

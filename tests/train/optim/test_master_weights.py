@@ -20,21 +20,21 @@ from logitless.train.optim.fused_adamw import (
     chunks_of,
     clip_factor,
     cut,
+    fused_norm,
     fused_update,
-    gradient_norm,
     pieces_of,
     update_from_host,
 )
 from logitless.train.optim.master_weights import MasterAdamW, lower_to, master_weight
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import (
-    load_checkpoint,
+from logitless.train.store.checkpoint import load_checkpoint
+from logitless.train.store.tensor_files import read_places, write_tensors
+from logitless.train.store.training_state import (
     optimizer_tensors,
     parameter_tensors,
     restore_optimizer,
     restore_parameters,
 )
-from logitless.train.store.tensor_files import read_places, write_tensors
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.train.fake_driver import FakeDriver
 from tests.train.interrupting import stopped_at
@@ -112,9 +112,9 @@ def test_the_norm_in_one_pass_is_that_of_all_gradients_together():
     parameters = [nn.Parameter(torch.zeros_like(g)) for g in gradients]
     expected = torch.cat(gradients).double().norm()
     # Sums of squares of 1024 lanes, each of up to 64 numbers, then of parts in float64.
-    assert abs(float(gradient_norm(chunks_of(parameters), gradients)) / float(expected) - 1) < 64 * 2**-24
+    assert abs(float(fused_norm(chunks_of(parameters), gradients)) / float(expected) - 1) < 64 * 2**-24
     gradients[2][7] = torch.inf
-    assert not torch.isfinite(gradient_norm(chunks_of(parameters), gradients))
+    assert not torch.isfinite(fused_norm(chunks_of(parameters), gradients))
 
 
 def test_a_norm_that_is_not_finite_leaves_master_weights_state_and_copies_as_they_are():

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from logitless.graph_capture import captured
-from logitless.train.optim.locked_memory import locked, locked_bytes
+from logitless.train.optim.locked_memory import locked_bytes, pinned
 from logitless.train.optim.master_weights import lower_to, master_weight
 from logitless.train.optim.optimizer import adamw, implementation, take_step
 from logitless.train.recipe.training import OptimizerSection
-from logitless.train.store.checkpoint import optimizer_tensors, restore_optimizer
+from logitless.train.store.training_state import optimizer_tensors, restore_optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("ordinary_memory")]
 
@@ -128,7 +128,7 @@ def test_master_weights_and_state_take_their_own_size_of_the_host_and_give_it_ba
 def test_page_locked_memory_is_copied_without_waiting_and_outlives_its_last_copy():
     numbers = torch.arange(2**22, dtype=torch.float32)
     there = torch.zeros(2**22, device="cuda")
-    kept = locked(numbers, there.device)
+    kept = pinned(numbers, there.device)
     torch.cuda.synchronize()
     torch.cuda._sleep(2**30)  # cycles: about half a second
     there.copy_(kept, non_blocking=True)
@@ -140,7 +140,7 @@ def test_page_locked_memory_is_copied_without_waiting_and_outlives_its_last_copy
 
 
 def test_a_capture_outlives_page_locked_memory_that_goes_in_its_middle():
-    kept = locked(torch.zeros(4), torch.device("cuda", 0))
+    kept = pinned(torch.zeros(4), torch.device("cuda", 0))
     numbers, graph, stream = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph(), torch.cuda.Stream()
     numbers += 0  # what is launched for the first time may be loaded first
     torch.cuda.synchronize()

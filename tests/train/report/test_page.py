@@ -8,6 +8,7 @@ import pytest
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.train.record.run_folder import create_run_folder
+from logitless.train.report import cards
 from logitless.train.report import page as report
 from logitless.train.report.page import write_report
 from logitless.types import Completion, Group, Prompt, Verdict
@@ -66,9 +67,13 @@ class Page(HTMLParser):
 def drawn(monkeypatch):
     """Plots are recorded and not drawn."""
     calls = {"lines": [], "maps": [], "bars": []}
-    for kind, name in (("lines", "line_plot"), ("maps", "heat_map"), ("bars", "bar_plot")):
+    for kind, module, name in (
+        ("lines", cards, "line_plot"),
+        ("maps", report, "heat_map"),
+        ("bars", report, "bar_plot"),
+    ):
         monkeypatch.setattr(
-            report, name, lambda first, *_, kind=kind, **options: calls[kind].append((first, options)) or "<svg/>"
+            module, name, lambda first, *_, kind=kind, **options: calls[kind].append((first, options)) or "<svg/>"
         )
     return calls
 
@@ -159,13 +164,22 @@ def test_what_a_teacher_teaches_has_plots_of_its_own(tmp_path, drawn):
     assert {(number,) for number in numbers.values()} < found
 
 
-@pytest.mark.parametrize("algorithm", ["{preset: nll}", "{surrogate: {name: nll}}", "{preset: grpo}"])
-def test_the_loss_is_drawn_of_a_supervised_stage_alone(tmp_path, drawn, algorithm):
+@pytest.mark.parametrize(
+    ("algorithm", "is_shown"),
+    [
+        ("{preset: nll}", True),
+        ("{preset: nll, surrogate: null}", True),
+        ("{surrogate: {name: nll}}", True),
+        ("{preset: nll, surrogate: {name: clip}}", False),
+        ("{preset: grpo}", False),
+    ],
+)
+def test_the_loss_is_drawn_of_a_supervised_stage_alone(tmp_path, drawn, algorithm, is_shown):
     folder = fake_run(tmp_path)
     folder.write_config(f"name: toy\nalgorithm: {algorithm}")
     folder.append_metrics({"step": 99, "loss/total": 2.5})
-    assert ("Loss" in page_of(folder).titles) == ("nll" in algorithm)
-    assert ((2.5,) in {line.y for lines, _ in drawn["lines"] for line in lines}) == ("nll" in algorithm)
+    assert ("Loss" in page_of(folder).titles) == is_shown
+    assert ((2.5,) in {line.y for lines, _ in drawn["lines"] for line in lines}) == is_shown
 
 
 def test_a_histogram_is_the_share_of_each_bin_in_its_block(drawn):
@@ -302,4 +316,4 @@ def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():
 def test_every_plot_over_steps_has_its_values_below_it(tmp_path, drawn):
     page = page_of(fake_run(tmp_path, num_blocks=40))
     assert page.tags.count("details") == len(drawn["lines"]) + 1  # the recipe's
-    assert len(report._values([report.Line("a", tuple(range(1000)), tuple(range(1000)))]).split("<tr>")) == 27
+    assert len(cards._values([cards.Line("a", tuple(range(1000)), tuple(range(1000)))]).split("<tr>")) == 27

@@ -1,15 +1,12 @@
 """What is saved comes back bit for bit; a checkpoint is there as a whole or not at all."""
 
 import json
-import random
 import threading
 from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
 
 from logitless.errors import CheckpointError
 from logitless.train.store import checkpoint as checkpoints
@@ -199,15 +196,6 @@ def test_a_single_flipped_bit_is_noticed(tmp_path, name):
         load_checkpoint(tmp_path).tensors["y"]
 
 
-def test_a_checkpoint_of_the_first_schema_is_refused_and_its_weights_are_offered(tmp_path):
-    for step in (999_999, 1_000_000):
-        (tmp_path / f"step-{step:06d}" / "model").mkdir(parents=True)
-    with pytest.raises(CheckpointError, match=r"schema 1 .*model\.source=.*step-1000000/model"):
-        load_checkpoint(tmp_path)
-    _save(tmp_path, 1, block=1)
-    assert load_checkpoint(tmp_path).state == {"step": 1}, "what is saved now is later"
-
-
 def test_a_checkpoint_of_a_later_version_is_refused(tmp_path):
     _edit_index(_save(tmp_path, 1), lambda index: index.update(schema_number=3))
     with pytest.raises(CheckpointError, match="schema 3"):
@@ -285,68 +273,3 @@ def test_a_save_of_tensors_on_a_gpu_waits_for_what_was_queued_before_it_and_not_
         value @ value  # a rollout, which changes nothing that is saved
     saver.wait()
     assert_equal(load_checkpoint(tmp_path).tensors, {"x": product.cpu(), "y": value.cpu()})
-
-
-# --- parts of a run -------------------------------------------------------------------------------------------------
-
-
-def _trained(seed: int) -> tuple[nn.Module, torch.optim.AdamW]:
-    torch.manual_seed(seed)
-    model = nn.Linear(3, 2)
-    model.unused = nn.Linear(1, 1)
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.ones(3)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def test_weights_and_optimizer_go_on_as_if_they_had_not_stopped(tmp_path):
-    model, optimizer = _trained(0)
-    other, fresh = _trained(1)
-    fresh.state.clear()
-    named, others = dict(model.named_parameters()), dict(other.named_parameters())
-    _save(tmp_path, 1, tensors=checkpoints.parameter_tensors(named) | checkpoints.optimizer_tensors(named, optimizer))
-    stored = load_checkpoint(tmp_path).tensors
-    places = {name: parameter.data_ptr() for name, parameter in others.items()}
-    checkpoints.restore_parameters(others, stored)
-    checkpoints.restore_optimizer(others, fresh, stored)
-    assert places == {name: parameter.data_ptr() for name, parameter in others.items()}, "no second model"
-    for each, steps in ((model, optimizer), (other, fresh)):
-        each.zero_grad()
-        each(torch.tensor([1.0, -2.0, 0.5])).square().sum().backward()
-        steps.step()
-    assert_equal(named, others)
-
-
-def test_frozen_weights_are_not_in_a_checkpoint():
-    model = nn.Linear(3, 2)
-    model.weight.requires_grad_(False)
-    assert list(checkpoints.parameter_tensors(dict(model.named_parameters()))) == ["parameter/bias"]
-
-
-@pytest.mark.parametrize("change", ["shape", "name", "dtype", "missing"])
-def test_a_checkpoint_of_another_model_is_refused_by_name(change):
-    named = dict(nn.Linear(3, 2).named_parameters())
-    tensors = checkpoints.parameter_tensors(named)
-    weight = tensors.pop("parameter/weight")
-    others = {"shape": torch.zeros(2, 4), "dtype": torch.zeros(2, 3, dtype=torch.bfloat16)}
-    if change == "name":
-        tensors["parameter/heavy"] = weight
-    elif change in others:
-        tensors["parameter/weight"] = others[change]
-    with pytest.raises(CheckpointError, match="weight"):
-        checkpoints.restore_parameters(named, tensors)
-
-
-def test_every_random_generator_goes_on_where_it_was(tmp_path):
-    def draw():
-        return torch.rand(3).tolist(), random.random(), np.random.random(), np.random.standard_normal()
-
-    np.random.standard_normal()  # leaves the second value of a pair behind
-    tensors, state = checkpoints.random_tensors(), checkpoints.random_state()
-    expected = draw()
-    draw()
-    _save(tmp_path, 1, tensors=tensors, state=state)
-    found = load_checkpoint(tmp_path)
-    checkpoints.restore_random(found.tensors, found.state)
-    assert draw() == expected

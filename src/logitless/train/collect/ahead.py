@@ -6,20 +6,18 @@ r"""Blocks sampled by older weights, in turns with training or beside it: block 
                                                   \   \  ^ \    ^ \              weights and waits for completions
                                        train       │0 │/ 1 │ /2   │ 3 ...        waits for its block alone
 
-Both are the same run, bit for bit (drawn for staleness 1). Two exceptions depend on time: servers (``vllm_server``)
+Both are the same run, bit for bit (shown for staleness 1). Two exceptions depend on time: servers (``vllm_server``)
 sample with whatever weights they were synced with last, and in flight (``rollout.in_flight``) a block begins with the
 newest weights and goes on with newer ones, which makes it at most ``staleness`` blocks old, as the others are. Which
-weights drew which tokens is then in the log, and a repetition collects each block when training asks for it.
+weights sampled which tokens is then in the log, and a repetition collects each block when training asks for it.
 
-Each block is written to a file, the *log*, before it is trained on. A resumed run takes from there the blocks whose
-weights are gone: a checkpoint appears only when all of them are in the log (``settle``). Another run can replay the
-log, or sample again and compare (``replay.py``).
+Each block is written to the log (``block_log.py``) before it is trained on. A resumed run takes from there the blocks
+whose weights are gone: a checkpoint appears only when all of them are in the log (``settle``). Another run can replay
+the log, or sample again and compare (``replay.py``).
 """
 
-import json
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +25,21 @@ from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
-from logitless.errors import CheckpointError, DataError
+from logitless.errors import CheckpointError
 from logitless.rewards.reward import WeightedReward
 from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
 from logitless.rollout.environment import Driver, Environment
-from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine
+from logitless.rollout.in_flight import RepeatingEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
 from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock
+from logitless.train.collect.block_log import BlockLog
 from logitless.train.collect.collector import Collector
-from logitless.train.collect.group_json import decode_groups, encode_groups, group_of_json
+from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.collect.refill import refilled_as_they_come
 from logitless.train.collect.replay import check_same_block
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.atomic import write_atomically
 from logitless.types import Prompt
 
 
@@ -62,7 +60,6 @@ def collector_of(
 
     Args:
         folder: of the run; None for a plain collector.
-        prompts, engine, environment, rewards, ranks, order, greedy_baseline: of ``Collector``.
         replayed: folder of the run that this one repeats; None for any other.
     """
 
@@ -73,130 +70,16 @@ def collector_of(
     recorded, staleness = recipe.rollout.engine.recorded_run, recipe.rollout.staleness
     beside = recipe.parallel.num_sampling > 0 or not recipe.rollout.engine.samples_policy
     if folder is not None and recorded is not None:
-        return made(ReplayingCollector, log=CollectedBlocks(RunFolder(recorded).collected, prompts))
+        return made(ReplayingCollector, log=BlockLog(RunFolder(recorded).collected, prompts))
     if folder is not None and (staleness > 0 or recipe.parallel.num_sampling > 0 or replayed is not None):
         return made(
             AheadCollector if beside else ScheduledCollector,
             staleness=staleness,
             blocks=recipe.train.blocks,
-            log=CollectedBlocks(RunFolder(folder).collected, prompts),
-            replayed=None if replayed is None else CollectedBlocks(RunFolder(replayed).collected, prompts),
+            log=BlockLog(RunFolder(folder).collected, prompts),
+            replayed=None if replayed is None else BlockLog(RunFolder(replayed).collected, prompts),
         )
     return made(Collector)
-
-
-class CollectedBlocks:
-    """The log: for each block that was sampled a JSON file, and a file with the numbers of its arrays.
-
-    The JSON has the block's number, ``begun_after`` (number of trained blocks whose weights sampled it), ``versions``
-    (of these weights, in steps), ``exact`` (``ExactEngine``), ``rounds``, ``kept``, the groups with log-probs and
-    verdicts, and the collector's position in the prompts before and after it.
-
-    Args:
-        folder: of the log; created with the first block.
-        prompts: to train on; the log refers to them by id.
-
-    Example:
-        >>> CollectedBlocks(Path("/nonexistent"), []).has(0)
-        False
-    """
-
-    def __init__(self, folder: Path, prompts: Sequence[Prompt]) -> None:
-        self.folder, self._prompts = folder, {prompt.id: prompt for prompt in prompts}
-
-    def has(self, block: int) -> bool:
-        """Whether the block is in the log."""
-        return self._file(block).is_file()
-
-    def write(
-        self,
-        block: int,
-        judged: JudgedBlock,
-        *,
-        begun_after: int,
-        exact: bool,
-        before: Any,
-        after: Any,
-        drawn: DrawnVersions | None = None,
-    ) -> None:
-        """Write a block, atomically.
-
-        Args:
-            block: number, from 0.
-            judged: all groups.
-            begun_after: blocks that had been trained on when it began.
-            exact: of ``ExactEngine``; False for any other engine.
-            before, after: the collector's states.
-            drawn: in flight, which weights drew which tokens.
-        """
-        self.folder.mkdir(exist_ok=True)
-        completions = [completion for group in judged.sampled for completion in group.completions]
-        whole = {c.weights_version for c in completions if c.token_versions is None and c.weights_version is not None}
-        versions = whole.union(*(c.token_versions.tolist() for c in completions if c.token_versions is not None))
-        rest, numbers = encode_groups(judged.sampled)
-        row = {
-            "schema_number": 2,
-            "block": block,
-            "begun_after": begun_after,
-            "versions": sorted(versions),
-            "exact": exact,
-            "rounds": judged.rounds,
-            "kept": judged.kept,
-            "before": before,
-            "after": after,
-            "groups": [
-                {"prompt_id": group.prompt.id, **each} for group, each in zip(judged.sampled, rest, strict=True)
-            ],
-        }
-        if drawn is not None:
-            row["in_flight"] = drawn.calls
-        write_atomically(self._file(block).with_suffix(".numbers"), numbers)
-        write_atomically(self._file(block), json.dumps(row, default=str).encode())  # last: ``has`` looks for it
-
-    def read(self, block: int) -> tuple[JudgedBlock, Any]:
-        """The block, and the collector's state after it.
-
-        Raises:
-            DataError: the block is missing or damaged, or its prompts are others.
-        """
-        with self._reading(block) as row:
-            prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
-            if row["schema_number"] == 1:  # lists in the JSON itself
-                groups = [group_of_json(*each) for each in zip(prompts, row["groups"], strict=True)]
-            else:
-                numbers = self._file(block).with_suffix(".numbers").read_bytes()
-                groups = decode_groups(prompts, row["groups"], numbers)
-            return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
-
-    def begun_after(self, block: int) -> int:
-        """Number of trained blocks whose weights sampled the block; errors of these three are those of ``read``."""
-        with self._reading(block) as row:
-            return int(row["begun_after"])
-
-    def exact(self, block: int) -> bool:
-        """Whether the block's log-probs are bitwise what training computes; False where an older log does not say."""
-        with self._reading(block) as row:
-            return bool(row.get("exact", False))
-
-    def drawn(self, block: int) -> DrawnVersions:
-        """Which weights drew which tokens of a block that was sampled in flight."""
-        with self._reading(block) as row:
-            return DrawnVersions(row["in_flight"])
-
-    @contextmanager
-    def _reading(self, block: int) -> Iterator[dict[str, Any]]:
-        """A block's JSON; inside, what it lacks is an error about the log."""
-        try:
-            yield json.loads(self._file(block).read_bytes())
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                needed=f"block {block + 1} in the log {self.folder}",
-                given=f"{type(error).__name__}: {error}",
-                remedy="Replay the run with its own data, and no more blocks than it has.",
-            ) from error
-
-    def _file(self, block: int) -> Path:
-        return self.folder / f"block-{block + 1:06d}.json"
 
 
 class ScheduledCollector(Collector):
@@ -206,9 +89,6 @@ class ScheduledCollector(Collector):
     because the run had fewer blocks before, the checkpoint's weights sample them.
 
     Args:
-        *arguments, **options: of ``Collector``.
-        staleness: of the recipe.
-        blocks: of the run; none is collected beyond.
         log: of this run; its blocks are not sampled again.
         replayed: log of the run that this one repeats, with the same blocks by the same weights; None for any other. A
             run that was stopped early has not logged all blocks that another end of it would sample ahead.
@@ -219,8 +99,8 @@ class ScheduledCollector(Collector):
         *arguments: Any,
         staleness: int,
         blocks: int,
-        log: CollectedBlocks,
-        replayed: CollectedBlocks | None = None,
+        log: BlockLog,
+        replayed: BlockLog | None = None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
@@ -253,8 +133,8 @@ class ScheduledCollector(Collector):
         return max(block - self.staleness, self._first)
 
     @property
-    def _in_flight(self) -> CollectedBlocks | None:
-        """The log that says which weights draw which tokens, where a run with in-flight updates is repeated."""
+    def _in_flight(self) -> BlockLog | None:
+        """The log that says which weights sampled which tokens, where a run with in-flight updates is repeated."""
         return None if self.options.in_flight is None else self.replayed
 
     def state_dict(self) -> dict[str, Any]:
@@ -318,12 +198,10 @@ class ScheduledCollector(Collector):
 class AheadCollector(ScheduledCollector):
     """A ``ScheduledCollector`` that collects in a thread, beside training, from an engine with weights of its own.
 
-    A ``VersionedEngine`` samples a block with exactly the weights that its number says. Other engines, and any in
-    flight, sample with those that they were given last; when a block begins then depends on time, and the log says when
-    it did.
+    A ``VersionedEngine`` samples a block with exactly the scheduled weights. Other engines, and any in flight, sample
+    with the newest; when a block begins then depends on time, and the log records it.
 
     Args:
-        *arguments, **options: of ``ScheduledCollector``.
         ranks: that train; the first one collects, and gives the others each block.
     """
 
@@ -448,14 +326,9 @@ class AheadCollector(ScheduledCollector):
 
 
 class ReplayingCollector(Collector):
-    """A ``Collector`` that samples nothing and gives the blocks of another run's log.
+    """A ``Collector`` that samples nothing and gives the blocks of another run's log."""
 
-    Args:
-        *arguments, **options: of ``Collector``.
-        log: of the run that is replayed.
-    """
-
-    def __init__(self, *arguments: Any, log: CollectedBlocks, **options: Any) -> None:
+    def __init__(self, *arguments: Any, log: BlockLog, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.log = log
 

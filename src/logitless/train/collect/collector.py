@@ -33,12 +33,6 @@ class Collector:
     """Takes prompts in order, samples and scores completions, and refills zero-signal groups.
 
     Args:
-        prompts: to train on.
-        engine: samples.
-        environment: answers the policy.
-        rewards: score completions.
-        options: of the recipe.
-        seed: of the run.
         ranks: that divide the prompts; every rank gets the whole block.
         order: of the prompts; None: a random permutation an epoch, from the seed.
         greedy_baseline: whether each group gets the reward of a greedy completion of its prompt.
@@ -66,11 +60,7 @@ class Collector:
         self.order = order or PromptOrder(len(prompts), derived_seed(seed, "order"))
 
     def under(self, options: RolloutSection) -> "Collector":
-        """The same collector under other settings; both share the position in the prompts.
-
-        Args:
-            options: which the engine must support.
-        """
+        """The same collector under other settings; both share the position in the prompts."""
         other = copy(self)
         other.options = options
         return other
@@ -143,8 +133,7 @@ class Collector:
         """Wait until a checkpoint has all that a resumed run cannot sample again; here it has.
 
         Args:
-            done: blocks trained on.
-            in_training: whether the checkpoint holds a block that it is in the middle of.
+            in_training: whether the checkpoint is in the middle of a block.
         """
 
     def close(self) -> None:
@@ -164,11 +153,7 @@ class GroupSampler:
     """Samples completions of prompts and scores them; every rank gets all groups, in order.
 
     Args:
-        engine: samples, with the same weights on every rank.
-        environment: answers the policy.
-        rewards: score completions.
         unscored: what happens to a completion that some rewards could not score.
-        limits: of an episode.
         ranks: that divide the prompts.
     """
 
@@ -186,9 +171,6 @@ class GroupSampler:
 
         Args:
             prompts: the same on every rank, with distinct ids.
-            num_samples: of each prompt.
-            options: of sampling.
-            seed: of this round.
 
         Raises:
             LogitlessError: on every rank, the error of the one that failed.

@@ -22,13 +22,10 @@ from logitless.types import Group, Prompt
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A set of held-out prompts, and how it is evaluated.
+    """At least one held-out prompt, and how they are evaluated.
 
     Args:
         metrics: prefix of its metrics: ``evaluation``, or ``held_out/<set>``.
-        prompts: at least one.
-        num_samples: of each prompt.
-        sampling: settings.
         success_at: reward from which a completion counts as correct.
         every_blocks: blocks from one evaluation to the next.
         seed: the same in every evaluation.
@@ -48,8 +45,6 @@ class Evaluation:
     """Evaluates held-out sets.
 
     Args:
-        sampler: whose engine samples with the weights that it was last given.
-        sets: of held-out prompts.
         scored: whether rewards or an environment score; else, under a teacher alone, accuracy and reward are NaN.
     """
 
@@ -62,12 +57,7 @@ class Evaluation:
         return [each for each in self.sets if done % each.every_blocks == 0 or done == blocks]
 
     def __call__(self, sets: Sequence[HeldOut], see: Callable[[Sequence[Group]], None] | None = None) -> Numbers:
-        """Evaluate some sets; returns their metrics.
-
-        Args:
-            sets: to evaluate.
-            see: called with the groups of each.
-        """
+        """Evaluate some sets; returns their metrics. ``see`` is called with the groups of each."""
         found: Numbers = {}
         for each in sets:
             groups = self.sampler(each.prompts, each.num_samples, each.sampling, seed=each.seed)
@@ -77,10 +67,10 @@ class Evaluation:
         return found
 
     def _metrics(self, held_out: HeldOut, groups: Sequence[Group]) -> Numbers:
-        """The metrics of a set.
+        """The metrics of a set; with several samples a prompt there is pass@k, too.
 
-        Accuracy is the fraction of all completions whose reward reaches ``success_at``: a completion that could not be
-        scored is no success. It is NaN if none could be scored. With several samples a prompt there is pass@k, too.
+        Accuracy is the fraction of all completions whose reward reaches ``success_at``: one that could not be scored is
+        no success. It is NaN if none could be scored.
         """
         correct = [sum(r is not None and r >= held_out.success_at for r in g.rewards) for g in groups]
         any_scored = self.scored and any(reward is not None for group in groups for reward in group.rewards)
@@ -110,7 +100,6 @@ def evaluation_of(
     """The evaluation of a recipe; greedy by default.
 
     Args:
-        engine, environment, rewards, ranks: of ``GroupSampler``.
         prompts: by name of the set: ``held_out`` of the data section, and each of ``evaluation.sets``. Empty sets are
             left out.
     """
@@ -139,12 +128,7 @@ def evaluation_of(
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Unbiased estimate of the probability that one of k samples of a prompt is correct, from n samples.
 
-    ``pass@k = 1 - C(n - c, k) / C(n, k)``
-
-    Args:
-        num_samples: n, at least k.
-        num_correct: c, of the n.
-        k: at least 1.
+    ``pass@k = 1 - C(n - c, k) / C(n, k)``, with n samples of which c are correct and n at least k
 
     Source: Chen et al. 2021, Evaluating Large Language Models Trained on Code, arXiv:2107.03374, eq. 1.
 
@@ -157,10 +141,6 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 
 def success_metrics(num_correct: Sequence[int], num_samples: int) -> Mapping[str, float]:
     """Accuracy and pass@k for k = 2, 4, 8, ... and all samples, each with its interval over prompts.
-
-    Args:
-        num_correct: samples of each prompt that are correct; at least one prompt.
-        num_samples: of every prompt.
 
     Example:
         >>> found = success_metrics([1, 0], 2)

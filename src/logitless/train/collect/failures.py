@@ -17,9 +17,6 @@ MOST_HIT = 0.5
 class Failures:
     """Makes messages about failed verdicts that were not reported before.
 
-    Args:
-        rewards: of the recipe, in its order.
-
     Example:
         >>> from logitless.rewards.reward import weighted
         >>> from logitless.rewards.text.length import Length
@@ -75,12 +72,7 @@ class Failures:
 
 
 def shown(verdict: Verdict) -> str:
-    """A failed verdict for people: its message and, below it, its traceback.
-
-    Example:
-        >>> shown(Verdict(score=None, status="timeout", message="over 2 s"))
-        'over 2 s'
-    """
+    """A failed verdict for people: its message and, below it, its traceback."""
     return "\n".join(part for part in (verdict.message.strip(), verdict.traceback.strip()) if part) or verdict.status
 
 

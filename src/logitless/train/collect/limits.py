@@ -11,13 +11,6 @@ from logitless.types import Group, Verdict
 class UnscoredLimit:
     """Stops a run after some blocks in a row in which a reward failed too often, or after a first one of errors alone.
 
-    Args:
-        max_fraction: share of a block's completions that a reward may fail at.
-        max_blocks: blocks in a row over it that stop the run.
-
-    Attributes:
-        in_a_row: blocks over the limit up to now.
-
     Example:
         >>> from logitless.types import Completion, Prompt
         >>> limit = UnscoredLimit(max_fraction=0.5, max_blocks=2)
@@ -33,10 +26,6 @@ class UnscoredLimit:
 
     def see(self, groups: Sequence[Group], *, is_first: bool = False) -> None:
         """Count a block.
-
-        Args:
-            groups: all its groups.
-            is_first: whether it is the first of the run.
 
         Raises:
             TrainingError: one too many in a row, or an error at every completion of the first; the first failure is in
@@ -60,12 +49,6 @@ class UnscoredLimit:
 class SignalLimit:
     """Stops a run after some blocks in a row without anything to train on.
 
-    Args:
-        max_blocks: such blocks in a row that stop the run.
-
-    Attributes:
-        in_a_row: such blocks up to now.
-
     Example:
         >>> limit = SignalLimit(max_blocks=2)
         >>> limit.see([], has_signal=False)
@@ -78,10 +61,6 @@ class SignalLimit:
 
     def see(self, groups: Sequence[Group], *, has_signal: bool) -> None:
         """Count a block.
-
-        Args:
-            groups: all its groups.
-            has_signal: whether there was a token to train on.
 
         Raises:
             TrainingError: one too many in a row.

@@ -43,7 +43,6 @@ class OneClientANode:
 
     Args:
         engine: of this rank; it has not contacted a server yet.
-        ranks: of the run.
 
     Attributes:
         clients: the ranks that sample: at most one a node, and at most as many as there are servers.
@@ -97,14 +96,7 @@ def ranks_that_sample(engine: Engine, ranks: Ranks) -> Sequence[int]:
 
 
 class ShardedWeights:
-    """Sharded weights that one rank reads: it tells the others what it reads next, and all gather it together.
-
-    Args:
-        ranks: that hold the shards.
-        reader: the rank that reads.
-        weights: whose methods are collectives.
-        work: that the reading is part of.
-    """
+    """Sharded weights that one rank reads: it tells the others what it reads next, and all gather it together."""
 
     def __init__(self, ranks: Ranks, reader: int, weights: Weights, work: SharedWork) -> None:
         self._ranks, self._reader, self._held, self._work, self._over = ranks, reader, weights, work, False

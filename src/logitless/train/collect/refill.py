@@ -35,14 +35,10 @@ def refilled_as_they_come(
     """Sample a block with one thread for each prompt.
 
     Args:
-        sampler: whose engine several threads may ask, and whose environment is no driver; one thread at a time calls
-            that. Rewards score in the calling thread.
-        first: P prompts, one for each slot.
-        another: gives the next prompt.
-        num_samples, options: of ``GroupSampler``.
-        seed_of: of the number of the refill in the block, 0 for its first prompts.
+        sampler: several threads ask its engine; one at a time calls its environment, which is no driver. Rewards score
+            in the calling thread.
+        seed_of: the seed for the block's n-th refill; 0 stands for its first prompts.
         max_refills: of a slot.
-        at_once: most prompts at a time.
     """
     assert not isinstance(sampler.environment, Driver)
     shared = OneAtATime(sampler.environment)
@@ -84,11 +80,7 @@ def refilled_as_they_come(
 
 
 class OneAtATime:
-    """An ``Environment`` that several threads may call: a lock lets them in one by one.
-
-    Args:
-        inner: called by one thread at a time.
-    """
+    """An ``Environment`` that several threads may call: a lock lets them in one by one."""
 
     def __init__(self, inner: Environment) -> None:
         self._inner, self._lock = inner, threading.Lock()

@@ -16,12 +16,7 @@ from logitless.types import Group, VerdictStatus
 
 
 def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
-    """Rewards, verdicts, groups and lengths of all that was sampled, before any group is left out.
-
-    Args:
-        block: all groups, those of refills included.
-        seconds: that sampling and scoring by rewards took.
-    """
+    """Rewards, verdicts, groups and lengths of all that was sampled, before any group is left out."""
     groups, num_trained = block.sampled, sum(block.kept)
     rewards = torch.tensor([reward_or_nan(r) for g in groups for r in g.rewards], dtype=torch.float64)
     rewarded = rewards[~rewards.isnan()]
@@ -49,12 +44,7 @@ def block_metrics(block: JudgedBlock, *, seconds: float) -> Numbers:
 
 
 def source_metrics(groups: Sequence[Group]) -> Numbers:
-    """Metrics of each source of a mixture; none where there is one source.
-
-    Example:
-        >>> source_metrics([])
-        {}
-    """
+    """Metrics of each source of a mixture; none where there is one source."""
     found: Numbers = {}
     for source in dict.fromkeys(g.prompt.source for g in groups):
         if source in ("", "train"):
@@ -70,12 +60,7 @@ def source_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def turn_metrics(groups: Sequence[Group]) -> Numbers:
-    """Turns of completions and tokens of the environment; none where all completions are single turns.
-
-    Example:
-        >>> turn_metrics([])
-        {}
-    """
+    """Turns of completions and tokens of the environment; none where all completions are single turns."""
     completions = [c for g in groups for c in g.completions]
     if not any(c.turn is not None for c in completions):
         return {}
@@ -92,7 +77,6 @@ def lag_metrics(block: JudgedBlock, *, version: int, by_token: bool = False) -> 
     """Lag of a block: the age of the weights that sampled it; none where the engine gives no versions.
 
     Args:
-        block: all groups.
         version: of the weights that are about to be trained.
         by_token: whether weights change while completions are under way; then also the mean over tokens, and the share
             of tokens that weights of each age sampled.
@@ -121,9 +105,7 @@ def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numb
     """Speed of all scoring passes, and the number of tokens that needed no pass of the policy.
 
     Args:
-        block: scored.
         passed: whether the policy made a scoring pass; else the engine gave the log-probs.
-        seconds: that scoring took.
     """
     known = int((~block.logp_old.isnan()).sum()) if passed else 0
     others = [each for each in (block.logp_ref, block.logp_teacher) if each is not None]
@@ -136,12 +118,7 @@ def scoring_metrics(block: ScoredBlock, *, passed: bool, seconds: float) -> Numb
 
 
 def training_metrics(record: Numbers, *, seconds: float) -> Numbers:
-    """Duration and speed of a training step.
-
-    Example:
-        >>> training_metrics({"optimizer/tokens": 6.0}, seconds=0.5)
-        {'time/training_seconds': 0.5, 'throughput/training_tokens_per_second': 12.0}
-    """
+    """Duration and speed of a training step."""
     return {
         "time/training_seconds": seconds,
         "throughput/training_tokens_per_second": record["optimizer/tokens"] / seconds,
@@ -169,12 +146,7 @@ def verdict_metrics(groups: Sequence[Group]) -> Numbers:
 
 
 def advantages_of(block: ScoredBlock, judged: JudgedBlock) -> list[list[float | None]]:
-    """The advantage of each sampled completion's first token; None for one without a token to train on.
-
-    Args:
-        block: the groups that are trained on, packed in order.
-        judged: all groups.
-    """
+    """The advantage of each judged completion's first token; None for one without a token to train on."""
     counts = torch.tensor(block.packed.inputs.source_counts)
     first = (torch.cumsum(counts, 0) - counts).tolist()
     values = iter([float(block.advantage[f]) if n else None for f, n in zip(first, counts.tolist(), strict=True)])

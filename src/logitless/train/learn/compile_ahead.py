@@ -34,7 +34,6 @@ def compile_training_kernels(policy: Policy, *, backend: Backend, temperature: f
     for sharded weights.
 
     Args:
-        policy: to train.
         entropy_gradient: whether the objective has a gradient in the entropy.
     """
     decoder: Any = backbone(policy.model)
@@ -69,7 +68,6 @@ def _pass(
     """A forward and a backward pass over one group; its tables are copied to the device here.
 
     Args:
-        policy: of ``compile_training_kernels``.
         group: the whole packed row.
         padded: whether the row is padded to the length of a CUDA graph.
         read: the head's part, from hidden states and targets.

@@ -15,12 +15,7 @@ from logitless.types import TokenBatch
 
 
 class Controllers:
-    """The current coefficients, updated after each step or epoch.
-
-    Args:
-        kl: of the recipe, or None.
-        algorithm: of the recipe.
-    """
+    """The current coefficients, updated after each step or epoch."""
 
     def __init__(self, kl: KLInLoss | KLInReward | None, algorithm: Algorithm) -> None:
         self._kl_section, self._bonus = kl, (bonus := algorithm.objective.entropy_bonus)
@@ -53,8 +48,7 @@ class Controllers:
 
         Args:
             record: metrics of the step, changed in place.
-            sequences: of the block, that the step read, on all ranks.
-            taken: False for a skipped step.
+            sequences: that the step read, on all ranks.
         """
         if self._bonus is not None:
             adaptive = self._entropy

@@ -9,20 +9,19 @@ All randomness comes from the run's seed and the counters in ``Progress``, so th
 resumes bitwise.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from logitless.data.packing import Packing, StepPlan, plan_epoch
-from logitless.data.shares import rows_by_rank
+from logitless.data.packing import Packing, StepPlan
 from logitless.distributed.ranks import Ranks
-from logitless.distributed.tree import TreeSum, places_in_tree
+from logitless.distributed.tree import TreeSum
 from logitless.errors import TrainingError
 from logitless.models.router import router_loss_coefficient
 from logitless.models.seeded import seeded
@@ -38,7 +37,9 @@ from logitless.train.learn.compile_ahead import compile_training_kernels
 from logitless.train.learn.control import Controllers
 from logitless.train.learn.parity_gate import parity_metrics
 from logitless.train.learn.policy import Policy, Scorer
+from logitless.train.learn.progress import Progress
 from logitless.train.learn.routing import RouterLoss, routing_numbers
+from logitless.train.learn.rows import RowPlanner
 from logitless.train.learn.sampler_weights import SamplerWeights
 from logitless.train.learn.score import advantages, scores_of
 from logitless.train.learn.step import (
@@ -56,31 +57,14 @@ from logitless.train.optim.optimizer import adamw, learning_rate, take_step
 from logitless.train.recipe.algorithm import value_head_section
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import Numbers
-from logitless.train.store.checkpoint import optimizer_tensors, parameter_tensors, restore_optimizer, restore_parameters
 from logitless.train.store.stored_block import load_block, stored_block
+from logitless.train.store.training_state import (
+    optimizer_tensors,
+    parameter_tensors,
+    restore_optimizer,
+    restore_parameters,
+)
 from logitless.types import Group, TokenBatch, TokenScores
-
-
-@dataclass
-class Progress:
-    """Counters of training.
-
-    Args:
-        block: finished blocks.
-        epoch: finished epochs of the current block.
-        step_in_epoch: finished steps of the current epoch.
-        step: optimizer steps done, skipped ones included.
-        skipped, skipped_in_a_row: steps that were skipped because a gradient was not finite.
-        halvings: the ``step`` at which memory was short and ``tokens_per_micro_batch`` was halved, for each time.
-    """
-
-    block: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    step: int = 0
-    skipped: int = 0
-    skipped_in_a_row: int = 0
-    halvings: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -88,12 +72,8 @@ class _InTraining:
     """A block in training, with what is fixed before its first step.
 
     Args:
-        block: scored.
         tokens: the block as the objective reads it, with the tokens that it has chosen.
-        statistics: of the block, or None.
         dropped: one flag a sequence: True for completions whose tokens have weight 0.
-        plans: the steps of each epoch.
-        packing: of their rows.
     """
 
     block: ScoredBlock
@@ -108,14 +88,10 @@ class Learner:
     """Trains a policy on blocks.
 
     Args:
-        recipe: checked.
-        algorithm: objective, advantage, weighting and value loss of the recipe.
-        policy: trained in place.
         reference: the frozen policy; None without a KL.
         teacher: that the policy learns from; None without one.
         sampler_weights: of earlier versions, for score centering; None without it.
         reward_weights: by name, for advantages that read each reward.
-        ranks: that train the policy together.
 
     Attributes:
         by_rank: metrics of the last step with a number for each rank; none on a single rank.
@@ -159,6 +135,10 @@ class Learner:
         self._current: _InTraining | None = None
         self._is_first_step = True
 
+    @property
+    def _rows(self) -> RowPlanner:
+        return RowPlanner(self.recipe, self.policy, self.ranks, self.progress)
+
     def under(self, recipe: Recipe) -> "Learner":
         """A learner of the same weights, optimizer and progress under another ``train`` and ``rollout``."""
         other = copy(self)
@@ -178,27 +158,27 @@ class Learner:
     ) -> ScoredBlock:
         """Compute log-probs under policy, reference and teacher, and advantages.
 
-        ``logp_old`` comes from the engine where it is bitwise identical to the policy, else from a scoring pass in the
-        rows of the first epoch, so that the first ratio is 1; of the block's first step from its training pass, if
-        there is one epoch and nothing needs them before.
+        ``logp_old`` comes from the engine where that is bitwise identical to the policy. Else it comes from a scoring
+        pass in the rows of the first epoch, so that the first ratio is 1, or, for the block's first step, from the
+        training pass, where there is one epoch and nothing reads it before (``scores_in_training``).
 
         Args:
             packed: with at least one token.
-            groups: that were packed.
             sampled: scores by a bitwise identical engine; or None.
             rescore: make the scoring pass of the policy over everything, for a bitwise check.
         """
-        live = self._live(packed, groups)
-        plan = self._plan(packed, 0, live)
+        nonzero_advantage = self._nonzero_advantage(packed, groups)
+        plan = self._rows.steps(packed, 0, nonzero_advantage)
         old = None if rescore else sampled
         itself = not rescore and old is None and scores_in_training(self.recipe, self.algorithm)
         trained = micro_batches_of(plan, self.ranks)
-        dead_rows = self._packing(packed).rows([s for step in plan for s in step.dead], packed.packed.inputs)
-        dead = self.ranks.rows_of(dead_rows + ((),) * (-len(dead_rows) % self.ranks.data_world))
+        left_out = [s for step in plan for s in step.zero_advantage]
+        rows = self._rows.packing(packed).rows(left_out, packed.packed.inputs)
+        left_out_rows = self.ranks.rows_of(rows + ((),) * (-len(rows) % self.ranks.data_world))
         if old is None:
             more = {"sum_squares": True} if self.algorithm.reads_squares else {}
             scored = micro_batches_of(plan[1:], self.ranks) if itself else trained
-            old = self._scores(self.policy, packed, [*scored, *dead], **more)
+            old = self._scores(self.policy, packed, [*scored, *left_out_rows], **more)
         logp_ref = None if self.reference is None else self._scores(self.reference, packed, trained).logp
         found = advantages(
             packed,
@@ -217,7 +197,7 @@ class Learner:
             entropy_old=old.entropy,
             logp_ref=logp_ref,
             value_old=old.value,
-            live=live,
+            nonzero_advantage=nonzero_advantage,
             scores_itself=itself,
             logp_teacher=logp_teacher,
             advantage=advantage,
@@ -255,7 +235,7 @@ class Learner:
             **more,
         )
 
-    def _live(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
+    def _nonzero_advantage(self, packed: PackedBlock, groups: Sequence[Group]) -> tuple[bool, ...] | None:
         """One flag a sequence: whether it can change a gradient; None if no sequence may be left out.
 
         The advantages of such an algorithm need rewards alone, no scores.
@@ -279,17 +259,6 @@ class Learner:
         """One flag a sequence: True for completions whose tokens have weight 0."""
         return tuple(truncated and self.algorithm.drop_truncated for truncated in block.truncated)
 
-    def _packing(self, block: PackedBlock) -> Packing:
-        """How rows are filled at this step, after halvings; the longest sequence always fits."""
-        train, progress = self.recipe.train, self.progress
-        halvings = sum(step <= progress.step for step in progress.halvings)
-        limit = train.tokens_per_micro_batch >> halvings
-        return Packing(
-            max(limit, max(block.packed.inputs.lengths)) if halvings else limit,
-            self.policy.shares_prompts,
-            self.policy.hidden_size if train.pack_by_cost else None,
-        )
-
     def begin(self, block: ScoredBlock) -> None:
         """Begin to train on a block: plan its steps, drop completions, and choose tokens once for the whole block."""
         objective = self.algorithm.objective
@@ -304,14 +273,9 @@ class Learner:
             tokens if statistics is None else statistics.attach(tokens),
             statistics,
             dropped,
-            self._plans(block),
-            self._packing(block),
+            self._rows.epochs(block),
+            self._rows.packing(block),
         )
-
-    def _plans(self, block: ScoredBlock) -> tuple[tuple[StepPlan, ...], ...]:
-        """The steps of each epoch."""
-        epochs = range(self.recipe.train.epochs_per_block)
-        return tuple(tuple(self._plan(block, epoch, block.live)) for epoch in epochs)
 
     @property
     def in_training(self) -> bool:
@@ -358,11 +322,12 @@ class Learner:
     def _attempt(self) -> Numbers | None:
         """Take a step; returns its metrics, or None if memory was short, in which case only gradients have changed."""
         now = self._now
-        if now.packing != self._packing(now.block):  # halved since the block began, or in a resumed run
-            now = self._current = replace(now, plans=self._plans(now.block), packing=self._packing(now.block))
+        packing = self._rows.packing(now.block)
+        if now.packing != packing:  # halved since the block began, or in a resumed run
+            now = self._current = replace(now, plans=self._rows.epochs(now.block), packing=packing)
         plan = now.plans[self.progress.epoch]
         step = plan[self.progress.step_in_epoch]
-        places = self._places(len(step.micro_batches))
+        places = self._rows.places(len(step.micro_batches))
         own = [place for place in places if place is not None]
         whole = OptimizerStep(
             now.block.packed,
@@ -378,7 +343,7 @@ class Learner:
         record = self._optimize(whole, dict(zip(own, mine, strict=True)), places)
         if record is not None:
             record |= saved_by_packing(step, now.block.packed.inputs, now.packing)
-            record["optimizer/sequences"] += len(step.dead)
+            record["optimizer/sequences"] += len(step.zero_advantage)
             record["optimizer/tokens_per_micro_batch"] = now.packing.tokens_per_row
             record["optimizer/halvings"] = sum(done < self.progress.step for done in self.progress.halvings)
         return record
@@ -395,7 +360,7 @@ class Learner:
             torch.cuda.empty_cache()
         before = self._now.packing.tokens_per_row
         self.progress.halvings.append(self.progress.step)
-        after = self._packing(self._now.block).tokens_per_row
+        after = self._rows.packing(self._now.block).tokens_per_row
         if after == before:
             raise TrainingError(
                 needed="memory for the longest sequence in a row of its own",
@@ -412,15 +377,6 @@ class Learner:
         """Go on to the next block; also for a block without a signal, which has no steps."""
         self.progress.block, self.progress.epoch, self._current = self.progress.block + 1, 0, None
 
-    def _places(self, num_rows: int) -> list[int | None]:
-        """Indices of the step's rows that this rank reads, in order.
-
-        Under ``parallel.deterministic`` None stands for a place in the tree of sums at which this rank has no row.
-        """
-        if self.recipe.parallel.deterministic:
-            return list(places_in_tree(num_rows, self.ranks.rank, self.ranks.world))
-        return list(self.ranks.rows_of(range(num_rows)))
-
     def _optimize(
         self, whole: OptimizerStep, mine: Mapping[int, MicroBatch], places: Sequence[int | None]
     ) -> Numbers | None:
@@ -436,8 +392,8 @@ class Learner:
         numbers: dict[str, Tensor] = {}
 
         def diagnose() -> None:
-            dead = whole.zero_advantage_output(self.policy.device, ranks)
-            numbers.update(step_numbers(outputs if dead is None else [*outputs, dead], ranks))
+            left_out = whole.zero_advantage_output(self.policy.device, ranks)
+            numbers.update(step_numbers(outputs if left_out is None else [*outputs, left_out], ranks))
             routing, coefficient = [sums for each in outputs for sums in each.routing], self.router_coefficient
             numbers.update(routing_numbers(routing, self.policy, coefficient=coefficient, ranks=ranks))
             if coefficient:
@@ -477,12 +433,7 @@ class Learner:
         return block.scores_itself and self.progress.step_in_epoch == 0
 
     def _parity_of_step(self, outputs: Sequence[MicroBatchOutput], rows: Sequence[Sequence[int]]) -> Numbers | None:
-        """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other.
-
-        Args:
-            outputs: of this rank's micro-batches.
-            rows: the sequences of each.
-        """
+        """Metrics of the parity gate, for a step whose training pass gives ``logp_old``; None for any other."""
         block = self._now.block
         if not self._scores_itself(block) or self.recipe.rollout.sampling.filters_distribution:
             return None
@@ -630,40 +581,9 @@ class Learner:
         if state["block"] is not None:
             self.begin(load_block(tensors, state["block"]))
 
-    def _plan(self, block: PackedBlock, epoch: int, live: Sequence[bool] | None) -> list[StepPlan]:
-        """The optimizer steps of an epoch; none if all completions are empty."""
-        train = self.recipe.train
-        steps = plan_epoch(
-            block.groups,
-            block.packed.inputs,
-            tokens_per_step=train.tokens_per_step,
-            packing=self._packing(block),
-            live=live,
-            seed=derived_seed(self.recipe.seed, "epoch", self.progress.block, epoch),
-        )
-        return [self._over_ranks(step, block) for step in steps if step.micro_batches]
-
-    def _over_ranks(self, step: StepPlan, block: PackedBlock) -> StepPlan:
-        """The step with its rows divided over the ranks, in the order that ``Ranks.rows_of`` expects.
-
-        Under ``parallel.deterministic`` the rows are the same for any number of ranks, and empty ones fill them up.
-        """
-        if self.recipe.parallel.deterministic:
-            return replace(
-                step, micro_batches=step.micro_batches + ((),) * (self.ranks.world - len(step.micro_batches))
-            )
-        rows = rows_by_rank(
-            step, block.groups, block.packed.inputs, num_ranks=self.ranks.data_world, packing=self._packing(block)
-        )
-        return replace(step, micro_batches=tuple(row for of_ranks in zip(*rows, strict=True) for row in of_ranks))
-
 
 def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
-    """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads them before or again.
-
-    Args:
-        recipe: resolved.
-    """
+    """Whether ``logp_old`` of a block's first step comes from its training pass: nothing reads it before or again."""
     return (
         recipe.train.reuse_logp
         and not has_dropout(recipe)
@@ -672,29 +592,6 @@ def scores_in_training(recipe: Recipe, algorithm: Algorithm) -> bool:
         and not algorithm.kl_in_reward
         and not algorithm.objective.reads_scoring_pass
     )
-
-
-def halvings(before: Iterable[int], records: Iterable[Mapping[str, Any]]) -> list[int]:
-    """Steps at which a run halved its micro-batches, for a resumed run to halve them at the same steps.
-
-    Where the count falls, the run was resumed with another micro-batch size, and earlier halvings do not count.
-
-    Args:
-        before: those of the checkpoint.
-        records: lines of ``metrics.jsonl`` after the checkpoint.
-
-    Example:
-        >>> halvings([1], [{"step": 2, "optimizer/halvings": 1}, {"step": 3, "optimizer/halvings": 3}, {"step": 3}])
-        [1, 2, 2]
-        >>> halvings([1], [{"step": 3, "optimizer/halvings": 0}])
-        []
-    """
-    found = list(before)
-    for record in records:
-        if "optimizer/halvings" in record:
-            count = int(record["optimizer/halvings"])
-            found = [] if count < len(found) else found + [record["step"] - 1] * (count - len(found))
-    return found
 
 
 def has_dropout(recipe: Recipe) -> bool:

@@ -77,10 +77,6 @@ def parity(log_ratio: Float[Tensor, "N"], sequences: Ranges) -> Numbers:
 def check_parity(found: Numbers, section: ParitySection, say: Callable[[str], None]) -> None:
     """Warn or stop where a threshold is exceeded; NaN exceeds every one.
 
-    Args:
-        found: of ``parity_metrics``.
-        say: called with the warning.
-
     Raises:
         TrainingError: a threshold of ``stop`` is exceeded, or there is a threshold and nothing to compare.
     """

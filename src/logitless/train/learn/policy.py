@@ -67,8 +67,7 @@ class Policy:
         autocast: dtype of the products, or None for those of the weights.
         memory_budget: bytes the head may spend on logits-like blocks; None lets the head choose.
         value_head: predicts returns from the same hidden states, for algorithms with a value loss; or None.
-        share_prompts: read prefixes that sequences of a row share only once, if the model's attention can
-            (``why_unshared``).
+        share_prompts: read shared prefixes of a packed row once, if the model's attention can (``why_unshared``).
 
     Attributes:
         shares_prompts: whether shared prefixes are read once.
@@ -216,8 +215,7 @@ class Policy:
         Args:
             batch: preferably on the CPU; what is read is moved to the model's device.
             temperature: divides the logits, as in sampling.
-            divergence: of the same batch, from ``Teacher.divergences``.
-            centering: of the same batch, from ``SamplerWeights.centering``.
+            divergence, centering: of the same batch, from ``Teacher`` and ``SamplerWeights``.
             sum_squares: whether the sum of the squared probabilities is wanted, by a second pass of the head.
             observed: whether the log-probs of the batch's ``observed`` tokens are wanted, by another pass of the head,
                 so that the others' bits stay the same.
@@ -388,9 +386,6 @@ class Policy:
         """The weights of a sharded model for ``save``, gathered in host memory; None for a model that is not sharded.
 
         A collective; one tensor at a time is whole on a device.
-
-        Args:
-            keep: whether this rank keeps the tensors, or only takes part.
         """
         if self.sharded is None:
             return None
@@ -411,11 +406,7 @@ class Policy:
     def save(self, folder: Path, tokenizer: PreTrainedTokenizerBase, state: dict[str, Tensor] | None = None) -> None:
         """Write the weights (under LoRA the adapter) and the tokenizer in Hugging Face format, as safetensors.
 
-        The value head is not written; see ``save_value_head``.
-
-        Args:
-            folder: need not exist.
-            state: of ``whole_state``.
+        ``state`` is that of ``whole_state``. The value head is not written; see ``save_value_head``.
         """
         if self.is_adapter:
             save_adapters(self.model, folder, state)

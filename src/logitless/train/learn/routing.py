@@ -29,8 +29,6 @@ class RouterLoss:
     """The load-balancing loss of one optimizer step.
 
     Args:
-        policy: a mixture of experts.
-        coefficient: of the loss, above 0.
         ranks: that train together; each calls ``share`` at least once, or ``settle``.
     """
 
@@ -71,13 +69,10 @@ class RouterLoss:
 def routing_numbers(
     found: Iterable[RoutingSums], policy: Policy, *, coefficient: float = 0.0, ranks: Ranks = Ranks.alone()
 ) -> dict[str, Tensor]:
-    """A step's router metrics, float64, by the names of ``metrics.py``; empty for a dense model.
+    """A step's router metrics, float64, by the names of ``metrics.py``; empty for a dense model. A collective.
 
     Args:
         found: sums of this rank's micro-batches, without gradient.
-        policy: the trained policy.
-        coefficient: of the load-balancing loss.
-        ranks: that train together; this is a collective.
     """
     routers = policy.routers
     if routers is None:

@@ -29,9 +29,8 @@ class SamplerWeights:
     Args:
         policy: that is trained; all of its weights are on this rank.
         place: where the weights wait; those on the host are copied to the device for a step.
-        most: versions that are held.
 
-    Memory: ``most`` times the trained weights; with ``host`` those of one version on the device too, while in use.
+    Memory: ``most`` times the trained weights; with ``host`` one version on the device too, while in use.
     """
 
     def __init__(self, policy: Policy, *, place: Literal["device", "host"], most: int) -> None:
@@ -74,7 +73,6 @@ class SamplerWeights:
             batch: with ``lag``.
             version: of the policy.
             since: optimizer steps since the policy from which ``lag`` is counted.
-            temperature: of sampling.
 
         Returns:
             A function of the policy's hidden states for the targets and its head: ``CenteredScores.centering`` and

@@ -48,8 +48,6 @@ def scores_of(
         batch: on the CPU.
         micro_batches: the sequences of each packed row of this rank. The rows of all ranks together hold each sequence
             that is to be scored once.
-        ranks: that divide the rows.
-        more: further arguments of the scorer.
 
     Returns:
         CPU tensors, float32, of all tokens in the batch's order, on every rank; NaN for sequences that are in no row.
@@ -80,8 +78,6 @@ def sampled_scores(
     """logp and entropy [N] of the groups' trained tokens by the engine; None if a scoring pass is needed.
 
     Args:
-        groups: that are trained on, in order.
-        engine: that sampled them.
         options: of sampling; with top-p and the like, ``logp_policy`` is taken.
         version: of the policy's weights, which must have sampled all completions.
     """
@@ -102,9 +98,6 @@ def check_sampler_logp(completions: Iterable[Completion]) -> None:
 
     Raises:
         EngineError: no completion has it.
-
-    Example:
-        >>> check_sampler_logp([Completion("7", (4,), "4", "stop", logp_sampler=(-0.5,))])
     """
     sampled = [each for each in completions if each.length]
     if sampled and all(each.logp_sampler is None for each in sampled):
@@ -176,10 +169,7 @@ def advantages(
     target NaN.
 
     Args:
-        block: packed.
-        groups: of every rank, in the order they were packed.
         estimator: of the algorithm; None, for a loss that reads no advantage, gives 0.
-        weights: of the reward functions, for estimators that read each of them.
         kl_beta: coefficient of the KL in the reward; 0 for none.
         old: scores under the policy, for the KL and for estimators that need values; else None.
         logp_ref: [N] for the KL.
@@ -230,12 +220,7 @@ def advantages(
 
 
 def rewards_of_turns(block: PackedBlock, groups: Sequence[Group]) -> Float[Tensor, "K"] | None:
-    """The environment's reward for each turn with a scored token, in the order of the tokens; None if there is none.
-
-    Args:
-        block: packed.
-        groups: in the order they were packed.
-    """
+    """The environment's reward for each turn with a scored token, in the order of the tokens; None if there is none."""
     paid = [turns for g in groups for turns in _paid(g)]
     if not any(paid):
         return None

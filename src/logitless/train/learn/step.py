@@ -114,7 +114,6 @@ class OptimizerStep:
         weighting: how token losses are averaged.
         dropped: one flag a sequence of the block: True for truncated completions whose tokens have weight 0.
         num_steps: of the epoch, for weightings with ``scope="block"``.
-        statistics: of the block, or None.
     """
 
     packed: PackedBatch
@@ -131,10 +130,10 @@ class OptimizerStep:
 
         Args:
             places: indices of the plan's rows that this rank reads; None: all.
-            scores_itself: whether the training pass gives ``logp_old``.
         """
         packed, tokens, every = self.packed, self.tokens, self.plan.micro_batches
-        rows = every if places is None else [every[place] for place in places]
+        own = range(len(every)) if places is None else places
+        rows = [every[place] for place in own]
         parts = [replace(tokens.take(row), token_weight=self._weights(self.weighting, row)) for row in rows]
         if scores_itself:
             parts = [replace(part, logp_old=None, entropy_old=None) for part in parts]
@@ -150,7 +149,7 @@ class OptimizerStep:
 
             def split(of_whole: Tensor) -> list[Tensor]:
                 of_rows = torch.split(of_whole, sizes)
-                return list(of_rows) if places is None else [of_rows[place] for place in places]
+                return [of_rows[place] for place in own]
 
             if bonus is not None and bonus.scope != "micro_batch":
                 further["entropy_weight"] = split(self.objective.entropy_weight(whole, block=self.statistics))
@@ -168,16 +167,12 @@ class OptimizerStep:
     ) -> MicroBatchOutput | None:
         """What zero-advantage sequences add to the step's metrics: loss and gradient 0, log-probs of the scoring pass.
 
-        Args:
-            device: of the other outputs.
-            ranks: that divide the sequences.
-
         Returns:
-            The part of this rank; None if the step has no such sequence.
+            This rank's part, on ``device``; None if the step has no such sequence.
         """
-        if not self.plan.dead:
+        if not self.plan.zero_advantage:
             return None
-        mine = list(ranks.rows_of(self.plan.dead))
+        mine = list(ranks.rows_of(self.plan.zero_advantage))
         part = replace(self.tokens.take(mine), token_weight=self._weights(self.weighting, mine)).to(device)
         logp = required(part.logp_old, "logp_old")
         # The advantage of 0 multiplies it.
@@ -243,19 +238,10 @@ def backward(
     """Add the gradient of the step's loss to the parameters' ``.grad``; returns what the step's metrics need.
 
     Args:
-        policy: whose parameters get gradients.
         micro_batches: of ``OptimizerStep``.
-        temperature: of sampling; it divides the logits in the loss too.
         seed: for objectives that choose tokens at random in each micro-batch.
-        beta: coefficient of the KL in the loss.
-        entropy_coefficient: of an adaptive entropy bonus.
-        statistics: of the block, for objectives that read them.
-        value_loss: of the algorithm, for a policy with a value head.
-        observations: of the algorithm, for batches with ``observed`` tokens.
         gather: over ranks, for parts that choose tokens in each micro-batch.
         router_loss: of the step, which knows of every micro-batch but this call's first.
-        teacher: whose divergence is a term of the loss; None for no such term.
-        distillation: of the algorithm, with the weight of that term.
         centering: ``SamplerWeights.centering`` at this step; None without score centering.
 
     Raises:
@@ -293,19 +279,21 @@ def backward(
             gather=gather,
             generator=generator,
         )
+        further: dict[str, Any] = {}
+        if value_loss is not None:
+            further["value"] = value_loss(required(scores.value, "value"), tokens)
+        if router_loss is not None:
+            further["router"] = router_loss.share(routing)
+        if distillation is not None and scores.divergence is not None:
+            further["distillation"] = distillation.loss(scores.divergence, tokens, scores.tails)
+        if observations is not None:
+            further["observations"] = observations(required(scores.observed, "observed"), batch.observed_weight)
         output = MicroBatchOutput(
             policy_output,
-            value=None if value_loss is None else value_loss(required(scores.value, "value"), tokens),
             logp_old=scores.logp.detach() if batch.scores_itself else None,
-            router=None if router_loss is None else router_loss.share(routing),
             routing=tuple(each.detach() for each in routing),
-            distillation=None
-            if scores.divergence is None or distillation is None
-            else distillation.loss(scores.divergence, tokens, scores.tails),
-            observations=None
-            if observations is None
-            else observations(required(scores.observed, "observed"), batch.observed_weight),
             kl_sampler=scores.kl_sampler,
+            **further,
         )
         output.loss.backward()  # type: ignore[no-untyped-call]
         return output.detached()
@@ -316,12 +304,7 @@ def backward(
 
 
 def step_numbers(outputs: Sequence[MicroBatchOutput], ranks: Ranks = Ranks.alone()) -> dict[str, Tensor]:
-    """The step's metrics, as tensors on the device, so that the host does not wait.
-
-    Args:
-        outputs: of this rank.
-        ranks: that train together; every rank gets the metrics of the whole step.
-    """
+    """The metrics of the whole step, as tensors on the device, so that the host does not wait. A collective."""
     numbers = step_diagnostics([each.policy for each in outputs], gather=ranks.gather)
     terms: dict[str, Callable[..., dict[str, Tensor]]] = {
         "value": value_diagnostics,
@@ -350,26 +333,21 @@ def on_host(numbers: Mapping[str, Tensor]) -> Numbers:
 def saved_by_packing(step: StepPlan, inputs: PackedInputs, packing: Packing) -> Numbers:
     """What a step saved by packing, against reading every sequence in full.
 
-    Args:
-        step: with the rows of all ranks.
-        inputs: the block's.
-        packing: that made the rows.
-
     Example:
         >>> ids = torch.zeros(12, dtype=torch.long)
         >>> inputs = PackedInputs(ids, ids, (4, 4, 4), torch.arange(3), (1, 1, 1), (((0, 3),),) * 3)
-        >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), dead=(2,)), inputs, Packing(8, True, 16))
+        >>> saved = saved_by_packing(StepPlan((0, 1, 2), ((0, 1),), zero_advantage=(2,)), inputs, Packing(8, True, 16))
         >>> saved["optimizer/read_tokens"], saved["saving/zero_advantage_tokens"], saved["saving/shared_tokens"]
         (5, 4, 3)
     """
     unshared = replace(packing, share_prompts=False)
-    live = [s for row in step.micro_batches for s in row]
+    trained = [s for row in step.micro_batches for s in row]
     read = sum(packing.num_tokens(row, inputs) for row in step.micro_batches)
-    full_cost = unshared.cost([*live, *step.dead], inputs)
+    full_cost = unshared.cost([*trained, *step.zero_advantage], inputs)
     return {
         "optimizer/read_tokens": read,
-        "saving/zero_advantage_sequences": len(step.dead),
-        "saving/zero_advantage_tokens": unshared.num_tokens(step.dead, inputs),
-        "saving/shared_tokens": unshared.num_tokens(live, inputs) - read,
+        "saving/zero_advantage_sequences": len(step.zero_advantage),
+        "saving/zero_advantage_tokens": unshared.num_tokens(step.zero_advantage, inputs),
+        "saving/shared_tokens": unshared.num_tokens(trained, inputs) - read,
         "saving/work_fraction": 1 - sum(packing.cost(row, inputs) for row in step.micro_batches) / full_cost,
     }

@@ -40,11 +40,8 @@ class Teacher:
     """One or several models that the policy learns from; they have no gradient.
 
     Args:
-        models: their own, frozen; the policy itself in one of its modes; or one on a server. In the order of
-            ``section.sources``.
-        section: of the recipe.
+        models: in the order of ``section.sources``.
         prompts: of the teachers; None if they read the policy's.
-        memory_budget: bytes that a divergence may spend on logits-like blocks; None lets the head choose.
     """
 
     def __init__(
@@ -60,11 +57,7 @@ class Teacher:
         self._heads: dict[Policy, LMHead] = {}
 
     def attached(self, block: PackedBlock, groups: Sequence[Group]) -> PackedBlock:
-        """The block with what its teachers read: who grades each sequence, and after which prompt.
-
-        Args:
-            block: packed.
-            groups: that were packed.
+        """The block with what its teachers read: which one grades each sequence, and after which prompt.
 
         Raises:
             DataError: a prompt of the teacher that cannot be made, moves the completion, or is too long.
@@ -88,11 +81,7 @@ class Teacher:
         return replace(block, packed=replace(packed, teacher=teacher, inputs_of_teacher=read))
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp and entropy [N] of the batch's targets under their teachers; NaN where no teacher grades a token.
-
-        Args:
-            temperature: of sampling; ``teacher.temperature`` replaces it.
-        """
+        """logp and entropy [N] of the batch's targets under their teachers; NaN where no teacher grades a token."""
         own = self._temperature(temperature)
         parts = list[tuple[Tensor, TokenScores]]()
         for model, at, part in self._parts(batch):
@@ -152,12 +141,7 @@ class Teacher:
     def _comparison(
         self, model: Model, part: PackedBatch, temperature: float, options: Mapping[str, Any]
     ) -> Callable[[Tensor, LMHead], TokenDivergence | TruncatedDivergence]:
-        """Let a model read its part of a batch; returns the function that compares the policy with it.
-
-        Args:
-            temperature: of the model.
-            options: of both divergences.
-        """
+        """Let a model read its part of a batch; returns the function that compares the policy with it."""
         if isinstance(model, ServedTeacher):
             assert self.section.top_k is not None, "by a rule"
             ids, logp = model.top(part, self.section.top_k)
@@ -214,7 +198,7 @@ class Teacher:
         return self._heads[model]
 
     def _parts(self, batch: PackedBatch) -> Iterator[tuple[Model, Tensor, PackedBatch]]:
-        """Each model, the places of the tokens that it grades, and these as it reads them; for all ranks alike."""
+        """Each model, the places of the tokens it grades, and those as it reads them; as many on every rank."""
         if batch.teacher is None:
             yield self.models[0], torch.arange(0), batch
             return

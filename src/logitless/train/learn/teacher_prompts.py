@@ -129,12 +129,7 @@ def teacher_index(section: TeacherSection, prompt: Prompt) -> int:
     """Which of the section's sources grades a prompt.
 
     Raises:
-        DataError: none.
-
-    Example:
-        >>> section = TeacherSection(source={"sums": "base", "code": "a/b"}, column="kind", advantage=1)
-        >>> teacher_index(section, Prompt("7", "1+1", (3,), {"kind": "code"}))
-        1
+        DataError: no source has the prompt's name.
     """
     names = list(section.sources)
     if isinstance(section.source, str):

@@ -18,18 +18,15 @@ from logitless.types import PackedBatch, Prompt, TokenScores
 
 T = TypeVar("T")
 
+REQUESTS_AT_ONCE = 64
+"""Sequences that a server scores at a time."""
+
 
 class ServedTeacher:
-    """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone.
+    """A model on a server. Its log-probs are exact, at temperature 1; of its other tokens there is the sum alone."""
 
-    Args:
-        server: of one model.
-        patience: with requests that fail.
-        requests_at_once: sequences that the server scores at a time.
-    """
-
-    def __init__(self, server: VllmServer, *, patience: Patience, requests_at_once: int = 64) -> None:
-        self._server, self._patience, self._at_once = server, patience, requests_at_once
+    def __init__(self, server: VllmServer, *, patience: Patience) -> None:
+        self._server, self._patience = server, patience
         self._model: str | None = None
 
     @classmethod
@@ -64,10 +61,7 @@ class ServedTeacher:
         self._model = models[0]
 
     def scores(self, batch: PackedBatch, *, temperature: float, backend: Backend) -> TokenScores:
-        """logp [N] of the batch's targets, float32, on the CPU; entropy NaN.
-
-        Args:
-            temperature: 1, to which the recipe's rules hold it.
+        """logp [N] of the batch's targets at temperature 1, float32, on the CPU; entropy NaN.
 
         Raises:
             EngineError: the server cannot be reached, or answers something else.
@@ -107,7 +101,7 @@ class ServedTeacher:
                 ids = [*inputs.input_ids[read : read + length].tolist(), int(target[scored + count - 1])]
                 work.append((slice(scored, scored + count), ids[: places[-1] + 2], places))
             read, scored = read + length, scored + count
-        with ThreadPoolExecutor(self._at_once) as pool:
+        with ThreadPoolExecutor(REQUESTS_AT_ONCE) as pool:
             answers = pool.map(lambda each: self._patiently(what, lambda: ask(model, each[1])), work)
             for (at, _, places), answer in zip(work, answers, strict=True):
                 yield at, places, answer

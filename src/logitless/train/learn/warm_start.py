@@ -27,16 +27,13 @@ def warm_start(
     seed: int,
     tell: Callable[[str], None],
 ) -> None:
-    """Train the policy on the answers of a column, with an AdamW that is discarded afterwards.
+    """Train the policy on the answers of a column, with an AdamW that is discarded afterwards; in place.
 
     ``loss = -mean over the answers' tokens of logp`` at temperature 1.
 
     Args:
-        policy: changed in place.
-        prompts: each with the answer's text under ``options.answer_column``.
         tokenizer: tokenizes answers, without special tokens; its EOS ends them.
         train: gives ``tokens_per_micro_batch``, gradient norm and head backend.
-        seed: of the order.
         tell: called with a line about the loss, ten times.
 
     Raises:

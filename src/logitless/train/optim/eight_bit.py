@@ -19,10 +19,6 @@ PARTS = ("codes", "scale", "qmap")
 def eight_bit_adamw(groups: Iterable[dict[str, Any]], **options: Any) -> torch.optim.Optimizer:
     """torchao's optimizer; each step also rounds master weights to the parameters.
 
-    Args:
-        groups: as for ``torch.optim.AdamW``, with the model's parameters.
-        options: ``lr``, ``betas`` and ``eps`` of AdamW.
-
     Returns:
         An optimizer whose attribute ``lowered`` maps each master weight to its parameter.
     """
@@ -51,8 +47,6 @@ def packed_moment(key: str, parts: Mapping[str, Tensor], like: nn.Parameter) -> 
 
     Args:
         key: of the optimizer's state; the first moment (``exp_avg``) is signed.
-        parts: by name.
-        like: its parameter.
     """
     from torchao.optim.subclass_8bit import OptimState8bit
 

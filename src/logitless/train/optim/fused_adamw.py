@@ -34,10 +34,6 @@ PLACES = 3
 def chunks_of(tensors: Sequence[Tensor], device: torch.device | None = None) -> Int[Tensor, "C 3"]:
     """Split tensors into chunks for the kernels: index of the tensor, first element and length of each chunk.
 
-    Args:
-        tensors: P of them.
-        device: of the kernel; None: that of the tensors.
-
     Example:
         >>> chunks_of([torch.zeros(CHUNK + 1), torch.zeros(2)]).tolist()
         [[0, 0, 65536], [0, 65536, 1], [1, 0, 2]]
@@ -61,11 +57,10 @@ def clip_factor(norm: Float[Tensor, ""], max_grad_norm: float | None) -> Float[T
     return torch.where(torch.isfinite(norm), factor, torch.nan).view(1)
 
 
-def gradient_norm(chunks: Int[Tensor, "C 3"], gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
+def fused_norm(chunks: Int[Tensor, "C 3"], gradients: Sequence[Tensor]) -> Float[Tensor, ""]:
     """The Euclidean norm of many tensors together, in one launch that reads each number once.
 
     Args:
-        chunks: of the tensors.
         gradients: contiguous float32 tensors on one device.
     """
     from logitless.train.optim.kernels.adamw import squares_kernel
@@ -95,11 +90,9 @@ def fused_update(
     """One AdamW update of many tensors in one launch; see ``kernels.adamw``.
 
     Args:
-        chunks: of the master weights.
         masters, gradients, exp_avgs, exp_avg_sqs: contiguous float32 tensors, P of each, on one device.
         copies: the model's parameters; contiguous, of one dtype.
         scale: float32, multiplies the gradients; if it is NaN nothing changes.
-        rate, betas, eps, weight_decay: of AdamW.
         step: counted from 1.
     """
     import triton.language as tl
@@ -163,12 +156,7 @@ def cut(sizes: Sequence[int], most: int) -> list[list[Slice]]:
 
 @dataclass(frozen=True)
 class Piece:
-    """Parts of tensors that are copied to the device and back together.
-
-    Args:
-        slices: of the tensors.
-        chunks: of the slices, on the device of the kernel.
-    """
+    """Parts of tensors that are copied to the device and back together."""
 
     slices: list[Slice]
     chunks: Int[Tensor, "C 3"]
@@ -192,11 +180,9 @@ def update_from_host(
     """``fused_update`` of master weights and state in host memory, piece by piece; bitwise the same.
 
     Args:
-        pieces: of the master weights.
         masters, exp_avgs, exp_avg_sqs: contiguous float32 tensors in page-locked memory of the host, P of each.
         gradients: contiguous float32 tensors on one device.
         copies: contiguous, of one dtype, on that device.
-        numbers: of ``fused_update``.
     """
     device, held = gradients[0].device, (masters, exp_avgs, exp_avg_sqs)
     working, arriving, leaving = _Stream.current(device), _Stream.new(device), _Stream.new(device)

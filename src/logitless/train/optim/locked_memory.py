@@ -17,7 +17,7 @@ from logitless.graph_capture import between_captures
 
 
 def locked_bytes(size: int) -> int:
-    """Bytes that ``locked`` takes for a tensor of ``size`` bytes: whole pages, at least one.
+    """Bytes that ``pinned`` takes for a tensor of ``size`` bytes: whole pages, at least one.
 
     Example:
         >>> [locked_bytes(size) // mmap.PAGESIZE for size in (0, 1, mmap.PAGESIZE, mmap.PAGESIZE + 1)]
@@ -26,16 +26,12 @@ def locked_bytes(size: int) -> int:
     return max(1, -(-size // mmap.PAGESIZE)) * mmap.PAGESIZE
 
 
-def locked(tensor: Tensor, device: torch.device) -> Tensor:
+def pinned(tensor: Tensor, device: torch.device) -> Tensor:
     """A contiguous copy of a tensor in page-locked host memory.
 
     The memory is freed when the copy and all its views are gone, after a wait for the device: PyTorch does not know
     this memory and would not keep it for a copy in flight. During the capture of a CUDA graph, which such a wait would
     break, it is freed later, when the next copy is made or freed.
-
-    Args:
-        tensor: on any device.
-        device: the GPU that copies from and to the memory.
 
     Raises:
         UnavailableError: too little memory, or the driver does not lock it.

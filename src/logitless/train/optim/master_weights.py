@@ -17,22 +17,18 @@ from logitless.errors import TrainingError
 from logitless.train.optim.fused_adamw import (
     chunks_of,
     clip_factor,
+    fused_norm,
     fused_update,
-    gradient_norm,
     pieces_of,
     update_from_host,
 )
-from logitless.train.optim.locked_memory import locked
+from logitless.train.optim.locked_memory import pinned
 
 
 def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
     """Round trained float32 parameters to ``dtype`` in place; the float32 value is kept as ``parameter.master``.
 
     ``parameter.grad`` will be float32. Frozen parameters and those of another dtype are left alone.
-
-    Args:
-        dtype: bfloat16 (or float16).
-        parameters: of a model.
 
     Example:
         >>> layer = nn.Linear(2, 2, bias=False)
@@ -50,25 +46,12 @@ def lower_to(dtype: torch.dtype, parameters: Iterable[nn.Parameter]) -> None:
 
 
 def master_weight(parameter: nn.Parameter) -> nn.Parameter:
-    """What the optimizer updates: the float32 master weight of a lowered parameter, else the parameter itself.
-
-    Example:
-        >>> weight = nn.Parameter(torch.ones(2))
-        >>> master_weight(weight) is weight
-        True
-    """
+    """What the optimizer updates: the float32 master weight of a lowered parameter, else the parameter itself."""
     return getattr(parameter, "master", parameter)
 
 
 def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | None:
-    """Undo ``lower_to``: parameters are float32 again; returns the dtype that they had, None if none was lowered.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> restore_master_weights(layer.parameters()), layer.weight.dtype
-        (torch.bfloat16, torch.float32)
-    """
+    """Undo ``lower_to``: parameters are float32 again; returns the dtype that they had, None if none was lowered."""
     lowered = [p for p in parameters if master_weight(p) is not p]
     dtype = lowered[0].dtype if lowered else None
     for parameter in lowered:
@@ -79,31 +62,14 @@ def restore_master_weights(parameters: Iterable[nn.Parameter]) -> torch.dtype | 
 
 
 def drop_master_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Free the master weights of a model that is not trained here.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> drop_master_weights(layer.parameters())
-        >>> master_weight(layer.weight) is layer.weight
-        True
-    """
+    """Free the master weights of a model that is not trained here."""
     for parameter in parameters:
         if master_weight(parameter) is not parameter:
             del parameter.master  # type: ignore[attr-defined]
 
 
 def round_master_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Round every master weight into its parameter, for example after a checkpoint was loaded.
-
-    Example:
-        >>> layer = nn.Linear(1, 1, bias=False)
-        >>> lower_to(torch.bfloat16, layer.parameters())
-        >>> _ = nn.init.ones_(master_weight(layer.weight))
-        >>> round_master_weights(layer.parameters())
-        >>> layer.weight.item()
-        1.0
-    """
+    """Round every master weight into its parameter, for example after a checkpoint was loaded."""
     lowered = [p for p in parameters if master_weight(p) is not p]
     if lowered:
         torch._foreach_copy_([p.detach() for p in lowered], [master_weight(p).detach() for p in lowered])
@@ -119,7 +85,6 @@ class MasterAdamW(torch.optim.AdamW):
             weights.
         on_host: keep master weights and state in page-locked host memory, and copy them to the GPU for the update;
             bitwise the same. All parameters must be lowered ones on a GPU.
-        options: of ``torch.optim.AdamW``.
 
     Raises:
         UnavailableError: ``on_host``, and there is too little page-locked memory.
@@ -141,7 +106,7 @@ class MasterAdamW(torch.optim.AdamW):
         self.on_host = on_host
         if on_host:
             for master, parameter in self.lowered.items():
-                master.data = locked(master, parameter.device)
+                master.data = pinned(master, parameter.device)
         self._tables: dict[tuple[int, ...], Any] = {}
         self._is_amid_update = False
         super().__init__(groups, **options)
@@ -216,14 +181,13 @@ class MasterAdamW(torch.optim.AdamW):
         """Clip and update if ``fuses``, in two passes over memory, without waiting in between.
 
         Args:
-            max_grad_norm: norm to clip at, or None.
             meanwhile: called while the device works.
 
         Returns:
             The norm before clipping, and whether the step was taken: False if a gradient is not finite.
         """
         gradients = self._gradients()
-        norm = gradient_norm(self._table(chunks_of, list(gradients)), list(gradients.values()))
+        norm = fused_norm(self._table(chunks_of, list(gradients)), list(gradients.values()))
         self._fused(gradients, clip_factor(norm, max_grad_norm))
         meanwhile()
         taken = bool(torch.isfinite(norm))  # waits for the device, after all work was queued
@@ -278,7 +242,7 @@ class MasterAdamW(torch.optim.AdamW):
         if self.on_host:
             for name in ("exp_avg", "exp_avg_sq"):
                 if not state[name].is_pinned():
-                    state[name] = locked(state[name], self.lowered[master].device)
+                    state[name] = pinned(state[name], self.lowered[master].device)
         return state
 
     def _table(self, made_by: Callable[..., Any], masters: list[nn.Parameter]) -> Any:

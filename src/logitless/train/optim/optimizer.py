@@ -30,8 +30,6 @@ def adamw(
 
     Args:
         parameters: of the model; frozen ones are left out.
-        device: of the parameters.
-        value_head: parameters of the value head.
         value_head_factor: the value head's learning rate over that of the model.
 
     Raises:
@@ -69,12 +67,7 @@ def adamw(
 
 
 def automatic_implementation(device: torch.device) -> str:
-    """What ``implementation="auto"`` is for parameters on a device.
-
-    Example:
-        >>> automatic_implementation(torch.device("cpu"))
-        'foreach'
-    """
+    """What ``implementation="auto"`` is for parameters on a device."""
     return "fused" if device.type == "cuda" else "foreach"
 
 
@@ -146,7 +139,6 @@ def take_step(
     and in a common norm it would shrink the policy's gradient.
 
     Args:
-        optimizer: holds parameters with ``.grad``.
         rate: learning rate of this step; parameter groups with a ``rate_factor`` use that multiple of it.
         max_grad_norm: norm to clip at; None leaves gradients as they are.
         ranks: that hold the same sums of gradients, and take or skip the step together.

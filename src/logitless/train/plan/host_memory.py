@@ -56,7 +56,6 @@ def host_memory(recipe: Recipe, model: nn.Module, arrangement: Arrangement, *, p
     Args:
         recipe: checked. Under ``model.device: cpu`` the result is empty: there is no memory beside a GPU's.
         model: of ``policy_model``, not sharded yet, on any device, ``meta`` included.
-        processes: on this machine.
     """
     if recipe.model.device == "cpu":
         return TrainingMemory({}, {"training": {}})

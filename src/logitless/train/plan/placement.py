@@ -22,11 +22,7 @@ COPY_SHARE = 0.8
 
 
 def placed(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room: int | None) -> tuple[Recipe, list[str]]:
-    """The recipe with copies of the weights, or with ``parallel.sampling_shards``, and the choice in words.
-
-    Args:
-        model, arrangement, room: of ``with_sampling_shards``.
-    """
+    """The recipe with copies of the weights, or with ``parallel.sampling_shards``, and the choice in words."""
     if room is None and recipe.parallel.shard == "auto" and arrangement.is_sharded:
         copy = memory_of_rank(recipe, model, Arrangement(replicate=arrangement.world)).peak_bytes
         return recipe, [f"parallel.shard: auto; a GPU has a copy if it can sample with it and holds {size_text(copy)}"]
@@ -42,9 +38,6 @@ def with_copies(recipe: Recipe, model: nn.Module, arrangement: Arrangement, room
 
     Copies have row-invariant layers and the engine ``gpu``; shards are trained with transformers' layers, which take
     four times as long for a step and ten times to sample (``costly.py``).
-
-    Args:
-        model, arrangement, room: of ``with_sampling_shards``; of an arrangement that shards.
     """
     parallel = recipe.parallel
     is_free = parallel.shard == "auto" and parallel.vocabulary == "auto" and not parallel.has_copy
@@ -69,7 +62,6 @@ def with_sampling_shards(
 
     Args:
         model: of ``policy_model``, not sharded, on any device, ``meta`` included.
-        arrangement: of the processes.
         room: bytes of the smallest GPU; None: unknown, or without a limit.
     """
     parallel, is_free = recipe.parallel, recipe.rollout.engine.choices is not None
@@ -89,12 +81,7 @@ def with_sampling_shards(
 
 
 def resolve_placement(inputs: Inputs, ranks: Ranks) -> tuple[Inputs, list[str]]:
-    """``placed`` for the GPUs of a run. A collective.
-
-    Args:
-        inputs: of the run.
-        ranks: that train.
-    """
+    """``placed`` for the GPUs of a run. A collective."""
     recipe, arrangement = inputs.recipe, inputs.arrangement
     if not arrangement.is_sharded or device_of(recipe.model).type == "cpu":
         return inputs, []

@@ -25,13 +25,7 @@ class DeltaNets(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "DeltaNets":
-        """Of a transformers text config.
-
-        Example:
-            >>> from transformers import LlamaConfig
-            >>> DeltaNets.of(LlamaConfig()).layers
-            0
-        """
+        """Of a transformers text config."""
         layers = (getattr(config, "layer_types", None) or []).count("linear_attention")
         heads = getattr(config, "linear_num_value_heads", None)
         if not layers or not heads:

@@ -38,11 +38,9 @@ from logitless.train.plan.training_memory import (
 )
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.precision import dtype_line
-from logitless.train.record.memory import free_host_memory, size_text
+from logitless.train.record.memory import free_host_memory, size_lines, size_text
 from logitless.train.record.writers import check_writers
 from logitless.types import Prompt
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -56,10 +54,6 @@ class Plan:
         steps: at most, over the run.
         memory_bytes: by part; names that end in "(estimate)" are not exact.
         host: host memory beside a GPU; empty under ``model.device: cpu``, where it is ``memory_bytes``.
-        disk_bytes: of the run folder, by part.
-        counts: rows read and dropped, by data source.
-        first_prompt: with the chat template applied.
-        first_tokens: its tokens, decoded.
         chosen: dtype, layers, engine and ``parallel.sampling: auto``, each with its reason; the teacher.
         warnings: choices that make the run more than twice as slow.
     """
@@ -169,7 +163,6 @@ def check_disk(recipe: Recipe, parts: Mapping[str, int], folder: Path) -> None:
 
     Args:
         parts: of ``disk``; estimates are left out.
-        folder: of the run; bytes that it holds already are not needed again.
 
     Raises:
         UnavailableError: too little is free, or nothing can be written there.
@@ -207,14 +200,10 @@ def _environment(recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield "environment", options.name + (f" ({own})" if own else "")
 
 
-def _sizes(parts: Mapping[str, int], width: int) -> list[str]:
-    return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
-
-
 def _host_lines(host: TrainingMemory) -> list[str]:
     """Lines about host memory at its peak, and whether this machine has as much."""
     parts = {**host.at_peak, "total": host.peak_bytes}
-    lines = [f"  memory of the host beside a GPU, most while {host.fullest}", *_sizes(parts, max(map(len, parts)))]
+    lines = [f"  memory of the host beside a GPU, most while {host.fullest}", *size_lines(parts, max(map(len, parts)))]
     return [*lines, *_short_of_memory(host.peak_bytes)]
 
 
@@ -248,14 +237,14 @@ def dry_run(recipe: Recipe) -> str:
         "blocks",
         f"  micro-batch        {train.tokens_per_micro_batch:,} tokens",
         "  memory",
-        *_sizes({**plan.memory_bytes, "total": plan.total_bytes}, width),
+        *size_lines({**plan.memory_bytes, "total": plan.total_bytes}, width),
     ]
     if device_of(recipe.model).type == "cpu":
         lines += _short_of_memory(plan.total_bytes)
     is_for_gpu = device_of(recipe.model).type == "cuda" or recipe.train.optimizer.moments == "host"
     if plan.host.peak_bytes and is_for_gpu:
         lines += _host_lines(plan.host)
-    lines += ["  disk", *_sizes(plan.disk_bytes, width)]
+    lines += ["  disk", *size_lines(plan.disk_bytes, width)]
     try:
         check_disk(recipe, plan.disk_bytes, Path(recipe.output) / recipe.name)
     except UnavailableError as refused:

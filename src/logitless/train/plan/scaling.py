@@ -24,7 +24,7 @@ from logitless.train.plan.training_memory import (
     tokens_of_step,
 )
 from logitless.train.recipe.config import Recipe
-from logitless.train.record.memory import size_text
+from logitless.train.record.memory import size_lines
 
 MOMENTS = {
     "head": "the backward of the LM head",
@@ -36,12 +36,10 @@ MOMENTS = {
 
 
 @dataclass(frozen=True)
-class Forecast:
-    """Forecast for one of several processes.
+class ProcessForecast:
+    """Memory and traffic of one of several processes.
 
     Args:
-        arrangement: of all processes.
-        memory: of the process.
         processes: on one machine.
         host: host memory of all processes on a machine.
         sampler: bytes of a process that only samples, by part; empty without any.
@@ -67,11 +65,10 @@ def forecast(
     *,
     value_head: ValueHead | None = None,
     processes: int | None = None,
-) -> Forecast:
+) -> ProcessForecast:
     """Forecast memory and traffic of a recipe on several processes.
 
     Args:
-        model: on any device, ``meta`` included.
         processes: on one machine; None: all.
     """
     tokens, rows = tokens_of_step(recipe, arrangement), rows_of_step(recipe, arrangement)
@@ -82,7 +79,7 @@ def forecast(
     host = host_memory(recipe, model, arrangement, processes=processes)
     if recipe.model.device == "cpu":
         host = TrainingMemory({"memory of its processes": processes * memory.peak_bytes}, host.moments)
-    return Forecast(
+    return ProcessForecast(
         arrangement,
         memory,
         processes,
@@ -114,8 +111,6 @@ def traffic_of_rank(
 
     Args:
         model: not sharded yet, on any device.
-        rows: micro-batches of a rank.
-        tokens_per_row: of a micro-batch.
         in_order: gradients are summed along a tree (``parallel.deterministic``): every rank gets those of all.
         all_rows: the LM head scores the tokens of all ranks together (``parallel.vocabulary``).
     """
@@ -150,19 +145,11 @@ def traffic_of_rank(
     return parts
 
 
-def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Sequence[str]) -> str:
-    """The forecast as text.
-
-    Args:
-        sampling: of ``with_sampling``.
-        placement: of ``placed``.
-    """
+def forecast_text(recipe: Recipe, found: ProcessForecast, sampling: str, placement: Sequence[str]) -> str:
+    """The forecast as text."""
     world = found.arrangement.replicate * found.arrangement.weights
     memory, host = ({**each.at_peak, "peak": each.peak_bytes} for each in (found.memory, found.host))
     width = max(map(len, [*memory, *host, *found.sampler, *found.traffic_bytes]))
-
-    def sizes(parts: Mapping[str, int]) -> list[str]:
-        return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
 
     lines = [
         f"recipe {recipe.name} on {world} processes: {found.arrangement.words}",
@@ -170,12 +157,12 @@ def forecast_text(recipe: Recipe, found: Forecast, sampling: str, placement: Seq
         *(f"  {line}" for line in placement),
         f"  a step reads about {found.tokens:,} tokens a process, in {found.rows} micro-batch{'es' * (found.rows > 1)}",
         f"  memory of each, at its fullest moment ({MOMENTS[found.memory.fullest]})",
-        *sizes(memory),
+        *size_lines(memory, width),
         *(["  memory of each that only samples"] if found.sampler else []),
-        *sizes(found.sampler),
+        *size_lines(found.sampler, width),
         f"  memory of a machine's host, for all its processes ({found.processes}), most while {found.host.fullest}",
-        *sizes(host),
+        *size_lines(host, width),
         "  sent by each in a step",
-        *sizes(found.traffic_bytes),
+        *size_lines(found.traffic_bytes, width),
     ]
     return "\n".join(lines)

@@ -86,7 +86,6 @@ def training_memory(
     """Memory of one process in a training step.
 
     Args:
-        model: not sharded yet, on any device, ``meta`` included.
         tokens: N, read by this process in a micro-batch, all of them scored.
         head_budget: bytes of exponentials that the head keeps; None: all.
         in_order: gradients are summed along a tree (``parallel.deterministic``).
@@ -276,9 +275,7 @@ def layers_bytes(model: nn.Module, number: int, *, tokens: int, recomputes: bool
     """Bytes that all decoder layers keep for the backward pass, and that one of them makes in it.
 
     Args:
-        model: on any device.
         number: bytes of a number in activations.
-        tokens: that are read.
         recomputes: layers keep only their input, and recompute the rest.
 
     Example:

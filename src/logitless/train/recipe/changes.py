@@ -111,9 +111,6 @@ def check_resumed(before: Recipe, after: Recipe, algorithm: Algorithm, *, can_fo
     """What changed since a run was started; refuses a change that a resumed run cannot make.
 
     Args:
-        before: recipe that the run was started with.
-        after: recipe that it is resumed with.
-        algorithm: of ``after``.
         can_fork: whether a fork of the run can use ``after``, for the error's remedy.
 
     Raises:
@@ -193,7 +190,7 @@ def in_words(found: Sequence[Change]) -> list[str]:
 
 
 def as_json(found: Sequence[Change]) -> dict[str, Any]:
-    """For ``provenance.json``: by key the old and the new value, and whether rounding changes.
+    """For ``provenance.json``: old and new value by key, and whether rounding changes.
 
     Example:
         >>> as_json([Change(("train", "blocks"), 1, 2)])

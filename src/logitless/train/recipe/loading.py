@@ -106,10 +106,9 @@ def _copied(value: Any) -> Any:
 
 
 def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Every place of a key in a recipe: its full name, the mapping that holds it, and its name there.
+    """Every match of a pattern in a recipe: its full name, the mapping that holds it, and its name there.
 
     Args:
-        whole: the recipe, of plain mappings and lists.
         pattern: names with dots between them; a star stands for any name, or for any index of a list.
 
     Example:

@@ -15,7 +15,6 @@ def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> t
     """The dtype that ``model.trained_dtype: auto`` stands for, and why, in words.
 
     Args:
-        section: of a recipe, resolved or not.
         plans_for_gpus: take ``device: auto`` for a GPU where this machine has none.
 
     Example:

@@ -30,10 +30,9 @@ def value_at(recipe: Any, key: str) -> Any:
 
 
 def given(key: str, words: str = "") -> "Setting[Recipe]":
-    """The setting of a key, or of a property of a section: neither null nor false, 0 or empty.
+    """The setting of a key, or of a section's property: not null, false, 0 or empty.
 
-    Args:
-        words: of the setting; empty: the key.
+    Its words are the key unless given.
     """
     return Setting(words or key, lambda recipe: bool(value_at(recipe, key)))
 
@@ -61,7 +60,7 @@ class Setting(Generic[Subject]):
     Args:
         words: its name, as errors and docs/configuration.md show it.
         when: whether a subject makes this choice; by default every subject does.
-        of: what keys of a recipe begin with that are the subject's own; empty where it is the recipe.
+        of: prefix of the recipe's keys that are the subject's own; empty where the subject is the recipe.
     """
 
     words: str
@@ -181,8 +180,6 @@ class Processes:
     """A recipe on a number of processes.
 
     Args:
-        recipe: checked.
-        world: number of processes that train.
         arrangement: how weights and sequences are divided among them.
     """
 
@@ -196,7 +193,6 @@ class Machine:
     """A recipe on a machine.
 
     Args:
-        recipe: checked.
         device: type of the policy's device, ``cpu`` or ``cuda``, on this machine or on the one that is planned for.
     """
 
@@ -212,12 +208,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Composed:
-    """A recipe with the algorithm that it names.
-
-    Args:
-        recipe: checked.
-        algorithm: the recipe's preset with the parts that the recipe replaces.
-    """
+    """A recipe with the algorithm that it names."""
 
     recipe: "Recipe"
     algorithm: Algorithm

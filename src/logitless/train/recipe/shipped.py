@@ -15,9 +15,6 @@ _IN_REPOSITORY = Path(__file__).parents[4] / "recipes"
 class ShippedRecipe:
     """A recipe and the folders that it reads.
 
-    Args:
-        path: of the YAML file.
-
     Example:
         >>> shipped_recipes()["qwen2.5-0.5b-gsm8k"].summary
         'GRPO on grade-school mathematics: every weight of Qwen2.5-0.5B-Instruct, on one GPU with 24 GB.'
@@ -50,9 +47,6 @@ class ShippedRecipe:
 
     def copy_to(self, folder: Path) -> Path:
         """Copy the recipe and its folders; a file that is there already and is the same is left alone.
-
-        Args:
-            folder: made if missing.
 
         Returns:
             The recipe's new path.

@@ -12,13 +12,9 @@ from logitless.train.record.metrics import Numbers
 class Best:
     """The best value of a held-out metric, and how many evaluations have not improved it since.
 
-    Args:
-        section: metric and mode; for early stopping also patience and least gain.
-
     Attributes:
         value: the best so far; None before the first finite one.
         block, step: blocks and optimizer steps done when it was measured.
-        since: evaluations since then.
 
     Example:
         >>> from logitless.train.recipe.evaluation import StopSection
@@ -38,7 +34,6 @@ class Best:
         """Compare an evaluation with the best one; ignored if the metric's held-out set was not evaluated.
 
         Args:
-            found: metrics of the sets that were evaluated.
             block, step: blocks and optimizer steps done.
 
         Raises:

@@ -25,12 +25,8 @@ class Journal:
     """Records metrics, rollouts, seconds by phase and the summary, and updates the live view.
 
     Args:
-        folder: of the run.
-        view: live view.
         writers: further destinations of metrics.
-        device: whose peak memory is recorded.
         ranks: of the run; the peak is the largest of all ranks.
-        clock: of the run; None for a new one.
     """
 
     def __init__(
@@ -60,7 +56,6 @@ class Journal:
         """Write a line of metrics, to the folder, the view and the writers.
 
         Args:
-            record: of a step.
             by_rank: metrics with a number for each rank; for the folder alone.
         """
         record = {
@@ -110,7 +105,6 @@ class Journal:
 
         Args:
             number: of the block, from 1.
-            block: all groups.
             advantages: one a completion, by group; None if the block is not trained on.
         """
         rewards = [reward for group in block.sampled for reward in group.rewards]
@@ -125,11 +119,7 @@ class Journal:
             self._sample = (first.prompt.text, first.completions[0].text, first.rewards[0] or 0.0)
 
     def first_failures(self, of_rewards: Mapping[str, str]) -> None:
-        """Add the first failure of each reward to the summary.
-
-        Args:
-            of_rewards: a line for each reward that failed, by name.
-        """
+        """Add the first failure of each reward to the summary, by the reward's name."""
         for name, line in of_rewards.items():
             self.summary.setdefault(f"first_failure/{name}", line)
 
@@ -148,11 +138,7 @@ class Journal:
             self._view.message(line)
 
     def write_summary(self, run: Mapping[str, Any]) -> None:
-        """Write ``summary.json``.
-
-        Args:
-            run: further entries.
-        """
+        """Write ``summary.json``, with further entries."""
         peak = {"peak_memory_bytes": self._ranks.max(peak_memory(self._device))}
         if self._ranks.is_first:
             self.folder.write_summary({**run, **self.summary, "seconds": self.clock.seconds(), **peak})

@@ -7,9 +7,8 @@ update, so that its attributes are replaced and never changed in place.
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -69,17 +68,6 @@ def duration(seconds: float | int) -> str:
     return f"{whole // 3600} h {whole // 60 % 60:02d} min"
 
 
-def imitates(config: Mapping[str, Any]) -> bool:
-    """Whether a recipe's loss is the likelihood of texts, and so worth showing.
-
-    Example:
-        >>> imitates({"algorithm": {"preset": "nll"}}), imitates({"name": "toy"})
-        (True, False)
-    """
-    algorithm = config.get("algorithm") or {}
-    return algorithm.get("preset") == "nll" or (algorithm.get("surrogate") or {}).get("name") == "nll"
-
-
 class _LinesOf(logging.Handler):
     """Shows log lines in the view: written beside it, the next drawing would cover them."""
 
@@ -100,10 +88,8 @@ class LiveView:
         total_blocks: blocks of the whole run.
         first_block: blocks that were done before a resume.
         silent: show nothing, because another rank does.
-        title: for example the run's name.
-        shows_loss: whether the loss says how far the run is (``imitates``).
+        shows_loss: whether the loss says how far the run is (``Recipe.imitates``).
         console: a terminal gets the live view, anything else one plain line an update.
-        clock: a monotonic clock.
 
     Example:
         >>> import io

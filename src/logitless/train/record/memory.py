@@ -3,19 +3,14 @@
 import os
 import resource
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Peak bytes allocated on a GPU; on a CPU the peak resident size of this process.
-
-    Example:
-        >>> peak_memory(torch.device("cpu")) > 0
-        True
-    """
+    """Peak bytes allocated on a GPU; on a CPU the peak resident size of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -27,10 +22,6 @@ def free_host_memory(root: Path = Path("/")) -> int:
 
     Args:
         root: of the file system, for tests.
-
-    Example:
-        >>> free_host_memory() > 0
-        True
     """
     found = list(_left_by_control_groups(root))
     meminfo = root / "proc/meminfo"
@@ -65,6 +56,16 @@ def _left_by_control_groups(root: Path) -> Iterator[int]:
                     stat = dict(each.split() for each in (group / "memory.stat").read_text().splitlines())
                     files = sum(int(stat.get(f"{of_all}{age}_file", 0)) for age in ("active", "inactive"))
                     yield int(most) - int((group / used).read_text()) + files
+
+
+def size_lines(parts: Mapping[str, int], width: int) -> list[str]:
+    """A line for each name and its bytes, indented and aligned.
+
+    Example:
+        >>> size_lines({"head": 1536}, 6)
+        ['    head        1.5 KiB']
+    """
+    return [f"    {name:{width}s} {size_text(size):>12s}" for name, size in parts.items()]
 
 
 def size_text(size: int | float) -> str:

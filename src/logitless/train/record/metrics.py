@@ -271,10 +271,6 @@ def metric_of(name: str) -> Metric:
 
     Raises:
         InputError: it is not on the list; the remedy has the nearest name.
-
-    Example:
-        >>> metric_of("reward/exact/mean").name
-        'reward/{function}/mean'
     """
     found = _EXACT.get(name) or next((metric for metric in _PATTERNS if metric.matches(name)), None)
     if found is None:
@@ -293,9 +289,6 @@ def check_names(record: Iterable[str]) -> None:
 
     Raises:
         InputError: the first unknown name, with the nearest known one.
-
-    Example:
-        >>> check_names({"step": 1, "reward/mean": 0.5})
     """
     for name in record:
         metric_of(name)

@@ -41,8 +41,6 @@ def record_start(
     """Add this start to ``provenance.json``.
 
     Args:
-        folder: of the run, locked by this process.
-        data: digests by name.
         step: optimizer steps done before this start.
         changed: changed keys of the recipe since the last start. A held-out set whose data are among them may have
             other rows.
@@ -116,13 +114,7 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def digest_of_prompts(prompts: Sequence[Prompt]) -> str:
-    """SHA-256 of prompts: ids, texts, tokens and columns, in their order.
-
-    Example:
-        >>> one, other = Prompt("1", "2+2=", (4,)), Prompt("1", "2+3=", (4,))
-        >>> digest_of_prompts([one]) == digest_of_prompts([one]) != digest_of_prompts([other])
-        True
-    """
+    """SHA-256 of prompts: ids, texts, tokens and columns, in their order."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = [prompt.id, prompt.text, prompt.token_ids.tolist(), dict(prompt.columns)]
@@ -137,7 +129,7 @@ def digest_of_file(path: Path) -> str:
 
 
 def digest_of_log(folder: Path) -> str:
-    """SHA-256 of a run's log (``ahead.py``).
+    """SHA-256 of a run's log (``block_log.py``).
 
     Raises:
         DataError: there is no log.

@@ -14,7 +14,6 @@ class RunResult:
     """The end of a run that did not end with an error; the same on every rank.
 
     Args:
-        folder: of the run.
         ended_by: ``blocks``: trained to the last block; ``early_stopping``: no better evaluation came
             (``evaluation.stop``); ``unscored``: no completion was ever scored, which is a failure; ``signal`` or
             ``callback``: stopped by one of these.

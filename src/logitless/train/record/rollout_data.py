@@ -86,9 +86,6 @@ def append(folder: Path, block: int, rows: Sequence[Mapping[str, Any]], write: C
     """Add the rows of a block; existing rows of this block and of later ones are removed.
 
     Args:
-        folder: of the data set.
-        block: number of the block.
-        rows: by column; missing columns are null.
         write: writes a file atomically.
 
     Returns:
@@ -147,10 +144,6 @@ def parts(folder: Path) -> Iterator[pyarrow.Table]:
 
     Raises:
         DataError: a file that is not Parquet.
-
-    Example:
-        >>> list(parts(Path("no/such/folder")))
-        []
     """
     for path in _paths(folder):
         yield _read(path)
@@ -179,9 +172,6 @@ def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The turns after the prompt as (role, text); a single turn has no role.
 
     Messages before the policy's first turn are included if they are not in the prompt, as those of a harness.
-
-    Args:
-        row: of the data set.
 
     Example:
         >>> said = [{"role": "user", "content": "2+2="}, {"role": "assistant", "content": "<calc>2+2</calc>"},

@@ -6,7 +6,7 @@
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
-        collected/block-000012.json     under rollout.staleness or parallel.sampling: the log of blocks, see ahead.py
+        collected/block-000012.json     under rollout.staleness or parallel.sampling: the log of blocks (block_log.py)
         checkpoints/                    see checkpoint.py
         tensorboard/
         model/                          at the end: Hugging Face format, for from_pretrained (an adapter under LoRA)
@@ -51,12 +51,7 @@ class _Inside:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """The files of a run; use ``create_run_folder`` or ``open_run_folder``.
-
-    Example:
-        >>> RunFolder(Path("runs/quickstart")).metrics.as_posix()
-        'runs/quickstart/metrics.jsonl'
-    """
+    """The files of a run; use ``create_run_folder`` or ``open_run_folder``."""
 
     path: Path
 
@@ -176,8 +171,6 @@ class RunFolder:
         Rows of this block and of later ones, which a resumed run samples again, are replaced.
 
         Args:
-            block: number, from 1.
-            groups: all of them, also those that are not trained on.
             advantages: one a completion, by group; None for completions without one.
 
         Raises:
@@ -246,7 +239,6 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
     """Create ``root/name``; the folder of a failed start is reused.
 
     Args:
-        root: folder of run folders; created if missing.
         unique: if the name is taken, use ``name-2``, ``name-3``, ...
 
     Raises:

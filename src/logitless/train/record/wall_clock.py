@@ -21,7 +21,6 @@ class WallClock:
 
     Args:
         imports: seconds from the start of the process until now.
-        clock: a monotonic clock.
 
     Example:
         >>> now = iter([0.0, 1.0, 3.0, 7.0, 8.0, 9.0])

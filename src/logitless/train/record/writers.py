@@ -37,14 +37,7 @@ class TensorBoardWriter:
     """Scalars in event files under ``folder``, read by ``tensorboard --logdir runs``.
 
     Args:
-        folder: of the event files.
         first_step: steps done before a resume; TensorBoard hides what an interrupted run wrote for later steps.
-
-    Example:
-        >>> import tempfile
-        >>> writer = TensorBoardWriter(Path(tempfile.mkdtemp()))
-        >>> writer.write({"step": 1, "reward/mean": 0.5})
-        >>> writer.close()
     """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
@@ -79,9 +72,6 @@ class ServiceWriter:
     """Scalars to Weights & Biases or trackio, which share one interface.
 
     Args:
-        section: of the recipe.
-        run_name: name of the run at the service, unless the section has one.
-        config: the resolved recipe as plain values.
         folder: the run folder; Weights & Biases keeps its local files in it.
         run_id: of the run at the service, for a resume; None for a new one.
 
@@ -120,9 +110,6 @@ class MlflowWriter:
     """Scalars to MLflow, and the recipe as parameters and as a file.
 
     Args:
-        section: of the recipe.
-        run_name: name of the run at MLflow, unless the section has one.
-        config: the resolved recipe as plain values.
         run_id: of the run at MLflow, for a resume; None for a new one.
 
     Attributes:
@@ -164,19 +151,8 @@ def open_writers(
 ) -> tuple[Writer, ...]:
     """Open the writers of a recipe, in its order. Ids of runs at services are kept in the run folder for a resume.
 
-    Args:
-        folder: of the run; gives its name, and the place of TensorBoard's event files.
-        config: the resolved recipe as plain values.
-        first_step: steps done before a resume.
-
     Raises:
         UnavailableError: a named package is not installed; nothing was started.
-
-    Example:
-        >>> import tempfile
-        >>> from logitless.train.recipe.writers import TensorBoardSection
-        >>> (writer,) = open_writers([TensorBoardSection()], folder=RunFolder(Path(tempfile.mkdtemp())), config={})
-        >>> writer.close()
     """
     check_writers(sections)
     kept: dict[str, str] = json.loads(folder.writers.read_text()) if folder.writers.exists() else {}
@@ -201,10 +177,6 @@ def check_writers(sections: Sequence[WriterSection]) -> None:
 
     Raises:
         UnavailableError: a named package is not installed.
-
-    Example:
-        >>> from logitless.train.recipe.writers import TensorBoardSection
-        >>> check_writers([TensorBoardSection()])
     """
     for section in sections:
         if section.name != "tensorboard":

@@ -7,7 +7,8 @@ from typing import Any
 
 from logitless.errors import ConfigurationError
 from logitless.train.record.run_folder import open_run_folder
-from logitless.train.report.page import Curves, Recorded, grid_of, table_of, write_document
+from logitless.train.report.cards import Curves, grid_of, table_of, write_document
+from logitless.train.report.page import Recorded
 from logitless.train.report.plots import COLOURS
 
 _COMPARED = """
@@ -25,13 +26,6 @@ Time | second, exact | time/elapsed_seconds | Of all phases so far.
 
 def write_comparison(run_folders: Sequence[Path], out: Path) -> Path:
     """Write one self-contained page that compares runs.
-
-    Args:
-        run_folders: two or more, finished or not.
-        out: the page.
-
-    Returns:
-        ``out``.
 
     Raises:
         ConfigurationError: fewer than two runs, more than there are colours, or a folder without a run.

@@ -6,7 +6,6 @@ Each plot has a table of its values. Some sampled groups have a section of their
 Everything is read from the run folder; what a run did not record has no plot. Prompts and completions are escaped.
 """
 
-import base64
 import html
 import json
 import math
@@ -20,31 +19,23 @@ from typing import Any, get_args
 import yaml
 
 from logitless.train.collect.failures import in_a_line
-from logitless.train.record.live_view import duration, imitates
+from logitless.train.record.live_view import duration
 from logitless.train.record.metrics import metric_of
 from logitless.train.record.result import ENDS, exported_in_words
 from logitless.train.record.rollout_data import turns
 from logitless.train.record.run_folder import RunFolder, open_run_folder
-from logitless.train.report.plots import Line, Number, bar_plot, heat_map, line_plot
-from logitless.train.store.atomic import write_atomically
+from logitless.train.report.cards import Curves, card_of, grid_of, short, table_of, write_document
+from logitless.train.report.plots import Line, Number, bar_plot, heat_map
 from logitless.types import Verdict, VerdictStatus
 
 _MAX_COMPLETION_CHARACTERS = 1500
 _GROUP_CHARACTERS = 6000
 _GROUP_BLOCKS, _GROUPS_OF_BLOCK = 5, 4
-_TABLE_ROWS = 25
 _HISTOGRAM_BINS = 12
-_BEFORE, _AFTER = Path(__file__).with_name("page.html").read_text("utf-8").split("BODY")
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write ``report.html`` into a run folder.
-
-    Args:
-        run_folder: of a run that is finished, stopped, crashed or still going on.
-
-    Returns:
-        Where the page is.
+    """Write ``report.html`` into a run folder, of a run in any state; returns its path.
 
     Raises:
         ConfigurationError: there is no run in the folder.
@@ -62,12 +53,6 @@ def write_report(run_folder: Path) -> Path:
     folder = open_run_folder(run_folder)
     write_document(folder.report, folder.path.name, _sections(folder))
     return folder.report
-
-
-def write_document(path: Path, title: str, sections: Iterable[str]) -> None:
-    """Write a page of sections, each of them HTML."""
-    text = f"{_BEFORE.replace('TITLE', html.escape(title))}{''.join(sections)}{_AFTER}"
-    write_atomically(path, text.encode("utf-8", errors="replace"))
 
 
 def _sections(folder: RunFolder) -> list[str]:
@@ -95,9 +80,6 @@ class Recorded:
     """The records of a run, without its completions.
 
     Args:
-        name: of its folder.
-        config: its recipe.
-        records: lines of metrics.
         summary: empty if the run has not ended.
     """
 
@@ -175,7 +157,7 @@ class Recorded:
         known = any(y is not None for _, y in points)
         return [Line(label, tuple(x for x, _ in points), tuple(y for _, y in points))] if known else []
 
-    def lines(self, curves: "Curves") -> list[Line]:
+    def lines(self, curves: Curves) -> list[Line]:
         """The lines of a plot, for those of its metrics that the run has."""
         return [line for metric, label in curves.labels.items() for line in self.line(metric, label)]
 
@@ -187,6 +169,12 @@ def _mapping(text: str) -> dict[str, Any]:
     except yaml.YAMLError:
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def _imitates(config: Mapping[str, Any]) -> bool:
+    """``Recipe.imitates`` of a config that may be damaged."""
+    algorithm = config.get("algorithm") or {}
+    return (algorithm.get("surrogate") or {}).get("name", algorithm.get("preset")) == "nll"
 
 
 def _target(config: Mapping[str, Any]) -> Number | None:
@@ -232,13 +220,13 @@ class _Rollouts:
         self.first = self.first or self.last
 
 
-def _extremes(rows: Sequence[Mapping[str, Any]], num_prompts: int = 3) -> list[dict[str, Any]]:
-    """The best and the worst completion of the first prompts."""
+def _extremes(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The best and the worst completion of the first three prompts."""
     groups: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
         groups[row["prompt_id"]].append(row)
     shown = []
-    for group in list(groups.values())[:num_prompts]:
+    for group in list(groups.values())[:3]:
         scored = sorted((row for row in group if row["reward"] is not None), key=lambda row: -row["reward"]) or group
         shown += [dict(row) for row in ([scored[0]] if len(scored) == 1 else [scored[0], scored[-1]])]
     return shown
@@ -267,55 +255,6 @@ def _tiles(run: Recorded) -> str:
         value = f"<div class=value>{start}{html.escape(after)}</div>"
         tiles += f"<div class=tile>{value}<div>{html.escape(label)}</div></div>" if after else ""
     return f"<section class=tiles>{tiles}</section>"
-
-
-@dataclass(frozen=True)
-class Curves:
-    """One plot over the optimizer steps.
-
-    Args:
-        title, caption, y_label: of the plot.
-        labels: what each metric is called in it.
-        kinds: ``whole``: y from 0 to 1; ``exact``: not smoothed, because it has no sampling noise; ``log``.
-    """
-
-    title: str
-    caption: str
-    y_label: str
-    labels: Mapping[str, str]
-    kinds: frozenset[str] = frozenset()
-
-    @classmethod
-    def listed(cls, table: str) -> "list[Curves]":
-        """Parse a table with lines of title | y label, kinds | metric label, metric label | caption.
-
-        An indented line continues the last.
-
-        Example:
-            >>> Curves.listed("Rate | rate, exact | optimizer/learning_rate of AdamW | Of each step.")[0].labels
-            {'optimizer/learning_rate': 'of AdamW'}
-        """
-        found = []
-        for line in table.strip().replace("\n    ", " ").splitlines():
-            title, y, metrics, caption = line.split(" | ", maxsplit=3)
-            y_label, *kinds = y.split(", ")
-            labels = {metric: label for metric, _, label in (each.partition(" ") for each in metrics.split(", "))}
-            found.append(cls(title, caption, y_label, labels, frozenset(kinds)))
-        return found
-
-    def card(self, lines: Sequence[Line], **options: Any) -> str:
-        """A plot of lines with a table of values; empty without lines.
-
-        Args:
-            lines: over the optimizer steps.
-            options: further ones of ``line_plot``.
-        """
-        if not lines:
-            return ""
-        options |= {"unit_interval": "whole" in self.kinds, "log": "log" in self.kinds}
-        smooth = "exact" not in self.kinds
-        plot = line_plot(lines, x_label="optimizer step", y_label=self.y_label, smooth=smooth, **options)
-        return _card(self.title, self.caption, plot, _values(lines))
 
 
 _LIKELIHOOD = """
@@ -368,7 +307,7 @@ def _curves(run: Recorded) -> str:
         {"reward/mean": "total"} | {name: name.split("/")[1] for name in several},
     )
     cards = []
-    imitated = _LIKELIHOOD if imitates(run.config) else ""
+    imitated = _LIKELIHOOD if _imitates(run.config) else ""
     for curves in (reward, *_of_sources(names), *_of_held_out(names), *Curves.listed(imitated + _CURVES)):
         level = ("target", target) if target is not None and curves.title == "KL to the reference" else None
         moment = best if curves.title == "Held-out accuracy" else None
@@ -407,12 +346,12 @@ def _over_blocks(rollouts: _Rollouts) -> str:
     for column, by_block in rollouts.rewards.items():
         if column == "reward" or several:
             title = "Rewards over time" if column == "reward" else f"Scores of {column.partition('/')[2]} over time"
-            cards.append(_card(title, "Each column is the histogram of one block.", _histograms(by_block)))
+            cards.append(card_of(title, "Each column is the histogram of one block.", _histograms(by_block)))
     if rollouts.passed:
         rates = [[by_block.get(block) for block in rollouts.blocks] for by_block in rollouts.passed.values()]
         names = list(rollouts.passed)
         plot = heat_map(rates, x=rollouts.blocks, y_label="", y_names=names, value_label="pass rate")
-        cards.append(_card("Constraints over time", "Pass rate of each constraint in each block.", plot))
+        cards.append(card_of("Constraints over time", "Pass rate of each constraint in each block.", plot))
     return grid_of("Blocks", cards)
 
 
@@ -441,7 +380,7 @@ def _cost(run: Recorded) -> str:
     seconds = run.summary.get("seconds")
     cards = [
         *(curves.card(run.lines(curves)) for curves in Curves.listed(_THROUGHPUT)),
-        _card(
+        card_of(
             "Time by phase",
             "Seconds of the whole run, from the start of its process; writing this report is not among them.",
             bar_plot(seconds, x_label="seconds") if isinstance(seconds, dict) and seconds else None,
@@ -472,8 +411,8 @@ def _samples(rollouts: _Rollouts) -> str:
             str(row["block"]),
             row["prompt"],
             _shortened(_as_text(row), _MAX_COMPLETION_CHARACTERS),
-            _short(row["reward"]),
-            _short(row["advantage"]),
+            short(row["reward"]),
+            short(row["advantage"]),
             f"{row['num_tokens']}" + (" (cut)" if row["finish_reason"] == "length" else ""),
         ]
         for row in chosen
@@ -515,7 +454,7 @@ def _rewards_in_words(group: Sequence[Mapping[str, Any]]) -> str:
     if not rewards:
         return "no reward"
     low, high = min(rewards), max(rewards)
-    return f"rewards {_short(low)}" if low == high else f"rewards {_short(low)} to {_short(high)}"
+    return f"rewards {short(low)}" if low == high else f"rewards {short(low)} to {short(high)}"
 
 
 def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
@@ -524,13 +463,13 @@ def _group_page(name: str, group: Sequence[Mapping[str, Any]]) -> str:
     cards = []
     for row in ranked:
         facts = [
-            f"reward {_short(row['reward'])}",
-            f"advantage {_short(row['advantage'])}",
+            f"reward {short(row['reward'])}",
+            f"advantage {short(row['advantage'])}",
             f"{row['num_tokens']} tokens",
         ]
         facts += ["cut at the limit"] if row["finish_reason"] == "length" else []
         said = [
-            f"{function}: {verdict['status']} {_short(verdict['score'])}"
+            f"{function}: {verdict['status']} {short(verdict['score'])}"
             for function, verdict in json.loads(row["verdicts"]).items()
         ]
         cards.append(
@@ -554,44 +493,6 @@ def _conversation(row: Mapping[str, Any]) -> str:
         kind = "policy" if role == "assistant" else "other"
         said.append(f'<div class="turn {kind}"><b>{html.escape(role)}</b>{shown}</div>' if role else shown)
     return "".join(said)
-
-
-def _values(lines: Sequence[Line]) -> str:
-    """A folded table of the lines' values, at no more than ``_TABLE_ROWS`` steps."""
-    by_line = [dict(zip(line.x, line.y, strict=True)) for line in lines]
-    steps = sorted({step for values in by_line for step in values})
-    if len(steps) > _TABLE_ROWS:
-        last = len(steps) - 1
-        steps = [steps[round(last * row / (_TABLE_ROWS - 1))] for row in range(_TABLE_ROWS)]
-    rows = [[f"{step:g}", *(_short(values.get(step)) for values in by_line)] for step in steps]
-    table = table_of(["step", *(line.label for line in lines)], rows)
-    return f"<details class=values><summary>values</summary>{table}</details>"
-
-
-def _card(title: str, caption: str, plot: str | None, below: str = "") -> str:
-    if plot is None:
-        return ""
-    source = base64.b64encode(plot.encode()).decode()
-    title, caption = html.escape(title), html.escape(caption)
-    return (
-        f"<figure><h3>{title}</h3><figcaption>{caption}</figcaption>"
-        f'<img alt="{title}" src="data:image/svg+xml;base64,{source}">{below}</figure>'
-    )
-
-
-def grid_of(title: str, cards: Iterable[str]) -> str:
-    drawn = "".join(cards)
-    return f"<section><h2>{html.escape(title)}</h2><div class=grid>{drawn}</div></section>" if drawn else ""
-
-
-def table_of(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in names)
-    body = "".join(f"<tr>{''.join(f'<td><div>{html.escape(cell)}</div></td>' for cell in row)}</tr>" for row in rows)
-    return f"<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
-
-
-def _short(value: Number | None) -> str:
-    return "–" if value is None else f"{value:.3g}"
 
 
 def _shortened(text: str, limit: int) -> str:

@@ -44,12 +44,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Line:
-    """A curve of a plot: points in the order of x; a y that is None or not finite is a gap.
-
-    Example:
-        >>> Line("reward", (1, 2), (0.5, None)).label
-        'reward'
-    """
+    """A curve of a plot: points in the order of x; a y that is None or not finite is a gap."""
 
     label: str
     x: tuple[Number, ...]
@@ -67,19 +62,15 @@ def line_plot(
     unit_interval: bool = False,
     smooth: bool = True,
 ) -> str:
-    """Curves over a common axis.
+    """Curves over a common axis, as an ``<svg>`` document.
 
     Args:
         lines: at least one. Long ones are averaged over equal stretches.
-        x_label, y_label: of the axes.
         level: a label and the height of a horizontal line.
         moment: a label and the place on the x axis of a vertical line.
         log: logarithmic y axis, if there is a positive value.
         unit_interval: y from 0 to 1.
         smooth: draw long lines faint, with their running mean over them; for noisy metrics.
-
-    Returns:
-        An ``<svg>`` document.
 
     Example:
         >>> line_plot([Line("reward", (1, 2), (0.5, 1))], x_label="step", y_label="reward").count("<svg")
@@ -123,18 +114,15 @@ def heat_map(
     y_names: Sequence[str] | None = None,
     value_label: str,
 ) -> str:
-    """A heat map over blocks. The first row is at the bottom for ``y_edges`` and at the top for ``y_names``.
+    """A heat map over blocks, as an ``<svg>`` document.
+
+    The first row is at the bottom for ``y_edges`` and at the top for ``y_names``.
 
     Args:
         rows: of ``len(x)`` values in [0, 1]; None is blank.
         x: numbers of blocks, ascending; long ones are averaged over equal stretches.
-        y_label: of the other axis.
         y_edges: ``len(rows) + 1`` numbers between which the rows lie; or
         y_names: one name a row.
-        value_label: of the colours.
-
-    Returns:
-        An ``<svg>`` document.
 
     Example:
         >>> svg = heat_map([[0.5, None]], x=[1, 2], y_label="", y_names=["a"], value_label="rate")
@@ -164,7 +152,7 @@ def heat_map(
 
 
 def bar_plot(values: Mapping[str, Number], *, x_label: str) -> str:
-    """A horizontal bar for each name, the longest first.
+    """A horizontal bar for each name, the longest first, as an ``<svg>`` document.
 
     Example:
         >>> bar_plot({"rollout": 3.0, "training": 1.0}, x_label="seconds").count("<svg")

@@ -16,13 +16,6 @@ def write_atomically(path: Path, content: bytes) -> None:
 
     Raises:
         TrainingError: the disk is full or not writable; the old file is unchanged.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "summary.json"
-        >>> write_atomically(path, b"{}")
-        >>> path.read_text()
-        '{}'
     """
     partial = path.with_name(f".{path.name}.partial")
     try:
@@ -40,7 +33,6 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
     """Write a folder that appears whole or not at all; an existing one is replaced.
 
     Args:
-        path: of the folder.
         write: fills an empty folder.
 
     Raises:

@@ -18,7 +18,6 @@ A tensor may be stored in pieces, in several files: of several ranks each writes
 import hashlib
 import json
 import math
-import random
 import re
 import shutil
 import threading
@@ -27,29 +26,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from logitless.distributed.sharding import is_sharded, local_part, part_of, sharded_like, start_and_shape
+from logitless.distributed.sharding import is_sharded, local_part, start_and_shape
 from logitless.errors import CheckpointError
-from logitless.train.optim.eight_bit import PARTS, packed_moment, parts_of
 from logitless.train.store.atomic import cannot_write, flush, write_flushed
-from logitless.train.store.tensor_files import dtype_name, num_bytes, read_places, read_tensor, write_tensors
+from logitless.train.store.tensor_files import dtype_name, read_places, read_tensor, write_tensors
 
 SCHEMA_NUMBER = 2
-"""Schema of the folder. 1 was a Hugging Face folder, named after its step, with the rest of the state beside it."""
+"""Schema of the folder."""
 
 LARGEST_FILE = 2**30
 """Most bytes of tensors in a file; a larger tensor has a file of its own."""
 
 _FOLDER = re.compile(r"block-(\d+)-step-(\d+)")
-_FOLDER_1 = re.compile(r"step-(\d+)")
 _SAVING, _REMOVING = ".saving-", ".removing-"
-
-
-def nothing() -> None:
-    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +49,6 @@ class Checkpoint:
     """A checkpoint to read from.
 
     Args:
-        folder: of the checkpoint.
         tensors: by name; each is read, and its checksum checked, when it is asked for.
         state: everything else.
     """
@@ -76,10 +67,6 @@ class BackgroundSaver:
     """Writes checkpoints in a thread, while the run samples and scores the next block.
 
     Tensors are not copied first: call ``wait`` before anything that changes them, such as an optimizer step.
-
-    Args:
-        root: the run's checkpoint folder.
-        keep: checkpoints left after each save.
 
     Example:
         >>> import tempfile
@@ -103,15 +90,12 @@ class BackgroundSaver:
         tensors: Mapping[str, Tensor],
         state: Mapping[str, Any],
         best: str | None = None,
-        settle: Callable[[], None] = nothing,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         """Begin to write; ``state`` may change afterwards, tensors may not.
 
         Args:
-            block: finished blocks.
-            step: optimizer steps done.
             tensors: on any device; one at a time is copied to the host.
-            state: as JSON.
             best: name of a checkpoint that is kept, however many come after it.
             settle: called in the thread before the folder appears; may wait for what the checkpoint relies on.
 
@@ -192,12 +176,7 @@ def reading_stream(tensors: Mapping[str, Tensor]) -> torch.cuda.Stream | None:
 
 
 def checkpoints(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first.
-
-    Example:
-        >>> checkpoints(Path("/nonexistent"))
-        []
-    """
+    """Complete checkpoints, oldest first."""
     found = [(age, path) for path in root.glob("*") if path.is_dir() and (age := _age(path.name)) is not None]
     return [path for _, path in sorted(found)]
 
@@ -209,8 +188,7 @@ def is_first(folder: Path) -> bool:
         >>> is_first(Path("block-000000-step-000000")), is_first(Path("block-000001-step-000004"))
         (True, False)
     """
-    age = _age(folder.name)
-    return age is not None and max(age) <= 0
+    return folder.name == folder_name(0, 0)
 
 
 def clear_remains(root: Path) -> None:
@@ -243,13 +221,6 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: its files are damaged, or a later version wrote it.
     """
     try:
-        if _FOLDER_1.fullmatch(folder.name):
-            raise CheckpointError(
-                needed=f"a checkpoint of schema {SCHEMA_NUMBER}",
-                given=f"schema 1 in {folder}",
-                remedy="Continue with the version of logitless that wrote it, or start a run of another name from its "
-                f"weights: model.source={folder / 'model'}.",
-            )
         index = json.loads((folder / "index.json").read_bytes())
         if index["schema_number"] != SCHEMA_NUMBER:
             raise CheckpointError(
@@ -269,7 +240,6 @@ class StoredTensors(Mapping[str, Tensor]):
     """The tensors of a checkpoint; each is read, and its checksum checked, when it is asked for.
 
     Args:
-        folder: of the checkpoint.
         index: each tensor's ``dtype``, ``shape`` and ``pieces``; a piece has ``file``, ``start`` (its first index in
             each dimension), ``shape`` and ``sha256``.
 
@@ -326,117 +296,10 @@ class StoredTensors(Mapping[str, Tensor]):
         return len(self._index)
 
 
-def parameter_tensors(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, nn.Parameter]:
-    """Trained parameters as ``parameter/<name>``; frozen ones are left out.
-
-    Example:
-        >>> sorted(parameter_tensors(dict(nn.Linear(2, 2).named_parameters())))
-        ['parameter/bias', 'parameter/weight']
-    """
-    return {f"parameter/{name}": p for name, p in parameters.items() if p.requires_grad}
-
-
-def restore_parameters(parameters: Mapping[str, nn.Parameter], tensors: Mapping[str, Tensor]) -> None:
-    """Load ``parameter_tensors`` into the parameters, one at a time.
-
-    Raises:
-        CheckpointError: the checkpoint is of another model.
-    """
-    trained = parameter_tensors(parameters)
-    stored = {name for name in tensors if name.startswith("parameter/")}
-    if trained.keys() != stored:
-        differ = sorted(name.partition("/")[2] for name in trained.keys() ^ stored)
-        raise CheckpointError(
-            needed="a checkpoint with exactly the weights that are trained",
-            given=f"one that differs in {', '.join(differ[:5])}{' ...' if len(differ) > 5 else ''}",
-            remedy="Resume with the recipe, the model and the versions of packages that the run was started with.",
-        )
-    with torch.no_grad():
-        for name, parameter in trained.items():
-            value = tensors[name]
-            if value.shape != parameter.shape or value.dtype != parameter.dtype:
-                raise CheckpointError(
-                    needed=f"{name.partition('/')[2]} of shape {tuple(parameter.shape)} in {parameter.dtype}",
-                    given=f"{tuple(value.shape)} in {value.dtype}",
-                    remedy="Resume with the recipe and the model that the run was started with.",
-                )
-            local_part(parameter).copy_(part_of(value, parameter))
-
-
-def optimizer_tensors(parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state as ``optimizer/<parameter>/<key>``; 8-bit state as several tensors."""
-    return {
-        f"optimizer/{name}/{key}{part}": tensor
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-        for part, tensor in parts_of(value).items()
-    }
-
-
-def restore_optimizer(
-    parameters: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
-    """Load ``optimizer_tensors``, one at a time, to the devices where AdamW keeps them."""
-    for name in tensors:
-        kind, _, rest = name.partition("/")
-        if kind == "optimizer":
-            parameter_name, _, key = rest.rpartition("/")
-            parameter = parameters[parameter_name]
-            key, packed, _ = key.partition(".")
-            if packed:
-                if key not in optimizer.state[parameter]:
-                    whole = name.rpartition(".")[0]
-                    parts = {f".{part}": tensors[f"{whole}.{part}"] for part in PARTS}
-                    optimizer.state[parameter][key] = packed_moment(key, parts, parameter)
-                continue
-            on_host = key == "step" and not optimizer.defaults.get("fused")
-            value = tensors[name]
-            if value.shape == parameter.shape:
-                optimizer.state[parameter][key] = sharded_like(value, parameter)
-            else:
-                optimizer.state[parameter][key] = value if on_host else value.to(parameter.device)
-
-
-def random_tensors() -> dict[str, Tensor]:
-    """State of torch's and NumPy's global generators, which code of others may use."""
-    _, keys, *_ = _numpy_state()
-    states = {"random/torch": torch.get_rng_state(), "random/numpy": torch.tensor(keys.tolist())}
-    if torch.cuda.is_available():
-        states["random/cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def random_state() -> dict[str, Any]:
-    """State of Python's global generator, and the scalars of NumPy's."""
-    _, _, pos, has_gauss, of_numpy = _numpy_state()
-    version, internal, gauss = random.getstate()
-    scalars = {"pos": int(pos), "has_gauss": int(has_gauss), "gauss": float(of_numpy)}
-    return {"python": [version, list(internal), gauss], "numpy": scalars}
-
-
-def _numpy_state() -> Any:
-    return np.random.get_state()
-
-
-def restore_random(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> None:
-    """Restore ``random_tensors`` and ``random_state``."""
-    torch.set_rng_state(tensors["random/torch"])
-    if "random/cuda" in tensors and torch.cuda.is_available():
-        torch.cuda.set_rng_state(tensors["random/cuda"])
-    version, internal, gauss = state["python"]
-    random.setstate((version, tuple(internal), gauss))
-    scalars = state["numpy"]
-    keys = tensors["random/numpy"].numpy().astype(np.uint32)
-    np.random.set_state(("MT19937", keys, scalars["pos"], scalars["has_gauss"], scalars["gauss"]))
-
-
 def _age(name: str) -> tuple[int, int] | None:
-    """Sort key of a checkpoint's folder, (blocks, steps), with schema 1 first; None for other folders."""
-    if found := _FOLDER.fullmatch(name):
-        return int(found[1]), int(found[2])
-    if found := _FOLDER_1.fullmatch(name):
-        return -1, int(found[1])
-    return None
+    """Sort key of a checkpoint's folder, (blocks, steps); None for other folders."""
+    found = _FOLDER.fullmatch(name)
+    return None if found is None else (int(found[1]), int(found[2]))
 
 
 def folder_name(block: int, step: int) -> str:
@@ -470,11 +333,6 @@ def create_partial(final: Path) -> None:
 
 def write_pieces(folder: Path, tensors: Mapping[str, Tensor], *, prefix: str = "tensors") -> dict[str, Any]:
     """Write tensors, of sharded ones the local shard, to new files.
-
-    Args:
-        folder: exists.
-        tensors: by name.
-        prefix: of the files' names.
 
     Returns:
         The index's entry for each tensor: dtype, shape of the whole, and the piece that was written.
@@ -534,10 +392,10 @@ def _files(tensors: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of the tensors in each file, in order."""
     files, size = list[list[str]](), 0
     for name, tensor in tensors.items():
-        size += num_bytes(tensor)
+        size += tensor.nbytes
         if not files or size > LARGEST_FILE:
             files.append([])
-            size = num_bytes(tensor)
+            size = tensor.nbytes
         files[-1].append(name)
     return files
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from logitless.errors import ConfigurationError, TrainingError
+from logitless.errors import ConfigurationError
+from logitless.train.store.atomic import cannot_write
 
 LOCK = "lock.json"
 
@@ -45,11 +46,7 @@ def locked(folder: Path) -> Iterator[None]:
         except Timeout:
             raise _taken(path, _owner(path)) from None
         except OSError as error:
-            raise TrainingError(
-                needed=f"room and permission to write {path}",
-                given=str(error),
-                remedy="Free disk space or choose another `output`.",
-            ) from error
+            raise cannot_write(path, error) from error
         stack.callback(path.unlink, missing_ok=True)
         yield
 

@@ -33,8 +33,6 @@ class SharedSaver(BackgroundSaver):
 
     Args:
         root: the run's checkpoint folder, which all ranks see.
-        keep: checkpoints left after each save.
-        ranks: of the run.
     """
 
     def __init__(self, root: Path, *, keep: int, ranks: Ranks) -> None:

@@ -23,12 +23,7 @@ def stored_block(block: ScoredBlock) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> ScoredBlock:
-    """The block that ``stored_block`` took apart.
-
-    Args:
-        tensors: may have others too.
-        state: from JSON, which has lists in place of tuples.
-    """
+    """The block that ``stored_block`` took apart."""
     of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
     return _built(ScoredBlock, _PREFIX, {**of_block, **tuples(state)})
 

@@ -39,14 +39,8 @@ class Place:
     """Where a tensor is in a file.
 
     Args:
-        dtype: of the tensor.
-        shape: of the tensor.
         start: offset of its first byte in the file.
         num_bytes: its size.
-
-    Example:
-        >>> Place(torch.float32, (2, 3), start=128, num_bytes=24).num_bytes
-        24
     """
 
     dtype: torch.dtype
@@ -56,31 +50,12 @@ class Place:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a dtype.
-
-    Example:
-        >>> dtype_name(torch.bfloat16)
-        'BF16'
-    """
+    """The format's name of a dtype."""
     return _NAMES[dtype]
-
-
-def num_bytes(tensor: Tensor) -> int:
-    """Bytes of a tensor's numbers.
-
-    Example:
-        >>> num_bytes(torch.zeros(2, 3))
-        24
-    """
-    return tensor.numel() * tensor.element_size()
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Write a safetensors file and flush it to disk; the host holds a copy of one tensor at most.
-
-    Args:
-        path: of the file.
-        tensors: on any device.
 
     Returns:
         The SHA-256 of each tensor's numbers.
@@ -98,7 +73,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """
     header, end = dict[str, object](), 0
     for name, tensor in tensors.items():
-        start, end = end, end + num_bytes(tensor)
+        start, end = end, end + tensor.nbytes
         header[name] = {"dtype": dtype_name(tensor.dtype), "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

@@ -4,8 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from logitless.data.packing import Packing, plan_epoch
-from logitless.data.shares import rows_by_rank
+from logitless.data.packing import Packing, plan_epoch, rows_by_rank
 from logitless.types import PackedInputs
 
 LIMIT = 20
