@@ -25,6 +25,7 @@ Numbers: TypeAlias = np.ndarray | Sequence[Any]
 
 VerdictStatus = Literal["graded", "ungradable", "error", "timeout", "missing"]
 FinishReason = Literal["stop", "length"]
+Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
 
 
 def read_only(array: np.ndarray) -> np.ndarray:

@@ -7,11 +7,14 @@ import os
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
-from logitless.cli.main import main
+from logitless.cli.main import COMMANDS, main
+
+RECIPES = Path(__file__).parents[2] / "recipes"
 
 READ_BACK = """
 import os, sys
@@ -60,6 +63,47 @@ def test_help_of_train_and_a_recipe_that_cannot_be_read_need_no_torch(arguments,
     assert said in done.stdout + done.stderr
     assert " logitless.train.recipe.reading\n" in done.stderr
     assert " torch\n" not in done.stderr
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS.keys() - {"bench"}))
+def test_help_of_a_command_needs_neither_torch_nor_transformers(command):
+    done = subprocess.run([sys.executable, "-c", HELP, command], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"usage: logitless {command} " in done.stdout
+
+
+HELP = """
+import sys
+from logitless.cli.main import main
+try:
+    main([sys.argv[1], "--help"])
+finally:
+    assert not {"torch", "transformers"} & sys.modules.keys()
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "change", "said"),
+    [
+        (["train"], "train.blokcs=3", "nearest: 'train.blocks'"),
+        (["train", "--dry-run"], "train.blocks=x", "needs to be a whole number, not 'x'"),
+        (["plan", "--gpus", "8"], "train.blokcs=3", "nearest: 'train.blocks'"),
+    ],
+)
+def test_a_recipe_with_a_wrong_key_or_value_is_refused_before_transformers_is_imported(words, change, said):
+    command = [sys.executable, "-c", REFUSED, *words, str(RECIPES / "quickstart.yaml"), "--set", change]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr
+
+
+REFUSED = """
+import sys
+from logitless.cli.main import main
+assert main(sys.argv[1:]) == 2
+assert "logitless.train.recipe.config" in sys.modules
+assert not {"transformers", "torch._dynamo"} & sys.modules.keys()
+"""
 
 
 def test_without_a_command_it_shows_what_to_begin_with(capsys):

@@ -15,8 +15,9 @@ from logitless.cli.output import program
 from logitless.cli.train import _command
 from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import plan_of
-from logitless.train.recipe.loading import load_recipe
+from logitless.train.recipe.loading import load_recipe, parse_recipe
 from tests.train.interrupting import at_step, stop_at
+from tests.train.tiny import tiny_raw
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
@@ -58,18 +59,21 @@ def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_
     monkeypatch, tmp_path, arguments, device
 ):
     devices, seen = list[str](), list[tuple[bool, bool]]()
+    recipe = parse_recipe(tiny_raw(tmp_path))
 
     def context(name):
         devices.append(name)
         return nullcontext()
 
-    def load(*_):
+    def begin(*_, **__):
         seen.append((gc.isenabled(), gc.get_freeze_count() > 100_000))
         raise ConfigurationError(needed="a test", given="this", remedy="None.")
 
     (tmp_path / "recipe.yaml").write_text("model: {source: x/y}\n")
     monkeypatch.setattr("logitless.cli.train.cuda_context", context)
-    monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", load)
+    monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", lambda *_: recipe)
+    monkeypatch.setattr("logitless.train.entry.train", begin)
+    monkeypatch.setattr("logitless.cli.train._planned", begin)
     assert main(["train", str(tmp_path / "recipe.yaml"), *arguments]) == 2
     assert devices == [device]
     assert seen == [(True, True)]

@@ -7,11 +7,11 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def served(model, folder, *options, cwd=None):
+def served(model, folder, *options, program=("-m", "logitless.cli.main"), **pipes):
     """Its process and URL; killed at the end."""
-    command = [sys.executable, "-m", "logitless.cli.main", "serve-tinker", str(model), "--port", "0"]
+    command = [sys.executable, *program, "serve-tinker", str(model), "--port", "0"]
     command += ["--folder", str(folder), *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ), cwd=cwd) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=dict(os.environ), **pipes) as process:
         try:
             yield process, process.stdout.readline().strip()
         finally:

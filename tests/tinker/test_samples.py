@@ -10,6 +10,13 @@ from logitless.tinker.samples import request_of
 PROMPT = {"chunks": [{"tokens": [3, 4]}, {"tokens": [5]}]}
 SPARSE = {"data": [7, -1], "dtype": "int64", "shape": [2, 4], "sparse_col_indices": [0, 3]}
 
+FULL = {
+    "prompt": {"chunks": [{"tokens": [3] * 256}]},
+    "sampling_params": {"max_tokens": 1},
+    "prompt_logprobs": True,
+}
+"""What the SDK's compute_logprobs sends for a prompt that takes all positions."""
+
 
 def requested(**changed):
     asked = {"prompt": PROMPT, "sampling_params": {"max_tokens": 2}, "sampling_session_id": "", "seq_id": 0}
@@ -25,7 +32,14 @@ def targets(*data, shape=(2, 1), **more):
     [
         ({"prompt": {"chunks": []}}, "0 prompt tokens"),
         ({"prompt": {"chunks": [{"tokens": [99]}]}}, "0 to 10 are needed"),
-        ({"sampling_params": {"max_tokens": 254}}, "256 positions"),
+        ({"sampling_params": {"max_tokens": 254}}, "256 positions; lower max_tokens, or shorten the prompt"),
+        (
+            {"prompt": {"chunks": [{"tokens": [3] * 256}]}},
+            "max_tokens 2: the model has 256 positions; shorten the prompt",
+        ),
+        ({**FULL, "prompt_logprobs": False}, "max_tokens 1: the model has 256 positions; shorten the prompt"),
+        ({**FULL, "sampling_params": {"max_tokens": 2}}, "256 positions; shorten the prompt"),
+        ({**FULL, "prompt": {"chunks": [{"tokens": [3] * 257}]}}, "257 prompt tokens .*; shorten the prompt"),
         ({"sampling_params": {"stop": [99]}}, "stop: .* 0 to 10 are needed"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "less than the prompt"),
         ({"topk_prompt_logprobs": 12}, "the model has 11"),
@@ -50,6 +64,14 @@ def test_an_empty_list_of_stops_ignores_eos_tokens_too():
     assert requested(sampling_params={"stop": []}).options.ignore_eos
     assert not requested().options.ignore_eos
     assert not requested(sampling_params={"stop": [3]}).options.ignore_eos
+
+
+@pytest.mark.parametrize(
+    "changed", [{}, {"sampling_params": {}}, {"prompt_logprobs": False, "topk_prompt_logprobs": 1}]
+)
+def test_a_prompt_that_takes_all_positions_is_scored_without_a_sample(changed):
+    assert requested(**FULL | changed).only_scores
+    assert not requested(prompt_logprobs=True, sampling_params={"max_tokens": 1}).only_scores
 
 
 def test_a_seed_names_random_numbers_by_the_prompt_and_without_one_they_are_of_the_place():

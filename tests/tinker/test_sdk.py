@@ -56,8 +56,13 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def url(model, tmp_path_factory):
-    with served(model, tmp_path_factory.mktemp("saved"), "--name", "tiny", "--name", str(model)) as (_, found):
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def url(model, folder):
+    with served(model, folder, "--name", "tiny", "--name", str(model)) as (_, found):
         yield found
 
 
@@ -258,20 +263,99 @@ def test_a_program_that_goes_on_with_a_restarted_server_is_told_at_once(model, t
             assert told.value.status_code == 410
 
 
-def test_a_service_that_is_stopped_says_that_it_answers_the_call_under_way_and_does(model, tmp_path, capfd):
-    with served(model, tmp_path, "--name", "tiny") as (process, url), ThreadPoolExecutor(1) as thread:
+HELD = """
+import sys
+from pathlib import Path
+
+import torch
+
+from logitless.cli.main import main
+from logitless.tinker.trainer import Trainer
+
+begun, going_on, sample = Path(sys.argv.pop(1)), Path(sys.argv.pop(1)), Trainer.sample
+
+def held(*arguments):
+    begun.touch()
+    while not going_on.exists():
+        torch.ones(300, 300) @ torch.ones(300, 300)  # C++, as in a call that goes on
+    return sample(*arguments)
+
+Trainer.sample = held
+sys.exit(main())
+"""
+"""Runs the command line; calls for samples say by a file that they have begun, and go on when there is another."""
+
+
+@contextlib.contextmanager
+def asked_for_samples(model, folder):
+    """A service with a call under way, the file that lets it go on, and the future of the answer."""
+    begun, going_on = folder / "begun", folder / "going on"
+    program = ("-c", HELD, str(begun), str(going_on))
+    saved = served(model, folder / "saved", "--name", "tiny", program=program, stderr=subprocess.PIPE)
+    # The thread ends after the server, whose end ends a request.
+    with ThreadPoolExecutor(1) as thread, saved as (process, url):
         session = post(url, "create_session", {}).json()["session_id"]
         base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "tiny"}
         sampler = post(url, "create_sampling_session", base).json()["sampling_session_id"]
-        wanted = {"prompt": {"chunks": [{"tokens": TEXT}]}, "sampling_params": {"max_tokens": 4000, "stop": []}}
-        promise = post(url, "asample", {**wanted, "num_samples": 64, "sampling_session_id": sampler, "seq_id": 0})
+        wanted = {"prompt": {"chunks": [{"tokens": TEXT}]}, "sampling_params": {"max_tokens": 3, "stop": []}}
+        promise = post(url, "asample", {**wanted, "num_samples": 4, "sampling_session_id": sampler, "seq_id": 0})
         asked = thread.submit(post, url, "retrieve_future", promise_of(promise.json()))
-        time.sleep(0.5)  # the call has begun; it takes ten seconds and more
-        assert not asked.done()
+        while not begun.exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        yield process, going_on, asked
+
+
+def says_that_it_ends(process):
+    for line in process.stderr:
+        if "ends when the call under way is answered; Ctrl-C again ends it at once" in line:
+            return True
+    return False
+
+
+def test_a_service_that_is_stopped_says_that_it_answers_the_call_under_way_and_does(model, tmp_path):
+    with asked_for_samples(model, tmp_path) as (process, going_on, asked):
         process.send_signal(signal.SIGTERM)
-        assert len(pb.SampleResponse.FromString(asked.result().content).sequences) == 64
+        assert says_that_it_ends(process)
+        process.send_signal(signal.SIGTERM)  # as schedulers do
+        assert not asked.done()
+        going_on.touch()
+        assert len(pb.SampleResponse.FromString(asked.result().content).sequences) == 4
         assert process.wait(60) == 128 + signal.SIGTERM
-    assert "ends when the call under way is answered" in capfd.readouterr().err
+
+
+def test_a_second_ctrl_c_ends_a_service_at_once_and_quietly(model, tmp_path):
+    with asked_for_samples(model, tmp_path) as (process, _, asked):
+        process.send_signal(signal.SIGINT)
+        assert says_that_it_ends(process)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 128 + signal.SIGINT
+        assert process.stderr.read() == ""
+        with pytest.raises(httpx.TransportError):
+            asked.result(60)
+
+
+def test_a_second_service_of_a_folder_is_refused_before_it_loads_its_model(url, folder):
+    with served("no model", folder, "--name", "tiny", stderr=subprocess.PIPE) as (process, said):
+        assert process.wait(300) == 2
+        assert said == ""
+        assert re.search(
+            r"folder of checkpoints .* given process \d+ on .* name another --folder", process.stderr.read()
+        )
+    assert httpx.get(f"{url}/api/v1/healthz", headers=KEY).status_code == 200
+
+
+def test_a_prompt_that_takes_all_positions_of_the_model_is_scored(service):
+    trainer = trained(service)
+    sampler = made(trainer.save_weights_and_get_sampling_client())
+    whole = (TEXT * 1000)[:4096]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(whole)).result()
+    out = trainer.forward([operations.datum(whole, weights=1.0)], "cross_entropy").result()
+    assert len(scored) == 4096
+    assert scored[1:] == out.loss_fn_outputs[0]["logprobs"].tolist()
+    for length, said in ((4096, "shorten the prompt"), (4000, "lower max_tokens, or shorten the prompt")):
+        with pytest.raises(tinker.BadRequestError, match=f"max_tokens 200: the model has 4096 positions; {said}"):
+            sampler.sample(types.ModelInput.from_ints(whole[:length]), 1, types.SamplingParams(max_tokens=200)).result()
 
 
 def test_every_save_that_was_acknowledged_is_whole_after_a_kill_amid_others(model, tmp_path):

@@ -1,14 +1,15 @@
 """Checkpoints are whole folders below one folder."""
 
+import os
 import time
 from pathlib import Path
 
 import pytest
 import torch
 
-from logitless.errors import CheckpointError, InputError
+from logitless.errors import CheckpointError, ConfigurationError, InputError
 from logitless.tinker.adapter import Shape
-from logitless.tinker.store import Checkpoint, Store
+from logitless.tinker.store import Checkpoint, Store, opened
 
 
 class Config:
@@ -70,7 +71,8 @@ def test_what_was_saved_is_there_after_a_kill_between_the_renames(tmp_path):
     made = save(Store(tmp_path))
     place = Store(tmp_path).place(made.run, made.kind, made.name)
     place.rename(place.with_name(".a.old"))
-    assert Store(tmp_path).find(made.path) == made
+    with opened(tmp_path) as store:
+        assert store.find(made.path) == made
 
 
 def test_an_expired_checkpoint_is_deleted(tmp_path):
@@ -99,5 +101,17 @@ def test_what_a_killed_save_left_is_not_listed_and_goes_at_the_next_start(tmp_pa
     made = save(store)
     assert store.all("me") == [made]
     assert left.exists()
-    assert Store(tmp_path).all("me") == [made]
+    with opened(tmp_path) as store:
+        assert store.all("me") == [made]
     assert not left.exists()
+
+
+def test_a_folder_that_another_process_has_opened_is_refused_and_its_unfinished_saves_stay(tmp_path):
+    unfinished = tmp_path / "s-1:train:0" / "weights" / ".b.part"
+    with opened(tmp_path):
+        unfinished.mkdir(parents=True)
+        with pytest.raises(ConfigurationError, match=rf"process {os.getpid()} .* name another --folder"):
+            opened(tmp_path).__enter__()
+        assert unfinished.exists()
+    with opened(tmp_path):
+        assert not unfinished.exists()

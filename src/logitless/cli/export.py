@@ -3,15 +3,9 @@
 import argparse
 from pathlib import Path
 
-import torch
-
 from logitless.cli.arguments import add_checkpoint, add_run
+from logitless.cli.loading import loading
 from logitless.errors import ConfigurationError
-from logitless.train.export import check_form, check_target, export_policy
-from logitless.train.push import check_push, push_folder
-from logitless.train.recipe.loading import load_recipe
-from logitless.train.record.run_folder import open_run_folder
-from logitless.train.saved_policy import load_policy
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,6 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write the folder and say where it is."""
+    with loading("export"):
+        import torch
+
+        from logitless.train.export import check_form, check_target, export_policy
+        from logitless.train.push import check_push, push_folder
+        from logitless.train.recipe.loading import load_recipe
+        from logitless.train.record.run_folder import open_run_folder
+        from logitless.train.saved_policy import load_policy
     folder = open_run_folder(options.run)
     target: Path = options.to or folder.path / "export"
     check_form(load_recipe(folder.config), options.form, has_warm_start=folder.warm_start.is_dir())

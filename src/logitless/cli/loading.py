@@ -15,7 +15,7 @@ from typing import Any
 @contextmanager
 def loading(command: str) -> Iterator[None]:
     """For a command's imports: says on a terminal that they go on, and keeps the garbage collector out."""
-    shows = sys.stderr.isatty() and "torch" not in sys.modules
+    shows = sys.stderr.isatty() and "transformers" not in sys.modules
     if shows:
         print(f"logitless {command}: loading ...", end="", file=sys.stderr, flush=True)
     was_enabled = gc.isenabled()

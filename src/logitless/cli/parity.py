@@ -3,11 +3,15 @@
 import argparse
 import json
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
 
-from logitless.bench.parity import Row, against_reference, worst
+from logitless.cli.loading import loading
+
+if TYPE_CHECKING:
+    from logitless.bench.parity import Row
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +36,9 @@ def run(options: argparse.Namespace) -> int:
     return 0 if all(row.ok for row in rows) else 1
 
 
-def _rows(against: Sequence[str] | None, *, quick: bool) -> list[Row]:
+def _rows(against: Sequence[str] | None, *, quick: bool) -> "list[Row]":
+    with loading("parity"):
+        from logitless.bench.parity import against_reference
     if not against:
         return list(against_reference(quick=quick))
     rows: list[Row] = []
@@ -51,7 +57,9 @@ def _rows(against: Sequence[str] | None, *, quick: bool) -> list[Row]:
     return rows
 
 
-def _print(rows: Sequence[Row]) -> None:
+def _print(rows: "Sequence[Row]") -> None:
+    from logitless.bench.parity import worst
+
     table = Table("name", "against", "loss_rel", "grad_rel", "tolerance", "ok", "note", box=None)
     for row in rows:
         ok = "[green]yes[/]" if row.ok else "[red]NO[/]"

@@ -3,17 +3,9 @@
 import argparse
 from pathlib import Path
 
-import torch
-
 from logitless.cli.arguments import add_overrides
+from logitless.cli.loading import loading
 from logitless.errors import ConfigurationError
-from logitless.train.assembly.algorithm import algorithm_of, value_head_of
-from logitless.train.assembly.checks import arrangement_of
-from logitless.train.assembly.model import policy_model, tokenizer_of
-from logitless.train.assembly.sampling import with_sampling
-from logitless.train.plan.placement import placed, room_of
-from logitless.train.plan.scaling import forecast, forecast_text
-from logitless.train.recipe.loading import load_recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +22,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the forecast."""
-    recipe = load_recipe(options.recipe, options.overrides, plans_for_gpus=True)
+    with loading("plan"):
+        from logitless.train.recipe.loading import load_recipe
+
+        recipe = load_recipe(options.recipe, options.overrides, plans_for_gpus=True)
+        import torch
+
+        from logitless.train.assembly.algorithm import algorithm_of, value_head_of
+        from logitless.train.assembly.checks import arrangement_of
+        from logitless.train.assembly.model import policy_model, tokenizer_of
+        from logitless.train.assembly.sampling import with_sampling
+        from logitless.train.plan.placement import placed, room_of
+        from logitless.train.plan.scaling import forecast, forecast_text
     for key in ("gpus", "gpus_per_machine"):
         if (given := getattr(options, key)) < 1:
             name = "--" + key.replace("_", "-")

@@ -3,9 +3,7 @@
 import argparse
 from pathlib import Path
 
-from logitless.train.record.run_folder import open_run_folder
-from logitless.train.report.compare import write_comparison
-from logitless.train.report.page import write_report
+from logitless.cli.loading import loading
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -21,6 +19,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write ``report.html`` into the run folder, or a comparison, and say where it is."""
+    with loading("report"):
+        from logitless.train.record.run_folder import open_run_folder
+        from logitless.train.report.compare import write_comparison
+        from logitless.train.report.page import write_report
     for folder in options.runs:
         open_run_folder(folder)
     if len(options.runs) == 1:

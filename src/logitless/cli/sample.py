@@ -4,16 +4,16 @@ import argparse
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from logitless.cli.arguments import add_checkpoint, add_run, check_at_least, check_output_file
+from logitless.cli.loading import loading
 from logitless.cli.output import visible
-from logitless.data.prompts import prompts_of_rows
-from logitless.data.sources import FileData, Rendered, Row, TrainingData, read_rows, sources_of
 from logitless.errors import ConfigurationError
-from logitless.rollout.recorded import write_completions
-from logitless.rollout.sampling import SamplingOptions
-from logitless.train.record.run_folder import open_run_folder
-from logitless.train.saved_policy import load_policy
+
+if TYPE_CHECKING:
+    from logitless.data.sources import Rendered, TrainingData
+    from logitless.rollout.sampling import SamplingOptions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Sample and print, or write."""
+    with loading("sample"):
+        from logitless.data.prompts import prompts_of_rows
+        from logitless.data.sources import FileData, Row, read_rows
+        from logitless.rollout.recorded import write_completions
+        from logitless.train.record.run_folder import open_run_folder
+        from logitless.train.saved_policy import load_policy
     folder = open_run_folder(options.run)
     check_at_least("--samples", options.samples, 1)
     check_at_least("--seed", options.seed, 0)
@@ -74,8 +80,10 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _rendered(data: TrainingData, source: str | None) -> Rendered:
+def _rendered(data: "TrainingData", source: str | None) -> "Rendered":
     """System prompt and template of the run's data; of the named source, if those of several sources differ."""
+    from logitless.data.sources import Rendered, sources_of
+
     of_sources = {name: each.data for name, each in sources_of(data).items()}
     ways = {(each.system, each.template) for name, each in of_sources.items() if source in (None, name)}
     if len(ways) != 1:
@@ -88,7 +96,7 @@ def _rendered(data: TrainingData, source: str | None) -> Rendered:
     return Rendered(system=system, template=template)
 
 
-def _sampling(options: SamplingOptions, temperature: float | None, max_new_tokens: int | None) -> SamplingOptions:
+def _sampling(options: "SamplingOptions", temperature: float | None, max_new_tokens: int | None) -> "SamplingOptions":
     """The recipe's settings with those that the command line replaces."""
     if temperature == 0:
         options = options.greedy()

@@ -6,29 +6,21 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import TYPE_CHECKING, get_args
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from logitless.cli.arguments import check_at_least, check_output_file
+from logitless.cli.loading import loading
 from logitless.errors import ConfigurationError
-from logitless.rewards.evaluation import (
-    Pairing,
-    Rate,
-    SuiteReport,
-    official_rows,
-    read_pairing,
-    reward_at,
-    score_reward,
-    score_suite,
-    suite_report,
-    write_rows,
-)
 from logitless.rewards.instructions.suites import SuiteName
 from logitless.rewards.wilson import Z_95
-from logitless.types import VerdictStatus
+
+if TYPE_CHECKING:
+    from logitless.rewards.evaluation import Pairing, Rate, SuiteReport
+    from logitless.types import VerdictStatus
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -59,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
             remedy="Leave it out: a reward has no loose verdicts.",
         )
     _check(args)
+    with loading("score"):
+        from logitless.rewards.evaluation import read_pairing
     pairing = read_pairing(args.prompts, args.responses, column=args.column)
     (_score_suite if args.suite else _score_reward)(args, pairing, Console())
     return 0
@@ -76,7 +70,9 @@ def _check(args: argparse.Namespace) -> None:
     check_output_file("--json", args.json)
 
 
-def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
+def _score_suite(args: argparse.Namespace, pairing: "Pairing", console: Console) -> None:
+    from logitless.rewards.evaluation import official_rows, score_suite, suite_report, write_rows
+
     with _progress(pairing) as progress:
         task = progress.add_task("scoring", total=_num_answered(pairing))
         verdicts = score_suite(
@@ -94,7 +90,9 @@ def _score_suite(args: argparse.Namespace, pairing: Pairing, console: Console) -
         write_rows(args.json, official_rows(pairing, verdicts, loose=args.loose))
 
 
-def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) -> None:
+def _score_reward(args: argparse.Namespace, pairing: "Pairing", console: Console) -> None:
+    from logitless.rewards.evaluation import reward_at, score_reward, write_rows
+
     reward = reward_at(args.reward)
     with _progress(pairing) as progress:
         task = progress.add_task("scoring", total=_num_answered(pairing))
@@ -118,24 +116,24 @@ def _score_reward(args: argparse.Namespace, pairing: Pairing, console: Console) 
         write_rows(args.json, rows)
 
 
-def _progress(pairing: Pairing) -> Progress:
+def _progress(pairing: "Pairing") -> Progress:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console, disable=not console.is_terminal or not pairing.rows)
 
 
-def _num_answered(pairing: Pairing) -> int:
+def _num_answered(pairing: "Pairing") -> int:
     return sum(response is not None for response in pairing.responses)
 
 
-def _families_table(report: SuiteReport, kind: str, suite: str) -> Table:
+def _families_table(report: "SuiteReport", kind: str, suite: str) -> Table:
     table = Table("family", "instructions", "passed", kind, "95 % interval", title=f"{suite}: instructions by family")
     for family, rate in _family_rates(report, kind).items():
         table.add_row(family, str(rate.count), str(rate.passed), *_shown(rate))
     return table
 
 
-def _official_table(report: SuiteReport) -> Table:
+def _official_table(report: "SuiteReport") -> Table:
     table = Table("accuracy", "of", "passed", "rate", "95 % interval", title="all")
     for name in ("prompt_strict", "prompt_loose", "instruction_strict", "instruction_loose"):
         rate: Rate = getattr(report, name)
@@ -143,16 +141,16 @@ def _official_table(report: SuiteReport) -> Table:
     return table
 
 
-def _family_rates(report: SuiteReport, kind: str) -> Mapping[str, Rate]:
+def _family_rates(report: "SuiteReport", kind: str) -> "Mapping[str, Rate]":
     return {family: rates["loose"] if kind == "loose" else rates["strict"] for family, rates in report.families.items()}
 
 
-def _shown(rate: Rate) -> tuple[str, str]:
+def _shown(rate: "Rate") -> tuple[str, str]:
     low, high = rate.interval
     return ("-", "-") if not rate.count else (f"{rate.value:.1%}", f"{low:.1%} to {high:.1%}")
 
 
-def _print_counts(console: Console, pairing: Pairing, verdicts: Sequence[tuple[VerdictStatus, str]]) -> None:
+def _print_counts(console: Console, pairing: "Pairing", verdicts: "Sequence[tuple[VerdictStatus, str]]") -> None:
     """How many prompts have which status and why, and how many responses were skipped."""
     for (status, message), count in Counter(verdicts).items():
         if status == "graded":

@@ -3,21 +3,17 @@
 import argparse
 import sys
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from logitless.cli.arguments import add_checkpoint, add_overrides
+from logitless.cli.loading import loading
 from logitless.cli.serving import add_port, wait_for_end
-from logitless.distributed.arrangement import Arrangement
-from logitless.rollout.engine import Engine
-from logitless.train.assembly.engines import open_engines
-from logitless.train.assembly.model import policy_model, tokenizer_of
-from logitless.train.assembly.process import device_of, set_process
-from logitless.train.assembly.resolve import resolved
-from logitless.train.recipe.config import Recipe
-from logitless.train.recipe.loading import load_recipe
-from logitless.train.record.run_folder import open_run_folder
-from logitless.train.saved_policy import load_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from logitless.rollout.engine import Engine
+    from logitless.train.recipe.config import Recipe
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +29,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Serve until Ctrl-C."""
-    from logitless.http_server import listening
-    from logitless.rollout.serving.server import EngineServer
+    with loading("serve-engine"):
+        from logitless.http_server import listening
+        from logitless.rollout.serving.server import EngineServer
 
     with listening(options.port) as connection:
         recipe, engine, tokenizer, version = _opened(options)
@@ -54,8 +51,17 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _opened(options: argparse.Namespace) -> tuple[Recipe, Engine, PreTrainedTokenizerBase, int]:
+def _opened(options: argparse.Namespace) -> "tuple[Recipe, Engine, PreTrainedTokenizerBase, int]":
     """Recipe, engine, tokenizer and version; the weights are a run's, or those that a recipe starts with."""
+    with loading("serve-engine"):
+        from logitless.distributed.arrangement import Arrangement
+        from logitless.train.assembly.engines import open_engines
+        from logitless.train.assembly.model import policy_model, tokenizer_of
+        from logitless.train.assembly.process import device_of, set_process
+        from logitless.train.assembly.resolve import resolved
+        from logitless.train.recipe.loading import load_recipe
+        from logitless.train.record.run_folder import open_run_folder
+        from logitless.train.saved_policy import load_policy
     if options.source.is_dir():
         saved = load_policy(open_run_folder(options.source), options.checkpoint)
         return saved.recipe, saved.engine(), saved.tokenizer, saved.step

@@ -7,10 +7,8 @@ from contextlib import closing
 from pathlib import Path
 
 from logitless.cli.arguments import check_at_least
+from logitless.cli.loading import loading
 from logitless.cli.serving import add_port, wait_for_end
-from logitless.models.loading import load_tokenizer
-from logitless.train.assembly.process import device_of, set_process
-from logitless.train.recipe.model import ModelSection
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,20 +27,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Serve until Ctrl-C."""
-    from logitless.http_server import HttpServer, listening
-    from logitless.tinker.app import app
-    from logitless.tinker.service import Service
-    from logitless.tinker.store import Store
-    from logitless.tinker.trainer import open_trainer
-    from logitless.tinker.wire import messages
-
+    """Serve until Ctrl-C; a second one does not wait for the call under way."""
     check_at_least("--tokens-per-row", options.tokens_per_row, 1)
     check_at_least("--memory", 1 if options.memory is None else options.memory, 1)
     check_at_least("letters of --name", min(map(len, options.name), default=1), 1)
-    store = Store(options.folder)
+    with loading("serve-tinker"):
+        from logitless.http_server import HttpServer, listening
+        from logitless.models.loading import load_tokenizer
+        from logitless.tinker.app import app
+        from logitless.tinker.service import Service
+        from logitless.tinker.store import opened
+        from logitless.tinker.trainer import open_trainer
+        from logitless.tinker.wire import messages
+        from logitless.train.assembly.process import device_of, set_process
+        from logitless.train.recipe.model import ModelSection
+
     messages()
-    with listening(options.port) as connection:
+    with opened(options.folder) as store, listening(options.port) as connection:
         section = ModelSection(source=options.model, device=options.device)
         device = device_of(section)
         set_process(section, seed=options.seed)
@@ -68,8 +69,8 @@ def run(options: argparse.Namespace) -> int:
             print(server.url, flush=True)
             print(f"{', '.join(service.names)} on {device}; layers {layers}; Ctrl-C ends it", file=sys.stderr)
             try:
-                wait_for_end()
+                wait_for_end(then_at_once=True)
             finally:
-                print("ends when the call under way is answered", file=sys.stderr)
+                print("ends when the call under way is answered; Ctrl-C again ends it at once", file=sys.stderr)
                 service.close()
     return 0

@@ -12,10 +12,9 @@ from rich.rule import Rule
 from rich.text import Text
 
 from logitless.cli.arguments import add_run
+from logitless.cli.loading import loading
 from logitless.cli.output import visible
 from logitless.errors import ConfigurationError
-from logitless.train.record.rollout_data import turns
-from logitless.train.record.run_folder import open_run_folder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +26,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the group."""
+    with loading("show"):
+        from logitless.train.record.run_folder import open_run_folder
     folder = open_run_folder(options.run)
     block = options.block if options.block is not None else max(folder.rollout_blocks(), default=1)
     groups = [list(rows) for _, rows in groupby(folder.read_block(block), key=lambda row: row["group"])]
@@ -61,6 +62,8 @@ def _page(title: str, rows: Sequence[Mapping[str, Any]]) -> list[Rule | Text]:
 
 def _said(row: Mapping[str, Any]) -> list[Text]:
     """The text of a completion, or the messages of a conversation, each below its role."""
+    from logitless.train.record.rollout_data import turns
+
     said: list[Text] = []
     for role, text in turns(row):
         said += [Text(visible(f"{role}:"), style="bold")] if role else []

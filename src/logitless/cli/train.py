@@ -16,7 +16,8 @@ from logitless.errors import ConfigurationError
 from logitless.train.callbacks import Callback
 from logitless.train.recipe.reading import read_mapping
 
-# Torch and transformers are imported by `run`: `--help` and a recipe that cannot be read need not wait for them.
+# Torch and transformers are imported by `run`: `--help` and a recipe that cannot be read need not wait for them, and
+# one with a wrong key waits for torch alone.
 if TYPE_CHECKING:
     from logitless.train.beginning import Resume
     from logitless.train.recipe.config import Recipe
@@ -62,16 +63,17 @@ def run(options: argparse.Namespace) -> int:
     _choose_recipe(options)
     with ExitStack() as stack:
         with loading("train"), cuda_context(_device_for(options)):
+            from logitless.train.recipe.loading import load_recipe
+
+            recipe = load_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
             import_transformers()
             from logitless.train.entry import train
             from logitless.train.long_lived import startup_objects_frozen
-            from logitless.train.recipe.loading import load_recipe
             from logitless.train.record.wall_clock import WallClock
 
             # Before garbage is collected again: the first collection would visit all that was imported.
             stack.enter_context(startup_objects_frozen())
         clock = WallClock.of_process()
-        recipe = load_recipe(options.recipe, options.overrides)
         resume: Resume = "auto" if options.resume_or_start else options.resume
         if options.dry_run:
             return _planned(recipe, options, resume)

@@ -23,9 +23,7 @@ from logitless.head.contract import (
 from logitless.head.measure import Kind, Measure, Measured, Stream
 from logitless.head.sharded import gathered
 from logitless.head.vocab_parallel import within_shard
-from logitless.types import CenteredScores, LMHead, TokenDivergence
-
-Divergence = Literal["forward_kl", "reverse_kl", "jensen_shannon", "total_variation"]
+from logitless.types import CenteredScores, Divergence, LMHead, TokenDivergence
 
 
 def token_divergence(

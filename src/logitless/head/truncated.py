@@ -32,11 +32,11 @@ from logitless.head.blockwise import (
     tile,
 )
 from logitless.head.contract import checked, logits_dtype, refuse_budget, require, without_autocast
-from logitless.head.divergence import Divergence, measure_of
+from logitless.head.divergence import measure_of
 from logitless.head.divergence_reference import value_of
 from logitless.head.sharded import shards
 from logitless.second_derivative import refuse_second_derivative
-from logitless.types import LMHead, TruncatedDivergence
+from logitless.types import Divergence, LMHead, TruncatedDivergence
 
 LEAST_TAIL = 2.0**-20
 """The teacher's tail counts as at least this. It is 1 minus a sum of probabilities whose log-probs, of up to some ten

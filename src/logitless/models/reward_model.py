@@ -8,16 +8,18 @@ import functools
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
 from logitless.rewards.reward import Batch, Columns, Text, TextReward
 from logitless.rewards.workers.pooled import ungradable
 from logitless.types import Verdict
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +110,7 @@ class RewardModel(TextReward):
             for i, row in enumerate(ids)
         ]
 
-    def _rendered(self, prompt: Text, completion: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    def _rendered(self, prompt: Text, completion: str, tokenizer: "PreTrainedTokenizerBase") -> str:
         messages: list[Mapping[str, Any]] = (
             [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [*prompt]
         )
@@ -139,7 +141,7 @@ class _Loaded:
     """A classifier on its device, and its tokenizer."""
 
     model: Any
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
 
     def pads(self, ids: Sequence[Sequence[int]]) -> bool:
         """Whether rows can be padded: there is a pad token, and no row contains it."""
@@ -150,6 +152,8 @@ class _Loaded:
 
 @functools.lru_cache(maxsize=2)
 def _load(_pid: int, source: str, device: str, dtype: str) -> _Loaded:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer  # not where a recipe is only read
+
     chosen = device if device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     use_cache_if_unreachable()
     try:

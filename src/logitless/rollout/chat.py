@@ -13,18 +13,19 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from logitless.errors import ConfigurationError
 from logitless.rollout.environment import Environment, Reply, replies_of
 from logitless.types import Completion, Prompt
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _PLACEHOLDER = "(what the policy says)"
 
 
-def check_chat_template_kwargs(tokenizer: PreTrainedTokenizerBase, given: Mapping[str, Any]) -> None:
+def check_chat_template_kwargs(tokenizer: "PreTrainedTokenizerBase", given: Mapping[str, Any]) -> None:
     """Check that the tokenizer's chat template reads these variables: Jinja ignores unknown ones silently.
 
     Raises:
@@ -62,7 +63,7 @@ class ChatTurns:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from logitless.distributed.ranks import Ranks
-from logitless.models.export import adapter_tensors, checkpoint_tensors
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -56,6 +55,9 @@ class Weights:
             dtype: tensors are rounded to it; None keeps each tensor's own.
             score: for a sharded module; all ranks must call it.
         """
+        # Here: reading a recipe imports this module, and would wait seconds for transformers.
+        from logitless.models.export import adapter_tensors, checkpoint_tensors
+
         tensors = partial(checkpoint_tensors, module, dtype=dtype)
         adapter = partial(adapter_tensors, module) if hasattr(module, "peft_config") else None
         return cls(module, tensors, adapter, score)

@@ -18,6 +18,7 @@ class Request:
         id: names its random numbers together with ``seed``.
         tokens: of the prompt.
         num_samples, options, seed: of sampling.
+        only_scores: whether the prompt takes all of the model's positions, so that its samples have no token.
         scores_prompt: whether the prompt's log-probs are wanted.
         scores_last: of its last tokens alone; None for all.
         top_prompt, top_sampled: likeliest tokens wanted at each position of the prompt, and of samples.
@@ -29,6 +30,7 @@ class Request:
     num_samples: int
     options: SamplingOptions
     seed: int
+    only_scores: bool = False
     scores_prompt: bool = False
     scores_last: int | None = None
     top_prompt: int = 0
@@ -38,7 +40,7 @@ class Request:
     @property
     def shared(self) -> tuple[Any, ...]:
         """What requests of one call of the engine have in common."""
-        return self.num_samples, self.options, self.seed
+        return self.num_samples, self.options, self.seed, self.only_scores
 
     @property
     def reads_prompt(self) -> bool:
@@ -66,12 +68,13 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
         raise RefusedError(400, "0 prompt tokens: at least one is needed")
     if room is None:
         raise RefusedError(400, "max_tokens is needed: the model has no limit of positions")
-    if room < (params.max_tokens or 1):
-        raise RefusedError(
-            400,
-            f"{len(tokens)} prompt tokens and max_tokens {params.max_tokens}: the model has {limit} positions; "
-            "shorten the prompt, or lower max_tokens",
-        )
+    # As the SDK's compute_logprobs asks: it must ask for a token, and does not read it.
+    scores = bool(request.prompt_logprobs or request.topk_prompt_logprobs or request.target_prompt_logprobs)
+    only_scores = room == 0 and scores and params.max_tokens in (None, 1)
+    if room < (params.max_tokens or 1) and not only_scores:
+        remedy = "lower max_tokens, or shorten the prompt" if room > 0 else "shorten the prompt"
+        given = f"{len(tokens)} prompt tokens" + (f" and max_tokens {params.max_tokens}" if params.max_tokens else "")
+        raise RefusedError(400, f"{given}: the model has {limit} positions; {remedy}")
     last = request.prompt_logprobs_last_n
     if last is not None and not (request.prompt_logprobs and last < len(tokens)):
         raise RefusedError(400, "prompt_logprobs_last_n: prompt_logprobs, and less than the prompt's tokens are needed")
@@ -81,7 +84,7 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
         raise RefusedError(400, f"the {top} likeliest tokens: the model has {vocabulary}")
     greedy = params.temperature == 0
     options = SamplingOptions(
-        max_new_tokens=params.max_tokens or room,
+        max_new_tokens=params.max_tokens or max(room, 1),
         temperature=params.temperature,
         top_p=1.0 if greedy else params.top_p,
         top_k=None if greedy or params.top_k in (-1, 0) else params.top_k,
@@ -102,6 +105,7 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
         request.num_samples,
         options,
         seed if params.seed is None else params.seed,
+        only_scores,
         bool(request.prompt_logprobs),
         last,
         request.topk_prompt_logprobs,

@@ -1,5 +1,6 @@
 """Saved adapters as folders that PEFT reads.
 
+    <folder>/lock.json                       while a service uses it
     <folder>/<training run>/<kind>/<name>/   adapter_model.safetensors, adapter_config.json, checkpoint.json
                                              and, of ``weights``, optimizer.safetensors after the first step
 
@@ -11,7 +12,8 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -24,6 +26,7 @@ from torch import Tensor
 from logitless.errors import CheckpointError, InputError
 from logitless.installed import optional
 from logitless.tinker.adapter import Shape
+from logitless.train.store.run_lock import locked
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The second part of a path, and what the SDK calls such a checkpoint."""
@@ -65,28 +68,48 @@ class Checkpoint:
         return f"tinker://{self.run}/{self.kind}/{self.name}"
 
 
+@contextmanager
+def opened(folder: Path) -> Iterator["Store"]:
+    """The checkpoints of a folder, which no other process can open meanwhile; what a killed one left is removed.
+
+    Raises:
+        ConfigurationError: another process has opened it.
+        CheckpointError: the folder cannot be written.
+    """
+    store = Store(folder)
+    with locked(folder, kind="folder of checkpoints", another="name another --folder"):
+        store.remove_unfinished()
+        yield store
+
+
 class Store:
-    """The checkpoints of a folder, which is created."""
+    """The checkpoints of a folder, which is created; ``opened`` keeps other processes out of it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()  # found out now, not by the first save after hours
-            for part in folder.glob("*/*/.*.part"):  # killed while writing
+        except OSError as error:
+            raise _not_writable(folder, error) from error
+
+    def remove_unfinished(self) -> None:
+        """Remove the saves that a killed process was writing, and put back the checkpoints that it was replacing.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        try:
+            for part in self.folder.glob("*/*/.*.part"):  # killed while writing
                 shutil.rmtree(part)
-            for old in folder.glob("*/*/.*.old"):  # killed between two renames
+            for old in self.folder.glob("*/*/.*.old"):  # killed between two renames
                 place = old.with_name(old.name[1:].removesuffix(".old"))
                 if place.exists():
                     shutil.rmtree(old)
                 else:
                     old.rename(place)
         except OSError as error:
-            raise CheckpointError(
-                needed="a folder for checkpoints that can be written",
-                given=f"{str(folder)!r}: {error}",
-                remedy="Name another --folder.",
-            ) from error
+            raise _not_writable(self.folder, error) from error
 
     def place(self, run: str, kind: str, name: str) -> Path:
         """The folder of a checkpoint, which need not exist.
@@ -219,6 +242,14 @@ class Store:
             shutil.rmtree(place, ignore_errors=True)
             return None
         return found
+
+
+def _not_writable(folder: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        needed="a folder for checkpoints that can be written",
+        given=f"{str(folder)!r}: {error}",
+        remedy="Name another --folder.",
+    )
 
 
 def _encrypt(folder: Path, recipients: Sequence[str]) -> None:

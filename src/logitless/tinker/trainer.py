@@ -39,7 +39,7 @@ from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.transformers import TransformersEngine
 from logitless.tinker.adapter import ALPHA, Adapter, Shape, Snapshot, Weights, version_of
 from logitless.tinker.samples import Request
-from logitless.tinker.wire import NO_TOKEN, AdamParams, ForwardBackward, PromptScores, Sampled, Top
+from logitless.tinker.wire import NO_TOKEN, NO_TOKENS, AdamParams, ForwardBackward, PromptScores, Sampled, Top
 from logitless.tinker.work import Trained, Work, packed
 from logitless.train.assembly.layers import against_row_invariant, in_words, no_row_invariant
 from logitless.train.optim.optimizer import automatic_implementation, take_step
@@ -483,10 +483,12 @@ class Trainer:
         return [found[i] for i in range(len(wanted))]
 
     def _sample(self, wanted: Sequence[tuple[Weights, Request]]) -> list[tuple[list[Sampled], PromptScores]]:
-        num_samples, options, seed = wanted[0][1].shared
+        num_samples, options, seed, only_scores = wanted[0][1].shared
         prompts = [Prompt(request.id, "", request.tokens) for _, request in wanted]
         with torch.no_grad():
-            if self.row_invariant:
+            if only_scores:
+                groups: list[list[Completion]] = [[] for _ in prompts]
+            elif self.row_invariant:
                 self._engine.memory = self._memory_for_sampling()
                 places = self._placed([weights for weights, _ in wanted])
                 groups = self._engine.sample(prompts, num_samples, options, seed=seed, adapters=places)
@@ -494,8 +496,12 @@ class Trainer:
                 with self._applied(wanted[0][0]):
                     groups = self._engine.sample(prompts, num_samples, options, seed=seed)
             scores = self._prompt_scores(wanted)
+            none = [NO_TOKENS] * num_samples
             return [
-                ([self._sampled(weights, request, prompt, each) for each in group], scores.get(n, PromptScores()))
+                (
+                    [self._sampled(weights, request, prompt, each) for each in group] or none,
+                    scores.get(n, PromptScores()),
+                )
                 for n, ((weights, request), prompt, group) in enumerate(zip(wanted, prompts, groups, strict=True))
             ]
 

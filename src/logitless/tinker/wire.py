@@ -656,6 +656,10 @@ class Sampled:
     top: Top | None = None
 
 
+NO_TOKENS = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=False)
+"""Of a prompt that leaves no position."""
+
+
 @dataclass(frozen=True)
 class PromptScores:
     """What was asked about a prompt of L tokens.

@@ -15,7 +15,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.own_code import check_takes, named
@@ -27,6 +26,8 @@ from logitless.seeds import derived_seed
 from logitless.types import Completion, Episode, Prompt
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from logitless.rollout.serving.server import EngineServer
 
 Drive: TypeAlias = Callable[[str, Mapping[str, Any], int], float | None]
@@ -137,7 +138,7 @@ class HarnessEpisodes:
     """
 
     drive: Drive
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: "PreTrainedTokenizerBase"
     concurrency: int = 16
     format: Format = "tool_call"
     template: str | None = None

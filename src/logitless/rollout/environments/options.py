@@ -4,9 +4,7 @@ import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, TypeAlias
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 from logitless.errors import ConfigurationError
 from logitless.own_code import check_takes, made
@@ -15,6 +13,9 @@ from logitless.rollout.environment import BatchedEnvironment, Driver, Environmen
 from logitless.rollout.environments.harness import Harness, HarnessEpisodes
 from logitless.rollout.environments.text_game import GuessingGame
 from logitless.rollout.environments.tool_environment import ToolEnvironment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ def pays(options: EnvironmentOptions | None) -> bool:
 
 def environment_of(
     options: EnvironmentOptions | None,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: "PreTrainedTokenizerBase",
     chat_template_kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> Environment | Driver:
     """The environment of a recipe, checked, with its messages rendered to tokens.

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from logitless.head.divergence import Divergence
 from logitless.train.recipe.rule import (
     Processes,
     Rule,
@@ -16,6 +15,7 @@ from logitless.train.recipe.rule import (
     value_at,
 )
 from logitless.train.recipe.section import Section
+from logitless.types import Divergence
 
 if TYPE_CHECKING:
     from logitless.train.recipe.config import Recipe

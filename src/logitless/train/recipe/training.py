@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from logitless.head.api import why_not
 from logitless.train.recipe.rule import (
     Machine,
     Rule,
@@ -112,6 +111,8 @@ def _head_backend(which: Literal["training", "scoring"]) -> Rule[Machine]:
         return getattr(machine.recipe.train, f"{which}_backend")
 
     def reason(machine: Machine) -> str:
+        from logitless.head.api import why_not  # imports torch._dynamo, which reading a recipe need not wait for
+
         head = LMHead(torch.zeros(8, 16, device=machine.device))
         return why_not(named(machine), torch.zeros(1, 16, device=machine.device), head) or ""
 

@@ -1,6 +1,7 @@
-"""The lock of a run folder: an operating system lock on ``lock.json``, which names the process that holds it.
+"""The lock of a run folder, or of another one that has one writer.
 
-The system releases the lock when its process ends, however it ends. The file of a killed process is taken over.
+An operating system lock on ``lock.json``, which names the process that holds it. The system releases the lock when its
+process ends, however it ends. The file of a killed process is taken over.
 """
 
 import json
@@ -20,8 +21,14 @@ LOCK = "lock.json"
 
 
 @contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a run folder inside; ``lock.json`` is removed afterwards.
+def locked(
+    folder: Path, *, kind: str = "run folder", another: str = "choose another name with --set name=..."
+) -> Iterator[None]:
+    """Hold the lock of a folder inside; ``lock.json`` is removed afterwards.
+
+    Args:
+        folder: that exists.
+        kind, another: of folder, and how a user takes another one; for the error.
 
     Raises:
         ConfigurationError: another process holds it.
@@ -40,24 +47,24 @@ def locked(folder: Path) -> Iterator[None]:
             stack.enter_context(FileLock(path, blocking=False))
             owner = _owner(path)
             if owner.get("host", host) != host:  # some shared file systems do not show other machines' locks
-                raise _taken(path, owner)
+                raise _taken(path, owner, kind, another)
             since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
             path.write_text(json.dumps({"pid": os.getpid(), "host": host, "since": since}))
         except Timeout:
-            raise _taken(path, _owner(path)) from None
+            raise _taken(path, _owner(path), kind, another) from None
         except OSError as error:
             raise cannot_write(path, error) from error
         stack.callback(path.unlink, missing_ok=True)
         yield
 
 
-def _taken(path: Path, owner: dict[str, str]) -> ConfigurationError:
+def _taken(path: Path, owner: dict[str, str], kind: str, another: str) -> ConfigurationError:
     who = "process {pid} on {host}, which has it since {since}" if owner else "another process"
     return ConfigurationError(
-        needed=f"the run folder {path.parent} for this process alone",
+        needed=f"the {kind} {path.parent} for this process alone",
         given=who.format(**owner),
-        remedy="Wait for it or stop it, or choose another name with --set name=...; if it ran on another machine and "
-        f"is gone for good, delete {path}.",
+        remedy=f"Wait for it or stop it, or {another}; if it ran on another machine and is gone for good, "
+        f"delete {path}.",
     )
 
 
