@@ -121,7 +121,7 @@ def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(disturbed, undistur
     assert _undisturbed(tmp_path, True) == undisturbed
 
 
-# Rank 1 is stopped in the middle of a run, while rank 0 waits for it, and killed unless it is to hang. Each has workers.
+# Rank 1 is stopped amid a run, while rank 0 waits for it, and killed unless it is to hang. Both score in workers.
 STOPPED = """
 import json, os, pathlib, signal, sys, threading, time
 from datetime import timedelta

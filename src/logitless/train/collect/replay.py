@@ -214,7 +214,8 @@ def _entries(checkpoint: Path) -> dict[str, Any]:
 
 
 _NOT_REPEATED = {
-    *("state/journal/seconds", "state/loop/block_metrics", "state/loop/unwritten"),  # times, and lines of metrics
+    *("state/journal/seconds", "state/loop/block_metrics"),  # times, and lines of metrics
+    *("state/loop/unwritten", "state/loop/unwritten_by_rank"),
     "state/random/python",  # drawn from by tools in the process, such as beartype, whenever they run
 }
 
