@@ -59,9 +59,6 @@ from logitless.train.store.checkpoint import read_checkpoint, restore_parameters
 
 logger = logging.getLogger("logitless")
 
-OWN_BASE = "a base that only this run has: `logitless export RUN` merges it with the adapter"
-"""Base model in ``model/`` of an adapter on random weights or after a warm start: an error of Hugging Face shows it."""
-
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
 
@@ -314,13 +311,9 @@ def _end_of(loop: Loop, ended_by: str) -> dict[str, Any]:
 
 def _export(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the trained weights in Hugging Face format, and a value head beside them. A collective."""
-    policy, folder, recipe = loop.learner.policy, loop.journal.folder, loop.recipe
+    policy, folder = loop.learner.policy, loop.journal.folder
     state = policy.whole_state(keep=loop.ranks.is_first)
     if loop.ranks.is_first:
-        if policy.is_adapter and (recipe.model.random_weights or recipe.warm_start is not None):
-            # Else from_pretrained would take the model without the warm start, or ask the hub for one called None.
-            for config in policy.model.peft_config.values():  # type: ignore[operator, union-attr]
-                config.base_model_name_or_path = OWN_BASE
         write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer, state))
         if policy.value_head is not None:
             save_value_head(policy.value_head, folder.value_head)
