@@ -36,7 +36,7 @@ from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
-from logitless.train.collect.replay import check_in_flight, check_same_end, repeated_on
+from logitless.train.collect.replay import LastWhole, check_in_flight, check_same_end, last_whole, repeated_on
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
@@ -93,8 +93,10 @@ def run_recipe(
     if ended is not None:
         Callbacks(callbacks, is_first=ranks.is_first).end(ended)
         return ended
+    last = None
     if replay is not None:
         recipe = repeated_on(ranks.world, RunFolder(replay), recipe)
+        last = last_whole(RunFolder(replay))
     elif recipe.rollout.in_flight is not None:
         check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
@@ -129,14 +131,15 @@ def run_recipe(
         services.callback(parts.collector.close)
         journal.message(*left_out_in_words(inputs.data.counts), *placement)
         journal.message(*described(parts, ranks))
-        loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
+        called = callbacks if last is None else (*callbacks, last)
+        loop = Loop(parts, journal, Callbacks(called, is_first=ranks.is_first))
         begun.restore(loop, recipe)
         loop.callbacks.start(folder.path, recipe)
         clock.outside(UNNAMED)
         result = _run(loop)
         _end(loop, result, inputs.tokenizer, services)
-        if replay is not None and result.complete:
-            _check_repeated(loop, replay)
+        if replay is not None and (result.complete or result.callback == LastWhole.__name__):
+            _check_repeated(loop, replay, last)
         if inputs.recipe.parallel.num_sampling:
             everyone.broadcast_object(result.as_json())
     loop.callbacks.end(result)
@@ -276,12 +279,13 @@ def _run(loop: Loop) -> RunResult:
         raise
 
 
-def _check_repeated(loop: Loop, replay: Path) -> None:
-    """Refuse a run that does not end as the one that it repeats. A collective."""
+def _check_repeated(loop: Loop, replay: Path, last: LastWhole | None) -> None:
+    """Refuse a run that does not end as the one that it repeats, or as its last whole block. A collective."""
     with failing_together(loop.ranks, "the run that is repeated"):
         if loop.ranks.is_first:
-            check_same_end(loop.journal.folder, RunFolder(replay))
-    loop.journal.message(f"every token, metric and checkpoint is that of {replay}, bit for bit")
+            check_same_end(loop.journal.folder, RunFolder(replay), last)
+    up_to = "" if last is None else f" up to block {last.block}, its last whole one"
+    loop.journal.message(f"every token, metric and checkpoint is that of {replay}{up_to}, bit for bit")
 
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:

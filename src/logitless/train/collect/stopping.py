@@ -36,12 +36,13 @@ def stopping_together(engines: Iterable[Engine], ranks: Ranks, signal: Callable[
     Raises:
         StoppedTogether: a rank has got one before.
     """
+    before = ranks.count(STOPPED)  # an earlier run of this process may have left some
     if number := next((each for each in ranks.all_gather_object(signal()) if each is not None), None):
         raise StoppedTogether(number)
     looking = [engine for engine in engines if isinstance(engine, InFlightEngine)]
     try:
         for engine in looking:
-            engine.updates = _Looking(ranks, signal)
+            engine.updates = _Looking(ranks, signal, before)
         yield
     finally:
         for engine in looking:
@@ -53,12 +54,13 @@ class _Looking:
 
     Args:
         ranks, signal: of ``stopping_together``.
+        before: of ``STOPPED``, before any rank could add to it.
     """
 
     recompute = False
 
-    def __init__(self, ranks: Ranks, signal: Callable[[], Signals | None]) -> None:
-        self._ranks, self._signal, self._next_look = ranks, signal, 0.0
+    def __init__(self, ranks: Ranks, signal: Callable[[], Signals | None], before: int) -> None:
+        self._ranks, self._signal, self._before, self._next_look = ranks, signal, before, 0.0
 
     def version(self, prompt_id: str, sample: int, token: int) -> None:
         """Whichever is loaded."""
@@ -71,7 +73,7 @@ class _Looking:
         """
         told = self._signal() is not None
         if told or time.monotonic() >= self._next_look:
-            if self._ranks.count(STOPPED, int(told)):
+            if self._ranks.count(STOPPED, int(told)) > self._before:
                 raise StoppedTogether
             self._next_look = time.monotonic() + LOOK_SECONDS
         return False
