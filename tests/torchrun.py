@@ -1,19 +1,24 @@
 """torchrun in miniature: its ranks are forks of the process that starts them, and need not import torch again.
 
 ``warm.run("-m", "tests.torchrun", RESTARTS, SCRIPT, ...)`` runs a script on two ranks. They find the variables that
-torchrun sets and a store that outlives them; when one fails the other is ended, and both are started again.
+torchrun sets and a store that outlives them; when one fails the other is ended, and both are started again. One that
+SIGTERM does not end is killed after a while.
 """
 
 import os
 import runpy
 import signal
 import sys
+import threading
 import traceback
 
 import torch.distributed as dist
 
 import logitless.cli.train
 import logitless.train.entry  # noqa: F401 - what ranks need is imported once
+
+SHUTDOWN_SECONDS = 20.0
+"""As ``--shutdown-timeout`` of torchrun."""
 
 
 def _rank(rank: int, start: int, port: int) -> None:
@@ -50,7 +55,11 @@ def main() -> int:
         [other] = {*ranks} - {first}
         if status:
             os.kill(other, signal.SIGTERM)
-        if os.waitpid(other, 0)[1] == status == 0:
+            kill = threading.Timer(SHUTDOWN_SECONDS, os.kill, (other, signal.SIGKILL))
+            kill.start()
+            os.waitpid(other, 0)
+            kill.cancel()
+        elif os.waitpid(other, 0)[1] == 0:
             return 0
     return 1
 

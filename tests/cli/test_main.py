@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from logitless.cli.main import COMMANDS, main
 
@@ -156,6 +157,17 @@ def test_of_processes_that_torchrun_started_one_says_what_is_wrong_and_again_aft
         assert main(["train", str(tmp_path / "none.yaml")]) == 2
         said.append("needed a readable recipe" in capsys.readouterr().err)
     assert said == [True, False, True, False]
+
+
+def test_torchrun_s_last_words_are_the_error_of_its_process(tmp_path, monkeypatch):
+    (file := tmp_path / "0" / "error.json").parent.mkdir()
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    assert main(["train", str(tmp_path / "none.yaml")]) == 2
+    failure = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    said = str(ChildFailedError("logitless", {0: failure}))
+    assert "traceback : needed a readable recipe" in said, said
+    assert failure.timestamp > 0
+    assert [*file.parent.iterdir()] == [file]
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

@@ -1,9 +1,11 @@
 """Several ranks that train one policy: they draw, judge and train on what one rank would, each on tokens of its own."""
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +19,9 @@ from logitless.cli.main import main
 from logitless.distributed import Ranks
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.loading import load_model
+from logitless.rollout.transformers import TransformersEngine
+from logitless.train.collect import stopping
+from logitless.train.collect.collector import GroupSampler
 from logitless.train.learn.learner import Learner
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
@@ -204,6 +209,53 @@ def test_a_signal_heard_by_one_rank_stops_all_and_resume_continues_bitwise(two_r
     assert folder.read_metrics()[-1]["step"] == step
     _on(2, tmp_path, {}, resume=True)
     assert_same(two_ranks, folder)
+
+
+def _run_signalled(rank, folder, changes, during):
+    """The exit status of the run and the decoding steps of the call of the sampler in which the last rank gets SIGTERM.
+
+    Between the first two steps of that call the other ranks wait until one has said so.
+    """
+    ranks, calls, steps = Ranks(data=dist.group.WORLD), [], []
+    call, advance = GroupSampler.__call__, TransformersEngine._advance
+
+    def sampled(self, prompts, *arguments, **options):
+        calls.append(len(prompts))
+        return call(self, prompts, *arguments, **options)
+
+    def advanced(self, *arguments):
+        if len(calls) == during:
+            steps.append(len(calls))
+            if ranks.rank == ranks.world - 1:
+                signal.raise_signal(signal.SIGTERM)
+            else:
+                until = time.monotonic() + 60
+                while not ranks.count(stopping.STOPPED) and time.monotonic() < until:
+                    time.sleep(0.02)
+        return advance(self, *arguments)
+
+    with (
+        mock.patch.object(GroupSampler, "__call__", sampled),
+        mock.patch.object(TransformersEngine, "_advance", advanced),
+        mock.patch.object(stopping, "LOOK_SECONDS", 0.0),
+    ):
+        return _run(rank, folder, changes), len(steps)
+
+
+@pytest.mark.parametrize(("during", "last_step"), [(4, 7), pytest.param(5, 8, marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_ends_sampling_on_all_and_resume_continues_bitwise(during, last_step, tmp_path):
+    rows = [{"id": f"h{pair}", "prompt": pair, "answer": pair[::-1]} for pair in ("ca", "db", "ac", "bd")]
+    (tmp_path / "four.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = {"data__held_out": {"name": "file", "path": str(tmp_path / "four.jsonl")}}
+    whole = _on(2, tmp_path / "whole", held_out)
+    tiny_raw(tmp_path)
+    # The calls: an evaluation, block 1, block 2, an evaluation (4), block 3 (5), an evaluation.
+    assert run_on_ranks(2, _run_signalled, tmp_path, held_out, during) == [(143, 1)] * 2
+    folder = RunFolder(tmp_path / "runs" / "tiny")
+    assert folder.read_metrics()[-1]["step"] == last_step
+    _on(2, tmp_path, held_out, resume=True)
+    assert_same(whole, folder)
+    assert all("parallel/tokens_per_rank" in line for line in folder.read_metrics()[1:])
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])

@@ -121,6 +121,107 @@ def test_what_a_fault_ended_goes_on_from_its_last_checkpoint(disturbed, undistur
     assert _undisturbed(tmp_path, True) == undisturbed
 
 
+# Rank 1 is stopped amid a run, while rank 0 waits for it, and killed unless it is to hang. Both score in workers.
+STOPPED = """
+import json, os, pathlib, signal, sys, threading, time
+from datetime import timedelta
+import torch.distributed as dist
+from logitless.cli.main import main
+from logitless.distributed import exit_reasons
+from logitless.rewards.workers.worker import _parents, _states, _tree
+from logitless.train.learn.learner import Learner
+
+folder, is_killed = pathlib.Path(sys.argv.pop(1)), sys.argv.pop(1) == "killed"
+exit_reasons.GRACE_SECONDS = 1.0
+plain = Learner.step
+
+def kill(pid):
+    while set(_states(pid)) != {"T"}:
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(pid, signal.SIGKILL)
+
+def faulty(self):
+    if self.progress.step == 3:
+        ranks = self.ranks.all_gather_object(os.getpid())
+        if self.ranks.is_first:
+            (folder / "processes").write_text(json.dumps([sorted(_tree(pid, _parents())) for pid in ranks]))
+        self.ranks.barrier()
+        if not self.ranks.is_first:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif is_killed:
+            threading.Thread(target=kill, args=ranks[1:], daemon=True).start()
+        else:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=2))
+    return plain(self)
+
+Learner.step = faulty
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+def scored(completions, **columns):
+    """Score by length, in a worker."""
+    return [float(len(each)) for each in completions]
+
+
+IN_WORKERS = [{"name": "function", "path": f"{Path(__file__)}:scored"}]
+
+
+def _run_with_workers(rank, folder, resume):
+    recipe = tiny_recipe(folder, rewards=IN_WORKERS, **COPIES)
+    return start_without_report(recipe, ranks=Ranks(data=dist.group.WORLD), resume=resume)[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["killed", "hangs"])
+def test_a_rank_that_is_stopped_is_named_nothing_of_the_run_stays_and_it_goes_on_bit_for_bit(what, tmp_path):
+    program = program_in(tmp_path, STOPPED, tiny_raw(tmp_path) | COPIES | {"rewards": IN_WORKERS}, str(tmp_path), what)
+    started = ["-m", "tests.torchrun", "0", *program]
+    done = warm.run(*started, environment=os.environ)
+    of_ranks = json.loads((tmp_path / "processes").read_text())
+    assert min(map(len, of_ranks)) > 1  # workers
+    _waited_for(lambda: {_state(Path("/proc", str(pid), "stat")) for pids in of_ranks for pid in pids} == {"Z"})
+    assert done.returncode == 1
+    *_, last = done.stderr.splitlines()
+    assert "rank 1, which says nothing: killed, or hung" in last, done.stderr
+    assert last.endswith("--resume goes on from the last checkpoint.")
+    assert "Traceback" not in done.stderr, done.stderr
+    assert run_on_ranks(2, _run_with_workers, tmp_path, True) == [True, True]
+    tiny_raw(whole := tmp_path / "whole")
+    assert run_on_ranks(2, _run_with_workers, whole, False) == [True, True]
+    assert _metrics(tmp_path) == _metrics(whole)
+
+
+NOT_CONNECTED = """
+import os, signal, sys
+from logitless.cli.main import main
+from logitless.distributed import exit_reasons, ranks
+
+exit_reasons.GRACE_SECONDS = 0.5
+plain = ranks.dist.init_process_group
+
+def stopped(*arguments, **options):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    plain(*arguments, **options)
+
+ranks.dist.init_process_group = stopped
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_never_connects_is_named_past_the_deadline(tmp_path):
+    program = program_in(tmp_path, NOT_CONNECTED, tiny_raw(tmp_path) | {"parallel": {"timeout_seconds": 5}})
+    done = warm.run("-m", "tests.torchrun", "0", *program, environment=os.environ)
+    assert done.returncode == 1
+    assert "needed all 2 ranks; given on rank 0, without rank 1, which says nothing: killed, or hung" in done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+
+
 WAITING = """
 import os, pathlib, signal, sys, time
 from logitless.distributed.ranks import ranks_of_environment

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 
 from logitless.cli.loading import loading
-from logitless.cli.output import is_first_to_say, patient_output
+from logitless.cli.output import is_first_to_say, patient_output, tell_torchrun
 from logitless.errors import LogitlessError
 
 COMMANDS = {
@@ -93,6 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except LogitlessError as error:
             if options.verbose:
                 raise
+            tell_torchrun(str(error))
             if is_first_to_say(str(error)):
                 print(f"logitless {options.command}: {error}", file=sys.stderr, flush=True)
             return 2 if isinstance(error, ValueError) else 1

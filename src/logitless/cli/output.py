@@ -1,12 +1,14 @@
 """Output that may end before the run does."""
 
 import hashlib
+import json
 import os
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -73,6 +75,21 @@ def is_first_to_say(text: str) -> bool:
     except OSError as error:
         return not isinstance(error, FileExistsError)
     return True
+
+
+def tell_torchrun(text: str) -> None:
+    """Have torchrun end with this error of its process, where it would name a page about tracebacks.
+
+    Example:
+        >>> tell_torchrun("needed all 2 ranks")
+    """
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file is not None:
+        written = Path(f"{file}.part")  # torchrun would fail by half a file
+        with suppress(OSError):  # as on a full disk: torchrun says less
+            more = {"py_callstack": text, "timestamp": str(int(time.time()))}
+            written.write_text(json.dumps({"message": {"message": text, "extraInfo": more}}), encoding="utf-8")
+            written.replace(file)
 
 
 @contextmanager

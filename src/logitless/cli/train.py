@@ -290,7 +290,7 @@ def _next(
     others = [each for each in settings if not each.startswith("name=")]
     if unrepaired:
         return f"{program()} doctor {recipe}{_set(settings)}  # once the reward is repaired: scores one batch with it"
-    if not result.complete and replay is not None:
+    if result.signal is not None and replay is not None:
         others = [each for each in others if not each.startswith("output=")]
         return f"{_command()} --replay {shlex.quote(str(replay))}{_set(others)}"
     if not result.complete:

@@ -59,7 +59,7 @@ class ExitReasons:
     """The exit reasons of all ranks.
 
     Args:
-        nodes: of the run; only several are named.
+        nodes: of the run; only several are named. Set once the ranks are connected.
 
     Example:
         >>> from torch.distributed import HashStore
@@ -70,9 +70,12 @@ class ExitReasons:
     """
 
     def __init__(self, store: Store, rank: int, world: int, nodes: Sequence[Node] = ()) -> None:
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.nodes = rank, world, nodes
         self._store = store
-        self._others = [node for node in nodes if rank not in node.ranks]
+
+    @property
+    def _others(self) -> list[Node]:
+        return [node for node in self.nodes if self.rank not in node.ranks]
 
     def exchanged(self, text: str, *, lost: bool) -> list[str]:
         """Record why this rank ends; where only a connection was lost, what ended the other ranks.

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from jaxtyping import Shaped
 from torch import Tensor, nn
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -345,20 +345,21 @@ def ranks_of_environment(
         backend = "cpu:gloo,cuda:nccl"
     address = f"tcp://{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     timeout = timedelta(seconds=timeout_seconds)
-    store, _, _ = next(rendezvous(address, rank, world, timeout=timeout))
     life = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
-    # After a timeout NCCL's watchdog sets this below all prefixes. A rank that was started again would find it, and
-    # its heartbeat monitor would sleep for 8 minutes, for which the end of the groups waits.
-    prefixed: Any = PrefixStore(life, store)
-    prefixed._underlying_non_prefix_store.delete_key(_NCCL_DUMP_SIGNAL)
-    dist.init_process_group(
-        backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
-    )
-    ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
-    failed = True
+    ranks, failed, before = Ranks.alone(), True, signal.getsignal(signal.SIGTERM)
     try:
-        nodes = ranks.nodes(environment)
-        with _naming_lost_ranks(ExitReasons(PrefixStore(f"exit-{life}", store), rank, world, nodes)):
+        store = _store(address, rank, world, timeout)
+        exit_reasons = ExitReasons(PrefixStore(f"exit-{life}", store), rank, world)
+        # After a timeout NCCL's watchdog sets this below all prefixes. A rank that was started again would find it, and
+        # its heartbeat monitor would sleep for 8 minutes, for which the end of the groups waits.
+        prefixed: Any = PrefixStore(life, store)
+        prefixed._underlying_non_prefix_store.delete_key(_NCCL_DUMP_SIGNAL)
+        with _naming_lost_ranks(exit_reasons):
+            dist.init_process_group(
+                backend, store=PrefixStore(f"life-{life}", store), rank=rank, world_size=world, timeout=timeout
+            )
+            ranks = Ranks(data=dist.group.WORLD, timeout=timeout)
+            exit_reasons.nodes = ranks.nodes(environment)
             yield ranks
         failed = False
     finally:
@@ -369,8 +370,40 @@ def ranks_of_environment(
         # To destroy a group waits for its NCCL collectives: for ever, where another rank waits for this one in one.
         if not failed:
             dist.destroy_process_group()
-        elif not _returns(dist.distributed_c10d._abort_process_group):
+        elif dist.is_initialized() and not _returns(dist.distributed_c10d._abort_process_group):
             atexit.register(_leave)  # the interpreter's end would wait for the groups again
+        on_sigterm(before)
+
+
+def _store(address: str, rank: int, world: int, timeout: timedelta) -> Store:
+    """The ranks' common store, which without torchrun waits for all of them.
+
+    Raises:
+        LostRankError: one did not come, or the one that holds the store.
+    """
+    try:
+        return next(rendezvous(address, rank, world, timeout=timeout))[0]
+    except dist.DistError as error:
+        raise LostRankError(
+            needed=f"all {world} ranks",
+            given=f"on rank {rank}, no store that all of them have reached at {address} ({_in_short(error)})",
+            remedy="Look for the message of the rank that failed first, or start all of them with the same address.",
+        ) from error
+
+
+def on_sigterm(handler: Any) -> None:
+    """Set what SIGTERM does; nothing outside the main thread, where no handler can be set.
+
+    torchrun sends it as soon as one rank has ended, before another can have said which one that was.
+
+    Args:
+        handler: of ``signal.getsignal``; None, of another language than Python, is left.
+
+    Example:
+        >>> on_sigterm(signal.getsignal(signal.SIGTERM))
+    """
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _returns(abort: Callable[[], None]) -> bool:
@@ -426,8 +459,12 @@ def _naming_lost_ranks(exit_reasons: ExitReasons) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        lost = isinstance(error, LostRankError) or _is_of_connection(error)
-        others = exit_reasons.exchanged(in_one_line(error), lost=lost)
+        lost, before = isinstance(error, LostRankError) or _is_of_connection(error), signal.getsignal(signal.SIGTERM)
+        on_sigterm(signal.SIG_IGN)
+        try:
+            others = exit_reasons.exchanged(in_one_line(error), lost=lost)
+        finally:
+            on_sigterm(before)
         if not lost:
             raise
         missing = f"without {'; '.join(others)}" if others else "where a connection ended and no other rank says why"

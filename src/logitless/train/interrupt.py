@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+import torch.distributed as dist
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -41,7 +43,11 @@ class Interrupt:
 
     @contextmanager
     def heard(self) -> Iterator[None]:
-        """Inside, signals request a stop. Outside the main thread, where no handlers can be set, nothing changes."""
+        """Inside, signals request a stop. Outside the main thread, where no handlers can be set, nothing changes.
+
+        An error among several ranks leaves SIGTERM ignored, until ``ranks_of_environment`` ends: torchrun sends it once
+        a rank has ended, and this one must still say which one is lost.
+        """
         previous: dict[signal.Signals, Any] = {}
         try:
             for number in _SIGNALS:
@@ -52,6 +58,10 @@ class Interrupt:
             return
         try:
             yield
+        except Exception:
+            if dist.is_initialized():
+                previous[signal.SIGTERM] = signal.SIG_IGN
+            raise
         finally:
             for number, handler in previous.items():
                 signal.signal(number, handler)

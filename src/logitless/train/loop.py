@@ -29,6 +29,7 @@ from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import HeldOut
 from logitless.train.collect.failures import Failures, first_failures
 from logitless.train.collect.limits import SignalLimit, UnscoredLimit
+from logitless.train.collect.stopping import StoppedTogether, stopping_together
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.block_metrics import (
     advantage_metrics,
@@ -69,6 +70,7 @@ class Loop:
         self.journal, self.callbacks, self.interrupt = journal, callbacks, Interrupt(journal.message)
         self.block_metrics: Numbers = {}
         self.unwritten: Numbers = {}
+        self.unwritten_by_rank: Mapping[str, Sequence[int]] = {}
         self.without_signal = SignalLimit(max_blocks=train.max_blocks_without_signal)
         self.unscored = UnscoredLimit(max_fraction=train.max_unscored_fraction, max_blocks=train.max_blocks_unscored)
         self.failures = Failures(parts.inputs.rewards)
@@ -170,23 +172,23 @@ class Loop:
             if self.learner.in_training:
                 self._write(record, self.learner.by_rank)
             else:
-                self.unwritten = record
+                self.unwritten, self.unwritten_by_rank = record, self.learner.by_rank
                 # A server that died keeps the push waiting; what a signal leaves undone here a resumed run does first.
                 waits = self._at_once() if self.recipe.rollout.engine.is_vllm else nullcontext()
                 try:
                     with waits:
                         self.unwritten |= self._sync_weights()
-                except KeyboardInterrupt:
+                except self._interrupted:
                     return
-                self._evaluate(self.learner.by_rank)
+                self._evaluate()
             for message in (self.learner.halved, self.learner.check_skipped()):
                 if message is not None:
                     self.journal.message(message)
 
-    def _evaluate(self, by_rank: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+    def _evaluate(self) -> None:
         """Evaluate the weights before the first block, or if it is due after one, and write the line that waits for it.
 
-        A signal ends an evaluation at once. The line then stays unwritten, and a resumed run evaluates first.
+        A signal ends an evaluation. The line then stays unwritten, and a resumed run evaluates first.
         """
         is_start = self.unwritten["block"] > self._done
         due = self.evaluation.sets if is_start else self.evaluation.due(self._done, self.recipe.train.blocks)
@@ -194,12 +196,13 @@ class Loop:
         try:
             with self._at_once() if due else nullcontext():
                 found = self._evaluated_and_watched(due)
-        except KeyboardInterrupt:
+        except self._interrupted:
             for each, state in zip(self._watches, before, strict=True):
                 each.load_state_dict(state)
             return
         record, self.unwritten = self.unwritten | found, {}
-        self._write(record, by_rank)
+        self._write(record, self.unwritten_by_rank)
+        self.unwritten_by_rank = {}
         if not is_start:
             self.callbacks.block(self._of_block)
         self._of_block = {}
@@ -242,7 +245,7 @@ class Loop:
     def _collected(self) -> bool:
         """Collect a block; False if a stop was requested or nothing in it can be trained on.
 
-        A signal discards the block at once, without a trace.
+        A signal discards the block, without a trace.
         """
         if isinstance(self.collector.engine, RepeatingEngine):
             self._wait()  # it samples with older weights in the tensors that are being saved
@@ -250,7 +253,7 @@ class Loop:
         try:
             with self._at_once(), self.journal.phase("preparation"):
                 judged, block, metrics = next_block(self.collector, self.learner, self.journal)
-        except KeyboardInterrupt:
+        except self._interrupted:
             self.collector.load_state_dict(before)
             return False
         except EngineError:
@@ -267,8 +270,15 @@ class Loop:
         return self.learner.in_training
 
     def _at_once(self) -> AbstractContextManager[None]:
-        """Inside, the first signal interrupts, unless other ranks would wait for this one."""
-        return self.interrupt.at_once() if self.ranks.world == 1 else nullcontext()
+        """Inside, the first signal interrupts: at once on a single rank, between two decoding steps on several."""
+        if self.ranks.world == 1:
+            return self.interrupt.at_once()
+        return stopping_together(self.engines.distinct, self.ranks, lambda: self.interrupt.signal)
+
+    @property
+    def _interrupted(self) -> type[KeyboardInterrupt]:
+        """What ``_at_once`` raises. On several ranks a second Ctrl-C ends this one alone, without saving."""
+        return KeyboardInterrupt if self.ranks.world == 1 else StoppedTogether
 
     def _tell_failures(self, groups: Sequence[Group]) -> None:
         """Report failures of rewards that were not reported before."""
@@ -330,6 +340,7 @@ class Loop:
             "loop": {
                 "block_metrics": self.block_metrics,
                 "unwritten": self.unwritten,
+                "unwritten_by_rank": dict(self.unwritten_by_rank),
                 "without_signal_in_a_row": self.without_signal.in_a_row,
                 "unscored_in_a_row": self.unscored.in_a_row,
                 "patience": None if self.patience is None else self.patience.state_dict(),
@@ -379,6 +390,7 @@ class Loop:
             restore_random(saved.tensors, saved.state["random"])
             self.block_metrics = dict(remembered["block_metrics"])
             self.unwritten = dict(remembered.get("unwritten", {}))
+            self.unwritten_by_rank = dict(remembered.get("unwritten_by_rank", {}))
             self.without_signal.in_a_row = remembered["without_signal_in_a_row"]
             self.unscored.in_a_row = remembered["unscored_in_a_row"]
             for each, state in ((self.patience, remembered.get("patience")), (self.best, remembered.get("best"))):

@@ -35,7 +35,7 @@ from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
-from logitless.train.collect.replay import check_in_flight, check_same_end, repeated_on
+from logitless.train.collect.replay import LastWhole, check_in_flight, check_same_end, last_whole, repeated_on
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
@@ -58,9 +58,6 @@ from logitless.train.store.checkpoint import read_checkpoint
 from logitless.train.store.training_state import restore_parameters
 
 logger = logging.getLogger("logitless")
-
-OWN_BASE = "a base that only this run has: `logitless export RUN` merges it with the adapter"
-"""Name of the base model in an exported adapter whose base only this run has; Hugging Face's error shows it."""
 
 OpenEngines: TypeAlias = Callable[[Recipe, nn.Module, PreTrainedTokenizerBase], Engines]
 
@@ -94,8 +91,10 @@ def run_recipe(
     if ended is not None:
         Callbacks(callbacks, is_first=ranks.is_first).end(ended)
         return ended
+    last = None
     if replay is not None:
         recipe = repeated_on(ranks.world, RunFolder(replay), recipe)
+        last = last_whole(RunFolder(replay))
     elif recipe.rollout.in_flight is not None:
         check_in_flight(recipe)
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
@@ -130,14 +129,15 @@ def run_recipe(
         services.callback(parts.collector.close)
         journal.message(*left_out_in_words(inputs.data.counts), *placement)
         journal.message(*described(parts, ranks))
-        loop = Loop(parts, journal, Callbacks(callbacks, is_first=ranks.is_first))
+        called = callbacks if last is None else (*callbacks, last)
+        loop = Loop(parts, journal, Callbacks(called, is_first=ranks.is_first))
         begun.restore(loop, recipe)
         loop.callbacks.start(folder.path, recipe)
         clock.outside(UNNAMED)
         result = _run(loop)
         _end(loop, result, inputs.tokenizer, services)
-        if replay is not None and result.complete:
-            _check_repeated(loop, replay)
+        if replay is not None and (result.complete or result.callback == LastWhole.__name__):
+            _check_repeated(loop, replay, last)
         if inputs.recipe.parallel.num_sampling:
             everyone.broadcast_object(result.as_json())
     loop.callbacks.end(result)
@@ -279,12 +279,13 @@ def _run(loop: Loop) -> RunResult:
         raise
 
 
-def _check_repeated(loop: Loop, replay: Path) -> None:
-    """Refuse a run that does not end as the one that it repeats. A collective."""
+def _check_repeated(loop: Loop, replay: Path, last: LastWhole | None) -> None:
+    """Refuse a run that does not end as the one that it repeats, or as its last whole block. A collective."""
     with failing_together(loop.ranks, "the run that is repeated"):
         if loop.ranks.is_first:
-            check_same_end(loop.journal.folder, RunFolder(replay))
-    loop.journal.message(f"every token, metric and checkpoint is that of {replay}, bit for bit")
+            check_same_end(loop.journal.folder, RunFolder(replay), last)
+    up_to = "" if last is None else f" up to block {last.block}, its last whole one"
+    loop.journal.message(f"every token, metric and checkpoint is that of {replay}{up_to}, bit for bit")
 
 
 def _end(loop: Loop, result: RunResult, tokenizer: PreTrainedTokenizerBase, services: ExitStack) -> None:
@@ -314,13 +315,9 @@ def _end_of(loop: Loop, ended_by: str) -> dict[str, Any]:
 
 def _export(loop: Loop, tokenizer: PreTrainedTokenizerBase) -> None:
     """Write the trained weights in Hugging Face format, and a value head beside them. A collective."""
-    policy, folder, recipe = loop.learner.policy, loop.journal.folder, loop.recipe
+    policy, folder = loop.learner.policy, loop.journal.folder
     state = policy.whole_state(keep=loop.ranks.is_first)
     if loop.ranks.is_first:
-        if policy.is_adapter and (recipe.model.random_weights or recipe.warm_start is not None):
-            # Else from_pretrained would take the model without the warm start, or ask the hub for one called None.
-            for config in policy.model.peft_config.values():  # type: ignore[operator, union-attr]
-                config.base_model_name_or_path = OWN_BASE
         write_folder_atomically(folder.model, lambda path: policy.save(path, tokenizer, state))
         if policy.value_head is not None:
             save_value_head(policy.value_head, folder.value_head)

@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import yaml
@@ -13,14 +14,14 @@ from logitless.errors import ConfigurationError, TrainingError
 from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly import stages
 from logitless.train.block import JudgedBlock
-from logitless.train.collect.replay import check_same_block, check_same_end, repeated_on
+from logitless.train.collect.replay import check_same_block, check_same_end, last_whole, repeated_on
 from logitless.train.entry import train
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import checkpoints
+from logitless.train.store.checkpoint import checkpoints, load_checkpoint, read_checkpoint
 from logitless.types import Completion, Group, Prompt, Verdict
-from tests.train.interrupting import before, stop_at
-from tests.train.tiny import assert_same_run, finished_run, tiny_recipe
+from tests.train.interrupting import before, stop_at, stopped_at
+from tests.train.tiny import assert_same_run, assert_same_tensors, finished_run, tiny_recipe
 
 
 def block_of(token_ids=(4, 5), logp=(-0.5, -0.25), version=3, score=1.0):
@@ -104,6 +105,29 @@ def test_a_run_that_stopped_early_is_repeated_to_its_end(tmp_path):
     run = finished_run(tmp_path, rollout__staleness=1, train__blocks=9, evaluation=evaluation)
     assert json.loads(run.summary.read_text())["ended_by"] == "early_stopping"
     assert main(["train", "--replay", str(run.path)]) == 0
+
+
+@pytest.mark.parametrize("was_killed", [False, True])
+def test_an_unfinished_run_is_repeated_up_to_its_last_whole_block(was_killed, tmp_path, caplog, capsys):
+    run = stopped_at(10, tiny_recipe(tmp_path, rollout__staleness=1, train__blocks=5))
+    *_, whole, amid = checkpoints(run.checkpoints)
+    assert whole.name.startswith("block-000002")
+    if was_killed:
+        shutil.rmtree(amid)
+        run.summary.unlink()
+    with caplog.at_level(logging.INFO, "logitless"):
+        assert main(["train", "--replay", str(run.path)]) == 0
+    assert (
+        f"is that of {run.path} up to block 2, its last whole one, bit for bit" in caplog.text + capsys.readouterr().out
+    )
+    again = RunFolder(run.path.with_name("tiny-replay"))
+    assert_same_tensors(read_checkpoint(whole), load_checkpoint(again.checkpoints))
+    last = last_whole(run)
+    for block, is_compared in ((3, False), (2, True)):
+        lines = [line | {"loss/total": 7.0} if line["block"] == block else line for line in run.read_metrics()]
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        with pytest.raises(TrainingError, match="loss/total of block 2") if is_compared else nullcontext():
+            check_same_end(again, run, last)
 
 
 def test_one_process_repeats_a_run_that_had_samplers_in_turns_and_says_so(repeated, caplog):
@@ -242,7 +266,9 @@ def unlogged(run):
 
 
 def unfinished(run):
-    run.write_summary({"ended_by": "signal", "blocks": 5})
+    run.write_summary({"ended_by": "signal", "blocks": 0})
+    for checkpoint in checkpoints(run.checkpoints)[1:]:
+        shutil.rmtree(checkpoint)
 
 
 def went_on(run):
@@ -263,7 +289,7 @@ def forked(run):
     ("change", "reason", "remedy"),
     [
         (unlogged, "no log of 1 blocks, the first of them 3", "Only rollout.staleness and parallel.sampling"),
-        (unfinished, "one that is not finished", "Finish it with --resume"),
+        (unfinished, "one without a whole block", "Go on with it (--resume)"),
         (went_on, "one that went on after its end, to block-000006-step-000099", "Finish it with --resume"),
         (without_checkpoint, "no checkpoint", "no weights can be compared"),
         (forked, "a fork", "Fork runs/x:1 again"),

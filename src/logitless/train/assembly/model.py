@@ -30,6 +30,9 @@ from logitless.train.recipe.rule import check
 
 logger = logging.getLogger("logitless")
 
+OWN_BASE = "a base that only this run has: `logitless export RUN` merges it with the adapter"
+"""Base model of an adapter on random weights or after a warm start: an error of Hugging Face shows it."""
+
 
 def tokenizer_of(section: ModelSection) -> PreTrainedTokenizerBase:
     """The tokenizer of a recipe.
@@ -91,7 +94,7 @@ def policy_model(
     if section.lora is not None:
         if weights is not None:
             model = load_adapters(model, weights)
-        model = add_lora(model, lora_options(section), seed=seed)
+        model = _with_adapter(section, model, seed=seed, has_own_base=section.random_weights or weights is not None)
     check(ROUTER_RULES, Fitted(section, model, device))
     _finish(section, model)
     if section.compile:
@@ -114,8 +117,21 @@ def after_warm_start(section: ModelSection, model: nn.Module, *, seed: int) -> n
         return model
     if hasattr(backbone(model), "row_invariant"):
         backbone(model).row_invariant.remove()  # type: ignore[operator, union-attr]
-    model = add_lora(model, lora_options(section), seed=seed).train()
+    model = _with_adapter(section, model, seed=seed, has_own_base=True).train()
     _finish(section, model)
+    return model
+
+
+def _with_adapter(section: ModelSection, model: nn.Module, *, seed: int, has_own_base: bool) -> nn.Module:
+    """The model with a fresh adapter in it, or in place of a trained one.
+
+    Args:
+        has_own_base: whether no other model is the base: it has random weights, or a warm start's.
+    """
+    model = add_lora(model, lora_options(section), seed=seed)
+    if has_own_base:  # else from_pretrained would take the model without the warm start, or ask the hub for one, None
+        for config in model.peft_config.values():  # type: ignore[operator, union-attr]
+            config.base_model_name_or_path = OWN_BASE
     return model
 
 

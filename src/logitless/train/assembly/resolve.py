@@ -12,7 +12,7 @@ from torch import nn
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.sharding import is_sharded
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, UnavailableError
 from logitless.models.lm_head import backbone
 from logitless.train.assembly.layers import (
     SELF_CHECK,
@@ -95,16 +95,11 @@ def resolved(recipe: Recipe, model: nn.Module, arrangement: Arrangement) -> Reso
         and (reasons := against_row_invariant(recipe.model, model, device))
     ):
         raise no_row_invariant(in_words(reasons))
-    choices = recipe.rollout.engine.choices
+    choices, placed = recipe.rollout.engine.choices, Placed(found, model)
     if choices is None:
-        check(GPU_RULES if found.parallel.has_copy else (_HERE,), Placed(found, model))  # a copy is made later
-        installs = recipe.rollout.engine.bitwise and not (
-            found.parallel.has_copy or _is_row_invariant(recipe.model, device, model)
-        )
-        if installs and (reasons := against_row_invariant(found.model, model, device)):
-            raise no_row_invariant(in_words(reasons), ENGINE)
+        check(GPU_RULES, placed)
     else:
-        against[ENGINE] = unmet(GPU_RULES, Placed(found, model))[:1]
+        against[ENGINE] = unmet(GPU_RULES, placed)[:1]
         if against[ENGINE] and found.parallel.has_copy:
             raise against[ENGINE][0]
         chosen = choices[bool(against[ENGINE])]
@@ -132,12 +127,17 @@ class Placed:
         return Machine(self.recipe, "cuda" if is_one else device.type)
 
     @property
-    def has_layers(self) -> bool:
-        """Whether the model that samples has row-invariant layers, or would have them in its place."""
-        section, device = self.recipe.model, device_of(self.recipe.model)
-        if not self.recipe.parallel.has_copy:
-            return _is_row_invariant(section, device, self.model)
-        return not against_row_invariant(section.model_copy(update={"layers": "row_invariant"}), self.model, device)
+    def without_layers(self) -> str:
+        """Why the model that samples has no row-invariant layers; empty where it has them, or will be given them."""
+        section, device, has_copy = self.recipe.model, device_of(self.recipe.model), self.recipe.parallel.has_copy
+        if not has_copy and _is_row_invariant(section, device, self.model):
+            return ""
+        if not has_copy and not self.recipe.rollout.engine.bitwise:
+            return "its layers are not row-invariant ones"
+        # A copy is made with them, and an engine that is named installs them.
+        return in_words(
+            against_row_invariant(section.model_copy(update={"layers": "row_invariant"}), self.model, device)
+        )
 
     @property
     def split(self) -> str:
@@ -162,13 +162,13 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
     ),
     _placed.needs(
         "row-invariant layers",
-        holds=lambda placed: placed.has_layers,
-        given=lambda _: "its layers are not row-invariant ones",
-        remedy="Leave model.layers at auto; the run says what keeps them.",
+        given=lambda placed: placed.without_layers,
+        remedy="Set rollout.engine: transformers, or auto. docs/bits.md lists what is covered.",
+        kind=UnavailableError,
     ),
     GPU_FUSED.on(recipe_of),
 )
-"""What the engine ``gpu`` needs of a policy; ``auto`` chooses it where all of them hold."""
+"""What the engine ``gpu`` needs of a policy, named or with a copy; ``auto`` chooses it where all of them hold."""
 
 
 def _is_row_invariant(section: ModelSection, device: torch.device, model: nn.Module) -> bool:

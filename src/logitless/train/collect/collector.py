@@ -7,6 +7,7 @@ batch, which changes fewer than one in a million tokens sampled from float32 log
 """
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from logitless.seeds import derived_seed
 from logitless.train.block import JudgedBlock, have_signal
 from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.collect.one_client import ranks_that_sample
+from logitless.train.collect.stopping import StoppedTogether
 from logitless.train.recipe.rollout import RolloutSection
 from logitless.types import Episode, Group, Prompt
 
@@ -174,13 +176,16 @@ class GroupSampler:
 
         Raises:
             LogitlessError: on every rank, the error of the one that failed.
+            StoppedTogether: on every rank, where some ended in ``stopping_together``.
         """
         ranks, engine, environment = self.ranks, self.engine, self.environment
         taking = ranks_that_sample(engine, ranks)
         mine = [prompts[i] for i in ranks.shared(len(prompts), taking)]
         how: Any = {"num_samples": num_samples, "options": options, "seed": seed, "limits": self.limits}
         groups: list[Group] = []
-        with failing_together(ranks, "completions, sampled and scored"):
+        stopped = False
+        with failing_together(ranks, "completions, sampled and scored"), suppress(StoppedTogether):
+            stopped = True  # unless this block ends
             with together(engine):
                 episodes: list[list[Episode]] = []
                 if not mine:
@@ -191,8 +196,12 @@ class GroupSampler:
                     episodes = play(engine, mine, environment, **how)
             if mine:
                 groups = judge(mine, episodes, self.rewards, unscored=self.unscored)
+            stopped = False
         if ranks.world == 1:
             return groups
         rest, numbers = encode_groups(groups)
-        of_ranks = list(zip(ranks.all_gather_object(rest), ranks.all_gather_bytes(numbers), strict=True))
+        rests = ranks.all_gather_object(None if stopped else rest)
+        if None in rests:
+            raise StoppedTogether
+        of_ranks = list(zip(rests, ranks.all_gather_bytes(numbers), strict=True))
         return in_order([decode_groups(prompts[i :: len(taking)], *of_ranks[rank]) for i, rank in enumerate(taking)])

@@ -1,8 +1,11 @@
-"""A run that repeats another: it compares tokens as they are sampled, metrics and checkpoints at the end."""
+"""A run that repeats another: it compares tokens as they are sampled, metrics and checkpoints at the end.
+
+An unfinished run is repeated up to its last whole block: the last one with a line of metrics and a checkpoint after it.
+"""
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -11,10 +14,11 @@ import numpy as np
 
 from logitless.errors import ConfigurationError, TrainingError
 from logitless.train.block import JudgedBlock
+from logitless.train.callbacks import Callback
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.metrics import repeatable
 from logitless.train.record.provenance import parent_in
-from logitless.train.record.result import RunResult
+from logitless.train.record.result import COMPLETE
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.checkpoint import checkpoints, folder_name
 from logitless.types import PER_TOKEN, Completion
@@ -79,7 +83,7 @@ def _check_repeatable(run: RunFolder, recipe: Recipe) -> None:
     if found := _why_not(run):
         given, remedy = found
         raise ConfigurationError(
-            needed=f"a run to repeat: finished, begun anew, with a checkpoint and a log of its blocks in {run.path}",
+            needed=f"a run to repeat: begun anew, with a checkpoint and a log of its blocks in {run.path}",
             given=given,
             remedy=remedy,
         )
@@ -107,21 +111,56 @@ def check_in_flight(recipe: Recipe) -> None:
 
 def _why_not(run: RunFolder) -> tuple[str, str] | None:
     """Why a run cannot be repeated, and what to do; None if it can."""
-    summary = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}
-    if not RunResult(run, summary.get("ended_by", "error")).complete:
-        return "one that is not finished", "Finish it with --resume, then repeat it."
     if (parent := parent_in(run)) is not None:
         given = "a fork, whose first weights and optimizer state are another run's"
         return given, "Fork {run}:{checkpoint} again, and see `logitless report` of both.".format(**parent)
-    found = checkpoints(run.checkpoints)
+    found, summary = checkpoints(run.checkpoints), _summary(run)
     if not found:
         return "no checkpoint", "Repeat a run that has its last one: without it no weights can be compared."
-    if found[-1].name != folder_name(summary["blocks"], summary["steps"]):
-        return f"one that went on after its end, to {found[-1].name}", "Finish it with --resume, then repeat it."
+    last = last_whole(run)
+    if last is None:
+        if summary.get("ended_by") not in COMPLETE:
+            return "one without a whole block", "Go on with it (--resume), then repeat it."
+        if found[-1].name != folder_name(summary["blocks"], summary["steps"]):
+            return f"one that went on after its end, to {found[-1].name}", "Finish it with --resume, then repeat it."
+    blocks = summary["blocks"] if last is None else last.block
     logged = {int(file.stem.removeprefix("block-")) for file in run.collected.glob("block-*.json")}
-    if missing := [block for block in range(1, summary["blocks"] + 1) if block not in logged]:
+    if missing := [block for block in range(1, blocks + 1) if block not in logged]:
         given = f"no log of {len(missing)} blocks, the first of them {missing[0]}"
         return given, "Repeat another run. Only rollout.staleness and parallel.sampling write a log."
+    return None
+
+
+def _summary(run: RunFolder) -> dict[str, Any]:
+    """Empty for a run that was killed."""
+    found: dict[str, Any] = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}
+    return found
+
+
+class LastWhole(Callback):
+    """Ends the repetition of an unfinished run after that run's last whole block.
+
+    Args:
+        block: its number, from 1.
+        checkpoint: name of the one after it.
+    """
+
+    def __init__(self, block: int, checkpoint: str) -> None:
+        self.block, self.checkpoint = block, checkpoint
+
+    def on_block(self, metrics: Mapping[str, Any]) -> bool:
+        """Whether it is this block."""
+        return bool(metrics["block"] >= self.block)
+
+
+def last_whole(run: RunFolder) -> LastWhole | None:
+    """The last whole block of an unfinished run; None of a finished one, and without any."""
+    if _summary(run).get("ended_by") in COMPLETE:
+        return None
+    for folder in reversed(checkpoints(run.checkpoints)):
+        state = json.loads((folder / "state.json").read_bytes())
+        if state["block"] is None and not state["loop"].get("unwritten") and state["progress"]["block"]:
+            return LastWhole(state["progress"]["block"], folder.name)
     return None
 
 
@@ -180,24 +219,31 @@ def _at(completion: Completion, token: int) -> str:
     return drawn if logp is None else f"{drawn}, log-prob {float(logp[token])!r}"
 
 
-def check_same_end(here: RunFolder, there: RunFolder) -> None:
+def check_same_end(here: RunFolder, there: RunFolder, last: LastWhole | None = None) -> None:
     """Refuse a run whose metrics or checkpoints differ from those of the run that it repeats, in any bit.
 
     Each checkpoint that both runs have is compared, the last one included. Times, speeds and memory are not, nor are
     numbers by rank.
 
+    Args:
+        here, there: folders of the repetition, and of the run.
+        last: block up to which an unfinished run was repeated; None for a finished one.
+
     Raises:
         TrainingError: names the first metric, or the first checkpoint and what differs there.
     """
     lines = [[*map(repeatable, each.read_metrics())] for each in (here, there)]
+    if last is not None:
+        lines = [[line for line in of if line["block"] <= last.block] for of in lines]
     for one, other in zip_longest(*lines, fillvalue={}):
         for name in (each for each in {**other, **one} if not each.startswith("parallel/")):
             if one.get(name) != other.get(name):
                 place = f"{name} of block {other.get('block')}, step {other.get('step')}"
                 raise _differs(f"{place}: {other.get(name)}", str(one.get(name)))
-    last, recorded = (checkpoints(each.checkpoints)[-1].name for each in (here, there))
-    if last != recorded:
-        raise _differs(f"{recorded} as the last checkpoint", last)
+    ended, recorded = (checkpoints(each.checkpoints)[-1].name for each in (here, there))
+    recorded = recorded if last is None else last.checkpoint
+    if ended != recorded:
+        raise _differs(f"{recorded} as the last checkpoint", ended)
     for folder in checkpoints(there.checkpoints):
         if (again := here.checkpoints / folder.name).is_dir():
             found, entries = _entries(again), _entries(folder)
@@ -214,7 +260,8 @@ def _entries(checkpoint: Path) -> dict[str, Any]:
 
 
 _NOT_REPEATED = {
-    *("state/journal/seconds", "state/loop/block_metrics", "state/loop/unwritten"),  # times, and lines of metrics
+    *("state/journal/seconds", "state/loop/block_metrics"),  # times, and lines of metrics
+    *("state/loop/unwritten", "state/loop/unwritten_by_rank"),
     "state/random/python",  # drawn from by tools in the process, such as beartype, whenever they run
 }
 

@@ -45,7 +45,7 @@ class RunResult:
     @property
     def complete(self) -> bool:
         """Whether training is finished and ``model/`` is written; otherwise the run can be resumed."""
-        return self.ended_by in ("blocks", "early_stopping")
+        return self.ended_by in COMPLETE
 
     @property
     def exit_status(self) -> int:
@@ -66,6 +66,9 @@ class RunResult:
             return f"stopped by {self.callback} and saved"
         return ENDS[self.ended_by]
 
+
+COMPLETE = ("blocks", "early_stopping")
+"""``ended_by`` of a run that is."""
 
 ENDS = {
     "blocks": "finished",
