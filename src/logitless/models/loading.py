@@ -38,6 +38,7 @@ from logitless.models.lm_head import backbone, causal_lm, check_positions, verif
 from logitless.models.mixers import RECURRENT, keep_sequences_apart
 from logitless.models.modes import runs_compiled
 from logitless.models.packed import KINDS, PACKED
+from logitless.models.quantized import as_plain, dequantized
 from logitless.models.rotary import separate_long_sequences
 from logitless.models.seeded import seeded
 from logitless.models.text_half import IMAGE_MODELS, KEY_MAPPING, conversions_of, text_half
@@ -520,7 +521,7 @@ def positions(config: Any) -> int | None:
 
 def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], whole: Any) -> PreTrainedModel:
     """The model of ``config`` with weights from files of ``whole``: the same config, or that of an image model."""
-    of_image_model = whole is not config
+    of_image_model, to_plain = whole is not config, dequantized(config, whole)
     folder, gguf = Path(str(source)).expanduser(), gguf_file(source)
     if gguf is None and (folder.is_file() or (folder.is_dir() and not list(folder.glob("*.safetensors")))):
         pickles = sorted(path.name for path in folder.glob("*.bin")) if folder.is_dir() else []
@@ -553,8 +554,11 @@ def _read_weights(source: ModelSource, config: Any, options: Mapping[str, Any], 
             given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
             remedy="Give a checkpoint of a causal language model of this architecture.",
         )
+    if to_plain:
+        logger.info("model: %s is dequantized; the run trains and saves plain weights", source)
+    if of_image_model or to_plain:
+        as_plain(model, options["dtype"])
     if of_image_model:
-        del model._weight_conversions  # type: ignore[attr-defined]  # saved under its own names, not those of the files
         logger.info(
             "image model: its language model is loaded as %s, %d tensors of its image tower are left out",
             config.model_type,
