@@ -93,6 +93,7 @@ def load_model(
     _check_language_model(config)
     _check_attention_softcap(config, attention)
     _check_temperature(config, attention)
+    _check_attention_of_transformers(config, attention)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": PACKED if attention == "packed" else attention,
@@ -468,6 +469,18 @@ def _check_temperature(config: Any, attention: Attention) -> None:
             needed="attention that knows each token's place in its sequence (attn_temperature_tuning)",
             given=f"attention {attention!r}",
             remedy='Leave attention at "packed".',
+        )
+
+
+def _check_attention_of_transformers(config: Any, attention: Attention) -> None:
+    """Refuse attention that transformers does not have for an architecture (gpt-oss has no SDPA, for its sinks)."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    flag = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(attention)
+    if kind is not None and flag is not None and not getattr(kind, flag):
+        raise UnavailableError(
+            needed=f"attention that transformers has for {config.model_type}",
+            given=f"attention {attention!r}",
+            remedy='Leave attention at "packed", or set it to "eager".',
         )
 
 
