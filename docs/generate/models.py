@@ -16,7 +16,7 @@ def page(text: str) -> str:
 
 def _language_models() -> str:
     """A line for all architectures of the same kind."""
-    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "GPU engine (exact), vLLM")
+    head = ("Models", "Beside plain attention", "Trains, packs, shares prompts, LoRA", "GPU engine, vLLM")
     alike: dict[tuple[str, ...], list[str]] = {}
     for each in FAMILIES:
         alike.setdefault((each.parts, *_cells(each)), []).append(f"{each.models} (`{each.model_type}`)")
@@ -27,7 +27,8 @@ def _cells(family: Family) -> tuple[str, str]:
     if family.refused is not None:
         return "refused", ""
     trains = "yes" if family.attention == "packed" else f"`attention: {family.attention}`, no shared prompts"
-    return trains, {(True, True): "both", (False, True): "vLLM", (False, False): "neither"}[family.exact, family.served]
+    served = {"no": "neither"}.get(family.served, family.served)
+    return trains, f"exact, {served}" if family.exact else served
 
 
 def _image_models() -> str:
@@ -40,4 +41,4 @@ def _image_models() -> str:
 
 def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
     lines = [head, ("---",) * len(head), *rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"|{'|'.join(line)}|\n" for line in lines)

@@ -3,14 +3,15 @@
 import json
 from pathlib import Path
 
+import PIL.Image
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
-from logitless.data.sources import FileData, ReasoningGymData
+from logitless.data.prompts import PromptOrder, load_prompts, prompts_of_rows, without_overlap
+from logitless.data.sources import FileData, ReasoningGymData, Rendered, Row
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
 
@@ -108,7 +109,7 @@ def test_a_conversation_without_a_chat_template_is_an_error(tmp_path):
         ([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "ends with the assistant"),
         ([{"role": "robot", "content": "a"}], "unknown role"),
         ([{"role": "system", "content": "s"}, {"role": "user", "content": "a"}], "another one"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "list of messages"),
+        ([{"role": "user", "content": [{"type": "image"}]}], "images are not read, for no image tower is loaded"),
         ([{"content": "a"}], "list of messages"),
         (7, "prompt that is text"),
         (0, "prompt that is text"),
@@ -118,6 +119,21 @@ def test_a_prompt_that_no_template_can_read_is_named_by_its_place(tmp_path, mess
     with pytest.raises(DataError, match="line 2") as raised:
         load(tmp_path, {"prompt": "fine"}, {"prompt": messages}, tokenizer=make_tokenizer(chat=True), system="Be.")
     assert message in str(raised.value)
+
+
+def image_as(way):
+    """A column's value with an image, as a Parquet file of the hub has it, or as `datasets` gives it."""
+    if way == "decoded":
+        return PIL.Image.new("RGB", (1, 1))
+    stored = {"bytes": b"GIF", "path": None}
+    return stored if way == "stored" else [stored]
+
+
+@pytest.mark.parametrize("way", ["stored", "several", "decoded"])
+def test_an_image_beside_a_prompt_is_refused_and_not_dropped_in_silence(way):
+    rows = [Row("row 0", {"prompt": "a", "image": None}), Row("row 1", {"prompt": "a", "image": image_as(way)})]
+    with pytest.raises(DataError, match=r"no image tower is loaded.*an image in the column 'image' at row 1"):
+        prompts_of_rows(rows, Rendered(), make_tokenizer(), max_prompt_tokens=8)
 
 
 @pytest.mark.parametrize("empty", [None, "", " \n", [], [{"role": "user", "content": " "}], [{"role": "user"}]])

@@ -22,7 +22,7 @@ def test_the_words_around_what_is_made_stay(name):
     [
         ("configuration.md", "- `rank: 16`: "),
         ("metrics.md", "- `step`"),
-        ("models.md", "| `qwen3_moe` |"),
+        ("models.md", "|`qwen3_moe`|"),
         ("models.md", "(`qwen3_vl`)"),
         ("objectives.md", "DAPO: clip-higher"),
         ("rewards.md", "`punctuation:no_comma`"),

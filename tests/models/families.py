@@ -5,8 +5,9 @@
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
+Served = Literal["probed", "named", "untested", "no"]
 SMALL: dict[str, Any] = {
     "vocab_size": 40, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "initializer_range": 0.3,
@@ -68,9 +69,14 @@ class Family:
         return {"model_type": self.model_type, **SMALL, **self.fields}
 
     @property
-    def served(self) -> bool:
-        """Whether vLLM 0.32 serves what is exported (``tests/vllm/test_models.py``)."""
-        return self.model_type not in UNSERVED
+    def served(self) -> Served:
+        """What ``tests/vllm/test_models.py`` shows of vLLM 0.32.
+
+        ``probed``: it computes the log-probs of the weights that are sent to it. ``named``: its class, not run, takes
+        every weight by name and shape. ``untested``: its class cannot be built on a CPU. ``no``: it has none, or one
+        that takes other names.
+        """
+        return SERVED.get(self.model_type, "probed") if self.refused is None else "no"
 
 
 FAMILIES = (
@@ -179,7 +185,18 @@ FAMILIES = (
            attention="eager"),
 )  # fmt: skip
 
-UNSERVED = {"dots1", "minimax_m3_vl_text", "bamba", "recurrent_gemma", "minimax"}
+_NAMED = (
+    "gemma3n_text", "cohere2", "ernie4_5_moe", "llama4_text",  # of the same files it computes something else on a CPU
+    "gpt_oss",  # takes no new weights for its experts
+    "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",  # 16 bits alone
+    "mimo_v2_flash", "lfm2", "lfm2_moe", "falcon_h1", "jamba", "granitemoehybrid", "zamba2",  # kernels for GPUs
+)  # fmt: skip
+OTHER_NAMES = ("longcat_flash", "olmo_hybrid")
+SERVED: dict[str, Served] = {
+    **dict.fromkeys(_NAMED, "named"),
+    **dict.fromkeys(("kimi_linear", "nemotron_h", "deepseek_v32", "glm_moe_dsa"), "untested"),
+    **dict.fromkeys(("dots1", "minimax_m3_vl_text", "bamba", *OTHER_NAMES), "no"),
+}
 TRAINED = tuple(family for family in FAMILIES if family.refused is None)
 FAMILY = {family.model_type: family for family in reversed(FAMILIES)}
 REFUSED = tuple(family for family in FAMILIES if family.refused is not None)

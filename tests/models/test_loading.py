@@ -14,6 +14,7 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.lm_head import backbone, backbone_hidden
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.modes import uncompiled
+from tests.models.families import FAMILY
 from tests.models.tiny import CONFIGS, LLAMA, packed, tiny
 
 
@@ -159,6 +160,13 @@ def test_a_tokenizer_larger_than_the_model_is_an_error_and_a_smaller_one_is_not(
     check_vocabulary(tiny("llama"), character_tokenizer(alphabet[:58]))
     with pytest.raises(ConfigurationError, match="61 embedding rows; given a tokenizer with ids up to 61"):
         check_vocabulary(tiny("llama"), character_tokenizer(alphabet))
+
+
+def test_attention_that_transformers_lacks_for_a_model_is_refused_by_name_and_not_as_a_fault_of_its_config():
+    config = FAMILY["gpt_oss"].config  # its sinks are in no SDPA
+    with pytest.raises(UnavailableError, match=r"gpt_oss; given attention 'sdpa'.*Leave attention at .packed"):
+        load_model(config, random_weights=True, attention="sdpa")
+    assert load_model(config, random_weights=True, attention="eager").num_parameters() > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "phi", "falcon"])

@@ -1,54 +1,104 @@
-"""Which architectures vLLM serves; and that weights of mixtures arrive there under the names that it knows."""
+"""Which architectures vLLM serves; that weights arrive there under the names that it knows, and are computed with."""
 
-from contextlib import closing
+from collections.abc import Iterator
 
 import pytest
+import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from logitless.models.loading import load_model
 from logitless.rollout.engine import Weights
-from tests.models.families import FAMILIES
-from tests.vllm.conftest import KEY, SHAPE, TOKENIZER, VLLM, engine_at
-from vllm_process import vllm_server
+from logitless.rollout.sampling import SamplingOptions
+from logitless.rollout.vllm.probe import Probe, scored_tokens
+from logitless.rollout.vllm.weight_folder import WeightFolders
+from tests.models.families import FAMILY, OTHER_NAMES, TRAINED, Family
+from tests.vllm.conftest import PROMPT, TOKENIZER
+from tests.vllm.one_process import OneProcess
+from tests.vllm.served import PROBED, TAKEN, served_config
 
-WIDE = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "tie_word_embeddings": False}
-MIXTURES = {
-    "qwen3_moe": {"num_experts": 4},
-    "glm4_moe": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        "first_k_dense_replace": 1,
-    },
-}
+PLAIN = Probe(PROMPT, max_difference=1e-4)
+"""Of two implementations in float32: about 60 roundings of sums of 64 to 128 terms, at logits of about 5."""
+
+
+def by_name(families):
+    """As a parameter of tests; families with the same model type are told apart by number."""
+    return pytest.mark.parametrize("family", families, ids=[each.models for each in families])
+
+
+@pytest.fixture(scope="module")
+def held() -> Iterator[list[OneProcess]]:
+    """The process, in a list: one that ended is replaced."""
+    found: list[OneProcess] = []
+    yield found
+    for process in found:
+        process.close()
+
+
+@pytest.fixture
+def process(held, tmp_path_factory) -> OneProcess:
+    """One that answers."""
+    if not held or not held[0].alive:
+        held[:] = [OneProcess(tmp_path_factory.mktemp("process") / "log.txt")]
+    return held[0]
+
+
+def model_of(family: Family, seed: int):
+    """With random weights, no weight at 0 or 1, and routers' corrections that do something."""
+    model = load_model(served_config(family), random_weights=True, seed=seed, attention=family.attention).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator))
+        for name, buffer in model.named_buffers():
+            if name.endswith("bias"):
+                buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator))
+    return model
+
+
+def saved(model, folder):
+    """The folder that a server is started with."""
+    model.save_pretrained(folder)
+    TOKENIZER.save_pretrained(str(folder))
+    return str(folder)
+
+
+def sent(model, folder, version=1) -> str:
+    """The folder of weights that a sync writes."""
+    return str(WeightFolders(folder).write(Weights.of(model).tensors(), version).folder)
 
 
 def test_vllm_has_the_architectures_that_the_table_says():
     from vllm import ModelRegistry
 
     known = ModelRegistry.get_supported_archs()
-    assert {each.model_type for each in FAMILIES if each.served} == {
-        each.model_type for each in FAMILIES if CLASSES[each.model_type] in known
-    }
+    unknown = {each.model_type for each in TRAINED if CLASSES[each.model_type] not in known}
+    assert unknown | set(OTHER_NAMES) == {each.model_type for each in TRAINED if each.served == "no"}
 
 
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_push_replaces_experts_routers_and_their_correction_bias(name, tmp_path):
-    config = SHAPE | WIDE | {"model_type": name, "num_key_value_heads": 2} | MIXTURES[name]
+@by_name(TAKEN)
+def test_its_class_takes_each_weight_that_is_sent_by_its_name_and_shape_and_needs_no_other(family, process, tmp_path):
+    model = model_of(family, 1)
+    weights = sent(model, tmp_path / "weights")
+    left, size = process.call("accept", folder=saved(model, tmp_path / "model"), weights=weights)
+    assert left == []
+    more = sum(tensor.numel() for _, tensor in Weights.of(model).tensors()) - size
+    assert abs(more) <= {"gemma4_text": 4096}.get(family.model_type, 0)
 
-    def model(seed: int):
-        made = load_model(config, random_weights=True, seed=seed).eval()
-        for key, bias in made.named_buffers():
-            if key.endswith("correction_bias"):
-                bias.copy_(0.1 * seed * made.get_input_embeddings().weight[: len(bias), 0].detach())
-        return made
 
-    model(99).save_pretrained(tmp_path / "model")
-    TOKENIZER.save_pretrained(str(tmp_path / "model"))
-    flags = ("--dtype", "float32", "--max-model-len", "512", "--enforce-eager", "--api-key", KEY)
-    server = vllm_server(tmp_path / "model", VLLM, tmp_path / "server.log", flags)
-    with server as process, closing(engine_at(process.url)) as engine:
-        for version in (1, 2):
-            engine.load(Weights.of(model(version)), version)
-            assert engine.transfer_numbers["weights/probe_difference_max"] < 1e-4
+@by_name(PROBED)
+def test_weights_that_are_sent_are_what_it_computes_with(family, process, tmp_path):
+    process.call("open", folder=saved(model_of(family, 99), tmp_path / "model"))
+    for version in (1, 2):
+        model = model_of(family, version)
+        process.call("load", folder=sent(model, tmp_path / "weights", version))
+        PLAIN.check(process.ask, model, where="vLLM", version=version)
+    [drawn] = process.ask(PROMPT, 1, SamplingOptions(max_new_tokens=8), 0)
+    before = scored_tokens(model_of(family, 1), PROMPT, drawn.token_ids.tolist(), 1.0)
+    assert max(abs(a - b) for a, b in zip(drawn.logp.tolist(), before, strict=True)) > 0.01
+
+
+@pytest.mark.parametrize("name", OTHER_NAMES)
+def test_its_class_does_not_take_the_names_of_these(name, process, tmp_path):
+    model = model_of(FAMILY[name], 1)
+    with pytest.raises(RuntimeError, match=r"KeyError|no module or parameter named"):
+        process.call("accept", folder=saved(model, tmp_path / "model"), weights=sent(model, tmp_path / "weights"))

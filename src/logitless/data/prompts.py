@@ -111,6 +111,8 @@ def prompts_of_rows(
             given="a tokenizer without one",
             remedy="Set template with {system} and {prompt}, or leave system out.",
         )
+    for row in rows:
+        _refuse_images(row)
     ids = _row_ids(rows)
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
     messages = [_messages(row, options, tokenizer) for row, _ in filled]
@@ -286,7 +288,9 @@ def _messages(row: Row, options: Rendered, tokenizer: PreTrainedTokenizerBase) -
         raise DataError(
             needed="a prompt that is text, or a list of messages with the texts `role` and `content`",
             given=f"{str(prompt)[:80]!r} at {row.place}",
-            remedy="Map the right column with columns.prompt.",
+            remedy="Give each content as one text; images are not read, for no image tower is loaded (docs/models.md)."
+            if _has_parts(prompt)
+            else "Map the right column with columns.prompt.",
         )
     if options.template is not None or not tokenizer.chat_template:
         raise ConfigurationError(
@@ -307,6 +311,35 @@ def _messages(row: Row, options: Rendered, tokenizer: PreTrainedTokenizerBase) -
             remedy="Leave system out, or remove the message.",
         )
     return (*system, *({name: value for name, value in message.items() if value is not None} for message in prompt))
+
+
+def _has_parts(prompt: object) -> bool:
+    messages = prompt if isinstance(prompt, list) else []
+    return any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
+
+
+def _is_image(value: object) -> bool:
+    """Whether a column's value is an image or a list with one, as ``datasets`` and Parquet files hold them.
+
+    Example:
+        >>> _is_image([{"bytes": b"...", "path": None}]), _is_image({"bytes": 4})
+        (True, False)
+    """
+    if isinstance(value, list):
+        return any(map(_is_image, value))
+    if isinstance(value, dict):
+        return isinstance(value.get("bytes"), bytes) and value.keys() <= {"bytes", "path"}
+    return type(value).__module__.split(".")[0] == "PIL"
+
+
+def _refuse_images(row: Row) -> None:
+    column = next((name for name, value in row.values.items() if _is_image(value)), None)
+    if column is not None:
+        raise DataError(
+            needed="prompts of text alone, for no image tower is loaded (docs/models.md)",
+            given=f"an image in the column {column!r} at {row.place}",
+            remedy="Leave the column out, if the prompt makes sense without it.",
+        )
 
 
 def _is_message(value: object) -> bool:

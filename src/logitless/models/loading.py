@@ -94,6 +94,7 @@ def load_model(
     _check_language_model(config)
     _check_attention_softcap(config, attention)
     _check_temperature(config, attention)
+    _check_attention_of_transformers(config, attention)
     options: dict[str, Any] = {
         "dtype": dtype,
         "attn_implementation": PACKED if attention == "packed" else attention,
@@ -474,6 +475,18 @@ def _check_temperature(config: Any, attention: Attention) -> None:
         )
 
 
+def _check_attention_of_transformers(config: Any, attention: Attention) -> None:
+    """Refuse attention that transformers does not have for an architecture (gpt-oss has no SDPA, for its sinks)."""
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    flag = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(attention)
+    if kind is not None and flag is not None and not getattr(kind, flag):
+        raise UnavailableError(
+            needed=f"attention that transformers has for {config.model_type}",
+            given=f"attention {attention!r}",
+            remedy='Leave attention at "packed", or set it to "eager".',
+        )
+
+
 def _check_language_model(config: Any) -> None:
     known = type(config) in AutoModelForCausalLM._model_mapping or getattr(config, "auto_map", None)
     if hasattr(config, "vision_config") and not known:
@@ -563,10 +576,8 @@ def _read_weights(
             given=f"{str(source)!r} without {', '.join(map(str, absent[:5]))}{' ...' if len(absent) > 5 else ''}",
             remedy="Give a checkpoint of a causal language model of this architecture.",
         )
-    if quantization is not None:
+    if of_image_model or quantization is not None:
         make_plain(model, options["dtype"])
-    elif of_image_model:
-        del model._weight_conversions  # type: ignore[attr-defined]  # saved under its own names, not those of the files
     if of_image_model:
         logger.info(
             "image model: its language model is loaded as %s, %d tensors of its image tower are left out",

@@ -63,17 +63,17 @@ def check_quantization(quantization: dict[str, Any], source: object) -> None:
 
 
 def make_plain(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Turn a model whose weights were dequantized into an ordinary one, in place.
+    """Turn a model whose weights were dequantized, or are an image model's, into an ordinary one, in place.
 
     Args:
-        model: from ``from_pretrained`` with ``dequantize`` in its config's quantization.
+        model: from ``from_pretrained``, where it was quantized with ``dequantize`` in its config's quantization.
         dtype: of the weights, but for those that the architecture keeps in float32.
     """
     model.hf_quantizer, model.is_quantized = None, False
     take_quantization(model.config)
     for name in ("base_model_tp_plan", "base_model_ep_plan"):  # set for quantized layers, and saved otherwise
         vars(model.config).pop(name, None)
-    if hasattr(model, "_weight_conversions"):  # they would quantize again, under names that no file has
+    if hasattr(model, "_weight_conversions"):  # they would save it under other names, and quantized again
         del model._weight_conversions
     kept = model._get_dtype_plan(dtype)
     for name, weight in model.named_parameters():  # transformers leaves MXFP4's in bfloat16, others as they are stored

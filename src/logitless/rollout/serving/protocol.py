@@ -31,7 +31,7 @@ def _with_one_text(message: dict[str, Any]) -> dict[str, Any]:
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(message.get("role"), str) or not isinstance(content, str | None):
-        raise ValueError("each needs a role and a text as content, or parts that are texts")
+        raise ValueError("each needs a role and a text as content, or parts that are texts: no image tower is loaded")
     return {**message, "content": content}
 
 

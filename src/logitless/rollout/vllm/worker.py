@@ -39,13 +39,17 @@ class FolderWeights:
         }
 
 
+_PACKED_ONCE = ("RoutedExperts", "TransformersRoutedExperts")
+"""Classes of experts: of vLLM's own models, and of those that it takes from transformers (Hunyuan)."""
+
+
 def repack(model: torch.nn.Module) -> int:
     """Rebuild the packed weights of LM heads and experts; returns of how many. On GPUs there are none."""
     modules: list[Any] = list(model.modules())
     heads = [m for m in modules if type(m).__name__ == "ParallelLMHead" and hasattr(m, "cpu_linear")]
     for head in heads:
         head.quant_method.process_weights_after_loading(head)
-    experts = [m for m in modules if type(m).__name__ == "RoutedExperts" and m.w13_weight.device.type == "cpu"]
+    experts = [m for m in modules if type(m).__name__ in _PACKED_ONCE and m.w13_weight.device.type == "cpu"]
     for each in experts:  # vLLM packs them as the first weights are loaded, and not again
         each.quant_method.moe_kernel.fused_experts.process_weights_after_loading(each)
     return len(heads) + len(experts)
