@@ -96,12 +96,6 @@ def measured(
     of y are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
 
         forward KL    sum_{v != y} q (d_q - d_p) - (log Z_q - log Z_p) sum_{v != y} q + q_y (log q_y - log p_y)
-
-    Example:
-        >>> from logitless.types import LMHead
-        >>> stream = Stream(torch.zeros(1, 3), LMHead(torch.zeros(4, 3)), 1.0)
-        >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
-        tensor([0.])
     """
     call, outside = call_of(*student, memory_budget, one_pass=fused, group=group)
     call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=fused)

@@ -89,10 +89,6 @@ def default_budget(device: torch.device) -> int:
 
     Kept rows and recomputed ones round their gradients differently. What is free differs between a run and its
     resumption, and with the other processes on a GPU; the device's memory does not.
-
-    Example:
-        >>> default_budget(torch.device("cpu")) // 2**20
-        1024
     """
     if device.type != "cuda":
         return 2**30

@@ -197,12 +197,6 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
 
     Raises:
         ConfigurationError: the tokenizer's largest id is not below the number of embedding rows.
-
-    Example:
-        >>> from logitless.models.char_tokenizer import character_tokenizer
-        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        ...           "num_attention_heads": 1, "vocab_size": 6}
-        >>> check_vocabulary(load_model(config, random_weights=True), character_tokenizer("abc"))
     """
     rows = causal_lm(model).get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values())

@@ -37,10 +37,6 @@ class LoraOptions:
 
     Raises:
         ConfigurationError: a rank or alpha that is not positive, or a dropout outside [0, 1).
-
-    Example:
-        >>> LoraOptions(rank=8, alpha=16.0, targets=("q_proj", "v_proj")).rank
-        8
     """
 
     rank: int = 16

@@ -40,10 +40,6 @@ class Reply:
 
     Raises:
         InputError: tokens without a message, or messages beside a failure.
-
-    Example:
-        >>> Reply(reward=0.5).ends
-        True
     """
 
     reward: float = 0.0
@@ -127,10 +123,6 @@ class Limits:
 
     Raises:
         ConfigurationError: a limit that is not positive.
-
-    Example:
-        >>> Limits(max_turns=2, max_tokens=64).max_seconds is None
-        True
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -148,12 +140,7 @@ class Limits:
 
 
 class SingleTurn:
-    """The environment that never replies: one completion, no reward.
-
-    Example:
-        >>> SingleTurn().reply(None, Completion("7", (4,), "4", "stop")).ends
-        True
-    """
+    """The environment that never replies: one completion, no reward."""
 
     def start(self, prompt: Prompt, *, seed: int) -> None:
         """No state."""

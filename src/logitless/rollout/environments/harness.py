@@ -53,10 +53,6 @@ class Harness:
 
     Raises:
         ConfigurationError: neither or both of function and command, or a limit that is not positive.
-
-    Example:
-        >>> Harness(command=("python", "solve.py")).concurrency
-        16
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

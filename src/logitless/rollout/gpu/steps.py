@@ -549,12 +549,7 @@ class Steps:
 def logits_of(
     hidden: Float[Tensor, "R D"], head: LMHead, *, adapters: tuple[AdapterStack | None, Tensor | None] = (None, None)
 ) -> Float[Tensor, "R V"]:
-    """float32 logits, row-invariant; ``adapters`` are a stack and the place in it of each row.
-
-    Example:
-        >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
-        torch.Size([0, 3])
-    """
+    """float32 logits, row-invariant; ``adapters`` are a stack and the place in it of each row."""
     logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
     if head.lora_a is not None and head.lora_b is not None:
         low, tile = product(hidden, head.lora_a.to(hidden.dtype)), _tile_of_any_length(hidden)

@@ -325,11 +325,7 @@ class AdapterSync(_InAFolder):
 
 
 def refuse_others(held: Held, server: VllmServer) -> None:
-    """Raise if the server holds another client's weights.
-
-    Raises:
-        EngineError: it does.
-    """
+    """Raises EngineError if the server holds another client's weights."""
     if held == "other":
         raise others_weights(server.weights_name(), server)
 
