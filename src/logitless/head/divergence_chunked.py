@@ -317,7 +317,7 @@ def _side(
 
 
 def _cut(part: Any, num_rows: int) -> Any:
-    """The first rows of a tensor, or of each of a tuple's."""
+    """The first rows of a tensor, or of each tensor of a tuple."""
     return part[:num_rows] if isinstance(part, Tensor) else type(part)(*at(slice(num_rows), *part))
 
 
@@ -467,7 +467,7 @@ def _pair(
     blocks: tuple[HeadBlock, HeadBlock | None],
     kept: Kept,
 ) -> "launch.Pair":
-    """What the kernels need to know of a tile, with kept or new products; without the teacher's block, not its."""
+    """The kernels' input for a tile, with kept or new products; ``y`` is None if the teacher's block is."""
     from logitless.head.kernels import launch
 
     of_student, of_teacher = blocks
@@ -575,7 +575,7 @@ class _Gradient:
             ])  # fmt: skip
 
     def take(self, kept: Kept, source: Tensor | None) -> None:
-        """Use these products, each once, in place of new ones; ``source``: their rows that are wanted, None for all."""
+        """Use kept products, each once, in place of new ones; ``source``: their rows that are wanted, None for all."""
         self._kept, self._source = kept, source
 
     def _at_target(self, row: _Row) -> tuple[Tensor, Tensor]:
