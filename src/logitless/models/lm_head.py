@@ -50,13 +50,7 @@ class AttentionHeads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """Read them from a transformers text config; the maximum of each where layers differ (Gemma 4).
-
-        Example:
-            >>> from transformers import LlamaConfig
-            >>> AttentionHeads.of(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2))
-            AttentionHeads(query=4, key=2, width=2)
-        """
+        """Read them from a transformers text config; the maximum of each where layers differ (Gemma 4)."""
         if getattr(config, "is_heterogeneous", False):
             return cls(*map(max, zip(*(cls.of(layer) for layer in config.per_layer_config), strict=True)))
         query = config.num_attention_heads
@@ -93,13 +87,6 @@ def backbone(model: nn.Module) -> PreTrainedModel:
 
     Raises:
         UnavailableError: the model has no separate decoder.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                      vocab_size=11)
-        >>> type(backbone(LlamaForCausalLM(config))).__name__
-        'LlamaModel'
     """
     inner = causal_lm(model)
     if inner.base_model is inner:

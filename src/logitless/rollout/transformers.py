@@ -313,7 +313,7 @@ class TransformersEngine:
     def _read_again(
         self, batch: "_Batch", sequences: Sequence[np.ndarray], options: SamplingOptions, new: int
     ) -> Float[Tensor, "R V"]:
-        """Recompute keys and values of a batch from all tokens of its sequences; the logits of the next."""
+        """Recompute a batch's keys and values from all tokens of its sequences; returns the next logits."""
         again, logits = self._read_all(sequences, [1] * len(sequences), options, new)
         batch.cache, batch.width, batch.mask, batch.position = again.cache, again.width, again.mask, again.position
         return logits
@@ -321,7 +321,7 @@ class TransformersEngine:
     def _read_all(
         self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions, new: int
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
-        """Prefill sequences in ascending lengths, each for its number of samples with so many new tokens."""
+        """Prefill sequences of ascending lengths, each for its number of samples with up to ``new`` tokens."""
         lengths = [len(ids) for ids in sequences]
         parts = _parts_within(lengths, self.prefill_tokens, alike=self._has_states)
         read = [self._read(sequences[part], num_samples[part], options, new) for part in parts]
@@ -563,9 +563,9 @@ class _GrowingLayer(DynamicLayer):
 
 
 class _StateLayer(LinearAttentionLayer):
-    """The state of a recurrent layer and the last columns of its convolution, for rows that are repeated and removed.
+    """State and convolution inputs of a recurrent layer, for rows that are repeated and removed.
 
-    They have no columns for tokens: a prompt that is shorter than others is read apart from them, without padding.
+    They have no columns for tokens: shorter prompts are prefilled apart from longer ones, without padding.
     """
 
     def _states(self) -> list[dict[int, Tensor | None]]:
