@@ -72,7 +72,6 @@ class Engine(Protocol):
 
         Each carries the version of the weights that sampled it.
         """
-        ...
 
     def load(self, weights: Weights, version: int) -> None:
         """Sample with these weights from now on.
@@ -81,11 +80,9 @@ class Engine(Protocol):
             weights: of the policy.
             version: number of optimizer steps behind them.
         """
-        ...
 
     def close(self) -> None:
         """Free processes and memory; the engine is not used afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -98,7 +95,6 @@ class ExactEngine(Engine, Protocol):
 
         They are in ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
         """
-        ...
 
 
 class Updates(Protocol):
@@ -107,14 +103,12 @@ class Updates(Protocol):
     @property
     def recompute(self) -> bool:
         """Whether new weights recompute the keys and values of all tokens so far, or those of older weights stay."""
-        ...
 
     def version(self, prompt_id: str, sample: int, token: int) -> int | None:
         """The version of the weights that must sample this token (counted from 0); None for whichever is loaded.
 
         A completion whose later tokens have a version has one for token 0 too.
         """
-        ...
 
     def due(self, needed: Callable[[], Collection[int | None]]) -> bool:
         """Whether to load other weights before the next step.
@@ -123,11 +117,9 @@ class Updates(Protocol):
             needed: the versions that must sample the next tokens of the completions under way, or the first tokens of
                 those that begin next if none is under way.
         """
-        ...
 
     def load(self) -> None:
         """Give the engine the weights that are due, by its own ``load``."""
-        ...
 
 
 @runtime_checkable
@@ -153,11 +145,9 @@ class VersionedEngine(ExactEngine, Protocol):
 
     def use(self, version: int) -> None:
         """Sample with the weights of this version from now on, and forget older ones."""
-        ...
 
     def forget(self, version: int) -> None:
         """Free weights older than this version, which nothing will use."""
-        ...
 
 
 @runtime_checkable
@@ -167,7 +157,6 @@ class ConcurrentEngine(Engine, Protocol):
     @property
     def prompts_at_once(self) -> int:
         """Prompts that it samples at the same time; 1 means that calls wait for each other."""
-        ...
 
 
 @runtime_checkable
@@ -176,15 +165,12 @@ class SharedEngine(Engine, Protocol):
 
     def share(self, ranks: Ranks) -> None:
         """Shard the copy over these ranks; called before anything else."""
-        ...
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         """``load`` for weights by name that another rank sends, whole and one after the other."""
-        ...
 
     def together(self) -> AbstractContextManager[None]:
         """Inside, each rank may call ``sample`` any number of times, or never. A collective at the end."""
-        ...
 
 
 def together(engine: Engine) -> AbstractContextManager[None]:
@@ -199,4 +185,3 @@ class PushingEngine(Engine, Protocol):
     @property
     def transfer_numbers(self) -> Mapping[str, float | int]:
         """Metrics of the last ``load``, by name."""
-        ...

@@ -72,7 +72,6 @@ class Environment(Protocol):
             prompt: its first message.
             seed: of all randomness in it.
         """
-        ...
 
     def reply(self, state: Any, turn: Completion) -> Reply:
         """Reply to an assistant turn; may change ``state``.
@@ -81,7 +80,6 @@ class Environment(Protocol):
             state: from ``start``.
             turn: tokens and text of this turn alone.
         """
-        ...
 
 
 @runtime_checkable
@@ -90,7 +88,6 @@ class BatchedEnvironment(Environment, Protocol):
 
     def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
         """``reply`` of each, in order."""
-        ...
 
 
 @runtime_checkable
@@ -108,7 +105,6 @@ class Driver(Protocol):
         limits: "Limits",
     ) -> tuple[list[Prompt], list[list[Episode]]]:
         """``num_samples`` episodes of each prompt, and the prompts that the policy read."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)

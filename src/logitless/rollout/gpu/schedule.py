@@ -164,10 +164,8 @@ class Schedule:
                     return found
                 begun.first = ()
                 found.append(self._row(begun, own))
-            if not begun.waiting and begun.state >= 0:  # every sample has its copy
-                assert self._states is not None
-                self._states.append(begun.state)
-                begun.state = -1
+            if not begun.waiting:  # every sample has its copy
+                self._free_state(begun)
         return found
 
     def read_again(self) -> None:
@@ -178,13 +176,16 @@ class Schedule:
             begun.waiting.clear()
             self._pool.give_back(begun.first)
             begun.first = ()
-            if begun.state >= 0:
-                assert self._states is not None
-                self._states.append(begun.state)
-                begun.state = -1
+            self._free_state(begun)
             if not begun.running:
                 self._pool.give_back(begun.pages)
                 self._begun.remove(begun)
+
+    def _free_state(self, begun: _Begun) -> None:
+        if begun.state >= 0:
+            assert self._states is not None
+            self._states.append(begun.state)
+            begun.state = -1
 
     def _row(self, begun: _Begun, own: tuple[int, ...]) -> Row:
         shared = begun.need.shared
