@@ -23,7 +23,8 @@ from logitless.rewards.workers.pool import Outcome, WorkerPool
 from logitless.rewards.workers.pooled import verdict_of
 from logitless.types import Verdict, VerdictStatus
 
-T, V = TypeVar("T"), TypeVar("V")
+T = TypeVar("T")
+V = TypeVar("V")
 
 CHUNK = 512
 """Responses between two calls of ``progress``."""
