@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from logitless.errors import ConfigurationError, InputError
 from logitless.objective import advantage as adv
+from logitless.objective import ranges
+from logitless.objective.advantage import batch_relative, group_relative, token_returns
 from logitless.objective.over_ranks import one_rank
 from tests.objective.batches import double as f64
 
@@ -48,11 +50,11 @@ BATCH_STD = math.sqrt(70 / 3 / 5)
 @pytest.mark.parametrize(
     ("function", "expected"),
     [
-        (adv.group_centered, CENTERED),
+        (group_relative.group_centered, CENTERED),
         # by the spread of the raw rewards of the batch
-        (adv.batch_standardized, [c / (BATCH_STD + EPS) for c in CENTERED]),
+        (batch_relative.batch_standardized, [c / (BATCH_STD + EPS) for c in CENTERED]),
         # 1 - (2+6+3)/3, 0 - 4, 2 - (1+6+3)/3, 6 - (1+2+3)/3, 4 - 0, 3 - (1+2+6)/3
-        (adv.leave_one_out, [-8 / 3, -4, -4 / 3, 4, 4, 0]),
+        (group_relative.leave_one_out, [-8 / 3, -4, -4 / 3, 4, 4, 0]),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -63,7 +65,7 @@ def test_an_advantage_in_its_group_by_hand(function, expected):
 def test_max_rl_by_hand_and_zero_where_the_mean_is_not_positive():
     rewards = f64(0, 3, -1, 1, -4, 2, 0, 0)
     group = torch.tensor([0, 0, 1, 1, 2, 2, 3, 3])
-    assert_close(adv.max_rl(rewards, group), [-1, 1, 0, 0, 0, 0, 0, 0])
+    assert_close(group_relative.max_rl(rewards, group), [-1, 1, 0, 0, 0, 0, 0, 0])
 
 
 def test_a_length_weighted_mean_counts_a_completion_once_a_token():
@@ -76,34 +78,37 @@ def test_a_length_weighted_mean_counts_a_completion_once_a_token():
 
 def test_remax_is_verls_in_its_own_numbers():
     expected = [0.5, -1, 2, 4, 5, 0]  # compute_remax_outcome_advantage, at every token
-    assert_close(adv.remax(REWARDS, f64(0.5, 1, 0, 2, -1, 3)), expected)
+    assert_close(group_relative.remax(REWARDS, f64(0.5, 1, 0, 2, -1, 3)), expected)
 
 
 def test_a_length_weighted_mean_leaves_out_an_unscored_completion_however_long():
     rewards, group = f64(1, 3, NAN), torch.zeros(3, dtype=torch.long)
-    assert_close(adv.length_weighted(rewards, group, f64(1, 3, 90)), [-1.5, 0.5, 0])  # 1 and 9 over 4
-    assert adv.length_weighted(f64(1, 3), torch.tensor([0, 0]), f64(0, 0)).tolist() == [0, 0]  # no trained token
+    assert_close(group_relative.length_weighted(rewards, group, f64(1, 3, 90)), [-1.5, 0.5, 0])  # 1 and 9 over 4
+    assert group_relative.length_weighted(f64(1, 3), torch.tensor([0, 0]), f64(0, 0)).tolist() == [
+        0,
+        0,
+    ]  # no trained token
 
 
 def test_gpg_by_hand():
     # Of three groups that are compared two differ: alpha 3/2. Those of one scored completion and of none do not count.
     rewards = f64(0, 1, 1, 2, 1, 1, 5, NAN, NAN)
     group = torch.tensor([4, 4, 2, 2, 9, 9, 3, 3, 8])
-    assert_close(adv.gpg(rewards, group), [-0.75, 0.75, -0.75, 0.75, 0, 0, 0, 0, 0])
+    assert_close(batch_relative.gpg(rewards, group), [-0.75, 0.75, -0.75, 0.75, 0, 0, 0, 0, 0])
     seen = []
 
     def twins(counts):
         seen.append(counts)
         return counts + f64(3, 0)  # the other rank has three groups without a signal
 
-    assert_close(adv.gpg(rewards, group, twins)[:2], [-1.5, 1.5])
+    assert_close(batch_relative.gpg(rewards, group, twins)[:2], [-1.5, 1.5])
     assert len(seen) == 1
 
 
 def test_gpg_is_verls_where_half_of_the_groups_and_of_the_rewards_are_0():
     rewards, group = f64(1, 2, 0, 0, 3, 1, 0, 0), torch.tensor([4, 4, 2, 2, 9, 9, 3, 3])
     # compute_gpg_outcome_advantage: its alpha is 8 completions over 4 rewards that are not 0, ours 4 groups over 2
-    assert_close(adv.gpg(rewards, group), [-1, 1, 0, 0, 2, -2, 0, 0])
+    assert_close(batch_relative.gpg(rewards, group), [-1, 1, 0, 0, 2, -2, 0, 0])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +117,7 @@ def test_gpg_is_verls_where_half_of_the_groups_and_of_the_rewards_are_0():
     [([1, 1, 0, 0, 0, 0, 0], 3, 0.632454132037, -0.252981652815), ([1, 0, 0, 0], 2, 0.999998000004, -0.333332666668)],
 )
 def test_pass_at_k_is_its_authors_in_their_own_numbers(rewards, k, of_pass, of_fail):
-    found = adv.pass_at_k(f64(*rewards), torch.zeros(len(rewards), dtype=torch.long), k)
+    found = group_relative.pass_at_k(f64(*rewards), torch.zeros(len(rewards), dtype=torch.long), k)
     torch.testing.assert_close(found, f64(*[of_pass if r else of_fail for r in rewards]), rtol=3e-6, atol=0)
 
 
@@ -124,14 +129,14 @@ def test_pass_at_k_is_the_reward_of_the_sets_averaged_over_those_of_a_completion
         std = best.std()  # of all sets, not of a sample
         mine = [best[[i in each for each in sets]].mean() for i in range(7)]
         expected = [(m - best.mean()) / std if std else 0.0 for m in mine]
-        assert_close(adv.pass_at_k(f64(*rewards), torch.zeros(7, dtype=torch.long), k), expected)
+        assert_close(group_relative.pass_at_k(f64(*rewards), torch.zeros(7, dtype=torch.long), k), expected)
 
 
 def test_pass_at_k_is_zero_where_every_set_passes_or_none_or_there_is_none():
     group = torch.tensor([0, 0, 0, 1, 1, 1, 2, 2, 2])
     rewards = f64(1, 1, 0, 0, 0, 0, 1, 0, NAN)
-    assert adv.pass_at_k(rewards, group, 2)[:6].tolist() == [0] * 6
-    assert adv.pass_at_k(rewards, group, 3).tolist() == [0] * 9
+    assert group_relative.pass_at_k(rewards, group, 2)[:6].tolist() == [0] * 6
+    assert group_relative.pass_at_k(rewards, group, 3).tolist() == [0] * 9
 
 
 def test_pass_at_k_refuses_a_kl_in_the_reward():
@@ -169,7 +174,7 @@ def test_gdpo_by_hand():
     a = 1 / (math.sqrt(2) + EPS)
     scale = math.sqrt(20 / 3) * a + EPS
     expected = [-a / scale, a / scale, -3 * a / scale, 3 * a / scale]
-    assert_close(adv.gdpo(rewards, torch.tensor([0, 0, 1, 1]), f64(1, 3)), expected)
+    assert_close(batch_relative.gdpo(rewards, torch.tensor([0, 0, 1, 1]), f64(1, 3)), expected)
 
 
 def test_gdpo_leaves_a_missing_value_out_of_its_function_only():
@@ -178,7 +183,7 @@ def test_gdpo_leaves_a_missing_value_out_of_its_function_only():
     f, g = 1 / (math.sqrt(2) + EPS), 1 / (math.sqrt(3) + EPS)
     combined = [-f - g, -g, f + 2 * g]  # sums to 0
     scale = math.sqrt(sum(c**2 for c in combined) / 2) + EPS
-    actual = adv.gdpo(rewards, torch.zeros(4, dtype=torch.long), f64(1, 1))
+    actual = batch_relative.gdpo(rewards, torch.zeros(4, dtype=torch.long), f64(1, 1))
     assert_close(actual, [*(c / scale for c in combined), 0])
 
 
@@ -186,9 +191,9 @@ def test_a_lone_completion_has_advantage_zero_and_counts_in_the_whitening():
     # Centred -1, 1, 0: std 1, not sqrt 2.
     rewards, group = f64(1, 3, 7), torch.tensor([0, 0, 1])
     expected = [-1 / (1 + EPS), 1 / (1 + EPS), 0]
-    assert_close(adv.reinforce_pp_baseline(rewards, group, torch.arange(3)), expected)
+    assert_close(batch_relative.reinforce_pp_baseline(rewards, group, torch.arange(3)), expected)
     a = 1 / (math.sqrt(2) + EPS)  # standardised in the group, then of -a, a, 0: std a
-    assert_close(adv.gdpo(rewards[:, None], group, f64(1)), [-a / (a + EPS), a / (a + EPS), 0])
+    assert_close(batch_relative.gdpo(rewards[:, None], group, f64(1)), [-a / (a + EPS), a / (a + EPS), 0])
 
 
 def test_a_group_has_signal_where_its_scored_rewards_differ():
@@ -287,9 +292,9 @@ def test_group_statistics_are_numpy_s(batch, q):
         robust[mine] = (r - np.median(r)) / ((mad if mad > 0 else r.std(ddof=1)) + EPS)
         percentile[mine] = r - np.percentile(r, q)
     tensors = torch.from_numpy(rewards), torch.from_numpy(group)
-    assert_close(adv.group_standardized(*tensors), standardized, atol=1e-9)
-    assert_close(adv.robust(*tensors), robust, atol=1e-9)
-    assert_close(adv.percentile(*tensors, q), percentile, atol=1e-9)
+    assert_close(group_relative.group_standardized(*tensors), standardized, atol=1e-9)
+    assert_close(group_relative.robust(*tensors), robust, atol=1e-9)
+    assert_close(group_relative.percentile(*tensors, q), percentile, atol=1e-9)
 
 
 def test_float32_rewards_give_float32_advantages():
@@ -325,12 +330,12 @@ def test_an_infinite_score_is_refused_whatever_its_weight():
 @pytest.mark.parametrize("value", [NAN, math.inf])
 def test_a_value_that_is_no_number_is_refused_instead_of_an_advantage_of_zero(value):
     with pytest.raises(InputError, match="a finite value for each token; given 2 values, of which 1 infinite or NaN"):
-        adv.gae(f64(0.0, 1.0), f64(value, 0.5), torch.tensor([0, 0]))
+        token_returns.gae(f64(0.0, 1.0), f64(value, 0.5), torch.tensor([0, 0]))
 
 
 def test_rewards_without_a_group_are_refused(without_shape_checks):
     with pytest.raises(InputError, match=r"group \[B\] with B = 1"):
-        adv.group_centered(f64(1.0), torch.tensor([], dtype=torch.long))
+        group_relative.group_centered(f64(1.0), torch.tensor([], dtype=torch.long))
 
 
 def test_no_completion_has_no_advantage_for_a_rank_may_hold_none():
@@ -351,8 +356,8 @@ def test_a_turn_s_reward_is_paid_once_at_the_last_token_of_the_turn():
     turn = torch.tensor([0, 1, 1, 1, 4])
     index = adv.turn_index(SEQUENCE, turn)
     assert index.tolist() == [0, 1, 1, 2, 3]
-    assert adv.pay_at_last_token(f64(1, 2, 3, 4), index).tolist() == [1, 0, 2, 3, 4]
-    assert adv.pay_at_last_token(f64(5, 6, 7), SEQUENCE).tolist() == [0, 0, 5, 0, 7]  # no token of sequence 1
+    assert ranges.pay_at_last_token(f64(1, 2, 3, 4), index).tolist() == [1, 0, 2, 3, 4]
+    assert ranges.pay_at_last_token(f64(5, 6, 7), SEQUENCE).tolist() == [0, 0, 5, 0, 7]  # no token of sequence 1
     # a new sequence is a new turn even under the same turn id
     assert adv.turn_index(torch.tensor([0, 1, 1]), torch.tensor([3, 3, 3])).tolist() == [0, 1, 1]
 
@@ -370,14 +375,14 @@ def test_discounted_returns_are_those_of_the_recursion(lengths, seed, discount):
         last = t + 1 == len(rewards) or sequence[t + 1] != sequence[t]
         following = rewards[t] + (0.0 if last else discount * following)
         expected[t] = following
-    assert_close(adv.discounted_returns(torch.from_numpy(rewards), sequence, discount), expected)
+    assert_close(ranges.discounted_returns(torch.from_numpy(rewards), sequence, discount), expected)
 
 
 def test_reinforce_pp_by_hand():
     # Returns with gamma 1/2 of the rewards above: 3 4 4 11 6, mean 28/5, squares 198 - 784/5 = 206/5, std sqrt(206/20).
     std = math.sqrt(206 / 20) + EPS
     expected = [(r - 5.6) / std for r in (3, 4, 4, 11, 6)]
-    assert_close(adv.reinforce_pp(f64(1, 2, 4, 8, 6), SEQUENCE, 0.5), expected)
+    assert_close(token_returns.reinforce_pp(f64(1, 2, 4, 8, 6), SEQUENCE, 0.5), expected)
 
 
 def test_reinforce_pp_leaves_an_unscorable_sequence_out():
@@ -417,14 +422,14 @@ def test_gae_leaves_an_unscorable_sequence_out_and_gives_its_values_nothing_to_f
     assert_close(advantage, [0, 0, 0, -3 / std, 3 / std])
     assert target[:3].isnan().all()
     assert target[3:].tolist() == [2, 6]
-    assert adv.gae(rewards, VALUES, SEQUENCE, 0.5, 0.5)[1].tolist() == [2, 4, 8, 2, 6]
+    assert token_returns.gae(rewards, VALUES, SEQUENCE, 0.5, 0.5)[1].tolist() == [2, 4, 8, 2, 6]
 
 
 def test_token_advantages_of_no_token_are_empty():
     nothing = f64()
     assert along(adv.ReinforcePP(), nothing, nothing.long())[0].tolist() == []
     assert [x.tolist() for x in along(adv.Gae(), nothing, nothing.long(), values=nothing)] == [[], []]
-    assert adv.gae(nothing, nothing, nothing.long(), turn=nothing.long())[0].tolist() == []
+    assert token_returns.gae(nothing, nothing, nothing.long(), turn=nothing.long())[0].tolist() == []
 
 
 def test_gae_without_what_it_needs_is_refused():
@@ -485,7 +490,9 @@ def test_gdpo_refuses_to_go_without_scores_and_weights_and_what_belongs_to_no_fu
 
 
 def test_defaults_of_gae_are_the_papers():
-    assert torch.equal(adv.gae(PAID, VALUES, SEQUENCE)[0], adv.gae(PAID, VALUES, SEQUENCE, 1.0, 0.95)[0])
+    assert torch.equal(
+        token_returns.gae(PAID, VALUES, SEQUENCE)[0], token_returns.gae(PAID, VALUES, SEQUENCE, 1.0, 0.95)[0]
+    )
 
 
 def test_only_gae_needs_values():
@@ -512,7 +519,7 @@ def test_clip_holds_the_advantage_and_the_held_are_counted():
 
 def test_whitening_gives_mean_zero_and_deviation_one_over_the_kept():
     kept = torch.tensor([True, True, True, False])
-    white = adv.whiten(f64(1, 2, 6, 1000), kept)
+    white = batch_relative.whiten(f64(1, 2, 6, 1000), kept)
     # Mean 3, squares 4 + 1 + 9 = 14, std sqrt 7.
     assert_close(white, [-2 / (math.sqrt(7) + EPS), -1 / (math.sqrt(7) + EPS), 3 / (math.sqrt(7) + EPS), 0])
-    assert adv.whiten(f64(5, 7), torch.tensor([True, False])).tolist() == [0, 0]  # a single one
+    assert batch_relative.whiten(f64(5, 7), torch.tensor([True, False])).tolist() == [0, 0]  # a single one

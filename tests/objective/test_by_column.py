@@ -9,16 +9,9 @@ import pytest
 import torch
 
 from logitless.errors import ConfigurationError, InputError
-from logitless.objective.advantage import (
-    AdvantageInputs,
-    Hierarchical,
-    OptimalValue,
-    Rae,
-    group_centered,
-    hierarchical,
-    optimal_value,
-    rae,
-)
+from logitless.objective.advantage import AdvantageInputs, Hierarchical, OptimalValue, Rae
+from logitless.objective.advantage.by_column import hierarchical, optimal_value, rae
+from logitless.objective.advantage.group_relative import group_centered
 from tests.objective.batches import double
 
 NAN = math.nan

@@ -12,7 +12,8 @@ from logitless.errors import InputError
 from logitless.objective.advantage import AdvantageInputs
 from logitless.objective.inputs import check_shapes, shapes_of
 from logitless.objective.objective import Objective
-from logitless.objective.surrogate import Nll, importance_loss
+from logitless.objective.surrogate import Nll
+from logitless.objective.surrogate.unclipped import importance_loss
 from logitless.types import TokenBatch
 
 NOT_A_FORMULA = ("inputs", "groups", "over_ranks")

@@ -9,6 +9,14 @@ import torch
 from logitless.errors import InputError
 from logitless.objective import surrogate as sur
 from logitless.objective.surrogate import Cispo, Clip, ClipCov, Dppo, Dro, Gmpo, Importance, KlCov, SurrogateInputs
+from logitless.objective.surrogate.cispo import cispo_loss
+from logitless.objective.surrogate.clip import clip_loss
+from logitless.objective.surrogate.dppo import bernoulli_kl, dppo_loss, dppo_mask
+from logitless.objective.surrogate.gmpo import gmpo_loss
+from logitless.objective.surrogate.ipo import ipo_mask, kpop_mask
+from logitless.objective.surrogate.sapo import sapo_loss
+from logitless.objective.surrogate.unclipped import dro_loss, importance_loss, nll_loss, reinforce_loss
+from logitless.objective.surrogate.vespo import vespo_weight
 from tests.objective.batches import double, one_sequence
 
 PPO = {"ratio_min": 0.8, "ratio_max": 1.2}
@@ -67,14 +75,14 @@ def cuts(terms):
     ids=["bounds", "asymmetric", "ratio_cap", "dual", "dual below the cap", "cap below the dual"],
 )
 def test_clip_by_hand(advantage, ratios, bounds, loss, gradient):
-    check(lambda at: sur.clip_loss(at, double(*advantage), **PPO | bounds), log(*ratios), loss=loss, gradient=gradient)
+    check(lambda at: clip_loss(at, double(*advantage), **PPO | bounds), log(*ratios), loss=loss, gradient=gradient)
 
 
 @pytest.mark.parametrize("knobs", [{}, {"ratio_cap": 3.0}, {"dual": 3.0}])
 def test_a_ratio_beyond_the_range_of_floats_gives_no_nan_where_the_loss_is_constant(knobs):
     advantage = torch.tensor([1.0, 0.0, -1.0] if knobs else [1.0, 0.0])
     at = torch.full_like(advantage, 200.0).requires_grad_()  # exp(200) overflows float32
-    loss = sur.clip_loss(at, advantage, **PPO, **knobs)
+    loss = clip_loss(at, advantage, **PPO, **knobs)
     (gradient,) = torch.autograd.grad(loss.sum(), at)
     assert loss.tolist() == pytest.approx([-1.2, 0.0, 3.0][: len(advantage)])
     assert gradient.tolist() == [0.0] * len(advantage)
@@ -109,7 +117,7 @@ def test_cispo_weighs_the_log_likelihood_by_a_truncated_ratio_without_gradient()
     old, advantage = -2 - double(*log(3, 9, 0.1)), double(2, -2, 2)
 
     def loss(at, **floor):
-        return sur.cispo_loss(at, at - old, advantage, ratio_max=5.0, **floor)
+        return cispo_loss(at, at - old, advantage, ratio_max=5.0, **floor)
 
     check(lambda at: loss(at, ratio_min=0.5), [-2] * 3, loss=[12, -20, 2], gradient=[-6, 10, -1])
     assert loss(double(-2, -2, -2))[2].item() == pytest.approx(0.4)  # no floor unless given
@@ -127,11 +135,11 @@ def test_cispo_counts_its_cut_weights():
 
 
 def test_losses_without_a_clip_by_hand():
-    check(lambda at: sur.reinforce_loss(at, double(0.5, -3)), [-2, -1], loss=[1, -3], gradient=[-0.5, 3])
-    check(lambda at: sur.importance_loss(at, double(0.5, -3)), log(4, 2), loss=[-2, 6], gradient=[-2, 6])
-    check(sur.nll_loss, [-2, -1], loss=[2, 1], gradient=[-1, -1])
+    check(lambda at: reinforce_loss(at, double(0.5, -3)), [-2, -1], loss=[1, -3], gradient=[-0.5, 3])
+    check(lambda at: importance_loss(at, double(0.5, -3)), log(4, 2), loss=[-2, 6], gradient=[-2, 6])
+    check(nll_loss, [-2, -1], loss=[2, 1], gradient=[-1, -1])
     # DRO: A 3, logp -1, lr 2, beta 0.5: -(3 * -1 - 0.25 * 4) = 4; gradient -(3 - 0.5 * 2) = -2
-    check(lambda at: sur.dro_loss(at, at + 3, double(3), beta=0.5), [-1], loss=[4], gradient=[-2])
+    check(lambda at: dro_loss(at, at + 3, double(3), beta=0.5), [-1], loss=[4], gradient=[-2])
 
 
 # --- sapo -------------------------------------------------------------------------------------------------------------
@@ -141,7 +149,7 @@ def test_sapo_is_a_sigmoid_gate_with_slope_one_at_ratio_one():
     # tau 1, r 3: -4 sigmoid(2) * 2 = -8 * 0.880797078 = -7.046376624; slope -4 p (1 - p) r A = -24 * 0.1049935854
     # tau 2, A = -1, r 0.5: 2 sigmoid(-1) = 0.5378828427; slope 4 * 0.1966119332 * 0.5 = 0.3932238665
     check(
-        lambda at: sur.sapo_loss(at, double(2, -1, 2, -1, 0), **SAPO),
+        lambda at: sapo_loss(at, double(2, -1, 2, -1, 0), **SAPO),
         log(3, 0.5, 1, 1, 3),
         loss=[-7.046376624, 0.5378828427, -4, 1, 0],
         gradient=[-2.519846050, 0.3932238665, -2, 1, 0],
@@ -150,7 +158,7 @@ def test_sapo_is_a_sigmoid_gate_with_slope_one_at_ratio_one():
 
 def test_sapo_saturates_instead_of_overflowing():
     at = torch.tensor([200.0], requires_grad=True)
-    loss = sur.sapo_loss(at, torch.ones(1), **SAPO)
+    loss = sapo_loss(at, torch.ones(1), **SAPO)
     loss.sum().backward()
     assert (loss.item(), at.grad.item()) == (-4.0, 0.0)
 
@@ -160,7 +168,7 @@ def test_sapo_saturates_instead_of_overflowing():
 
 def vespo(log_ratio, advantage=1.0, correction=None, **knobs):
     """The weight of a sequence whose tokens share an advantage."""
-    weight = sur.vespo_weight(
+    weight = vespo_weight(
         double(*log_ratio),
         double(*[advantage] * len(log_ratio)),
         one_sequence(len(log_ratio)),
@@ -214,7 +222,7 @@ def test_vespo_gives_its_weight_no_gradient():
 
     check(loss, [-1], loss=[2], gradient=[-2])
     corrected = {"correction": double(1).requires_grad_()}
-    assert not sur.vespo_weight(double(0), double(1), one_sequence(1), **VESPO, **corrected).requires_grad
+    assert not vespo_weight(double(0), double(1), one_sequence(1), **VESPO, **corrected).requires_grad
 
 
 # --- gmpo -------------------------------------------------------------------------------------------------------------
@@ -234,7 +242,7 @@ def test_vespo_gives_its_weight_no_gradient():
 def test_gmpo_is_a_clipped_geometric_mean_once_a_sequence(advantage, at, bound, loss, gradient):
     of, n = double(*[advantage] * len(at)), len(at)
     check(
-        lambda at: sur.gmpo_loss(at, of, one_sequence(n), log_ratio_min=-bound, log_ratio_max=bound),
+        lambda at: gmpo_loss(at, of, one_sequence(n), log_ratio_min=-bound, log_ratio_max=bound),
         at,
         loss=[loss] * n,
         gradient=gradient,
@@ -270,40 +278,40 @@ def test_gmpo_counts_cut_tokens_by_side(log_ratio, advantage, expected):
 def test_dppo_masks_where_probability_moved_too_far_the_way_the_advantage_pushes(max_low, max_high, advantage, inside):
     # p_old 0.5. up: p 0.7 (moved 0.2 > 0.15); within: 0.6; down: 0.3
     logp, old = double(*log(0.7, 0.6, 0.3) * 2), double(*log(*[0.5] * 6))
-    found = sur.dppo_mask(logp, old, double(*advantage), divergence="tv", max_low=max_low, max_high=max_high)
+    found = dppo_mask(logp, old, double(*advantage), divergence="tv", max_low=max_low, max_high=max_high)
     assert found.tolist() == inside
 
 
 def test_binary_kl_by_hand():
     # 0.5 log(0.5 / 0.25) + 0.5 log(0.5 / 0.75) = 0.5 * 0.693147 - 0.5 * 0.405465 = 0.143841
-    assert sur.bernoulli_kl(double(*log(0.5)), double(*log(0.25))).item() == pytest.approx(0.143841, abs=1e-6)
+    assert bernoulli_kl(double(*log(0.5)), double(*log(0.25))).item() == pytest.approx(0.143841, abs=1e-6)
     # both certain; nearly; above 0 by rounding counts as certain
-    assert sur.bernoulli_kl(double(0, -1e-20, 1e-9), double(0, -1e-20, 1e-9)).tolist() == [0, 0, 0]
-    assert sur.bernoulli_kl(double(*log(0.5, 0.5)), double(0, 1e-9)).tolist() == [math.inf] * 2
+    assert bernoulli_kl(double(0, -1e-20, 1e-9), double(0, -1e-20, 1e-9)).tolist() == [0, 0, 0]
+    assert bernoulli_kl(double(*log(0.5, 0.5)), double(0, 1e-9)).tolist() == [math.inf] * 2
 
 
 def test_dppo_in_kl_form_asks_for_distance_and_direction():
     # KL(0.5 || 0.25) = 0.1438; KL(0.5 || 0.75) the same; KL(0.5 || 0.6) = 0.0204
     logp, old = double(*log(0.25, 0.75, 0.6, 0.4)), double(*log(*[0.5] * 4))
     for advantage, expected in ((1, [True, False, True, True]), (-1, [False, True, True, True])):
-        inside = sur.dppo_mask(logp, old, double(*[advantage] * 4), divergence="kl", max_low=0.05, max_high=0.05)
+        inside = dppo_mask(logp, old, double(*[advantage] * 4), divergence="kl", max_low=0.05, max_high=0.05)
         assert inside.tolist() == expected
 
 
 def test_dppo_keeps_a_token_on_its_bound_and_one_that_has_not_moved():
     certain, impossible = double(0), double(-math.inf)  # p = 1 and 0: moved by 1
     bounds = {"max_low": 1.0, "max_high": 1.0}
-    assert sur.dppo_mask(certain, impossible, double(1), divergence="tv", **bounds).item()
-    assert sur.dppo_mask(impossible, certain, double(-1), divergence="tv", **bounds).item()
+    assert dppo_mask(certain, impossible, double(1), divergence="tv", **bounds).item()
+    assert dppo_mask(impossible, certain, double(-1), divergence="tv", **bounds).item()
     # exp(-1e-20) is 1 too: not moved, although log(1 - p) knows the difference and makes the KL infinite
-    assert sur.dppo_mask(certain, double(-1e-20), double(1), divergence="kl", **bounds).item()
+    assert dppo_mask(certain, double(-1e-20), double(1), divergence="kl", **bounds).item()
 
 
 def test_dppo_loss_weighs_the_log_likelihood_by_a_capped_ratio():
     # logp -1: r 2 -> -3 * 2 * -1 = 6, gradient -6; r 50 -> cap 20: 60; outside 0
     old, inside = -1 - double(*log(2, 50, 1)), torch.tensor([True, True, False])
     check(
-        lambda at: sur.dppo_loss(at, old, double(3, 3, 3), inside, ratio_cap=20.0),
+        lambda at: dppo_loss(at, old, double(3, 3, 3), inside, ratio_cap=20.0),
         [-1, -1, -1],
         loss=[6, 60, 0],
         gradient=[-6, -60, 0],
@@ -361,7 +369,7 @@ def test_ipo_masks_beyond_its_bound_and_not_before():
     half, three_quarters = double(*log(0.5)), double(*log(0.75))
     for sides in ("both", "advantage"):
         for change, inside in ((0.25 + 1e-12, True), (0.25 - 1e-12, False)):
-            assert sur.ipo_mask(three_quarters, half, double(1), max_change=change, sides=sides).item() is inside
+            assert ipo_mask(three_quarters, half, double(1), max_change=change, sides=sides).item() is inside
 
 
 # --- kpop -------------------------------------------------------------------------------------------------------------
@@ -380,7 +388,7 @@ def test_kpop_is_prime_rl_s_in_its_own_numbers(threshold, expected):
 
 def test_kpop_keeps_a_token_whose_probability_has_become_1():
     at, old = double(0.0, -1e-3, -0.2), double(-1e-3, 0.0, 0.0)
-    assert sur.kpop_mask(at, old, max_divergence=0.1).tolist() == [True, True, False]
+    assert kpop_mask(at, old, max_divergence=0.1).tolist() == [True, True, False]
 
 
 # --- covariance losses ------------------------------------------------------------------------------------------------

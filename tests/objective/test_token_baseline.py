@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from logitless.objective.advantage import AdvantageInputs, OptimalToken, optimal_token
+from logitless.objective.advantage import AdvantageInputs, OptimalToken
+from logitless.objective.advantage.token_baseline import optimal_token
 from tests.objective.batches import double
 
 NAN = torch.nan

@@ -14,7 +14,8 @@ from logitless.objective.filters import OffPolicy, TopEntropy
 from logitless.objective.kl_control import FixedKL
 from logitless.objective.presets import trl
 from logitless.objective.ratio import SequenceRatio, TokenRatio
-from logitless.objective.surrogate import Cispo, Clip, Sapo, Vespo, clip_loss
+from logitless.objective.surrogate import Cispo, Clip, Sapo, Vespo
+from logitless.objective.surrogate.clip import clip_loss
 from logitless.objective.trl_configuration import DEFAULTS
 from logitless.objective.weighting import ConstantLength, MicroBatchTokenMean, SequenceMean, SequenceSum, TokenMean
 

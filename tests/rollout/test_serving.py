@@ -598,7 +598,8 @@ def had(tokenizer, drive, *, engine=None, questions=("ok?", "22"), num_samples=2
     """The prompts and episodes of one call of ``HarnessEpisodes.episodes``."""
     prompts = [Prompt(str(i), q, (5, 6), columns={"question": q}) for i, q in enumerate(questions)]
     settings = {"num_samples": num_samples, "options": OPTIONS, "seed": 0, "limits": limits or Limits()}
-    episodes = HarnessEpisodes(drive, tokenizer, concurrency=concurrency, **more)
+    harness = Harness(command=("unused",), concurrency=concurrency)
+    episodes = HarnessEpisodes(harness, drive, tokenizer, **more)
     return episodes.episodes(engine or Letters(tokenizer), prompts, **settings)
 
 

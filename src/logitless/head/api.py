@@ -75,13 +75,7 @@ def token_scores(
 
 
 def why_not(backend: Backend, hidden: Tensor, head: LMHead | Tensor, group: ProcessGroup | None = None) -> str | None:
-    """Why this backend cannot score these tensors on this machine, or None when it can.
-
-    Example:
-        >>> import torch
-        >>> why_not("chunked", torch.zeros(2, 4), torch.zeros(11, 4)) is None
-        True
-    """
+    """Why this backend cannot score these tensors on this machine, or None when it can."""
     if backend == "chunked":
         return None
     head = LMHead(weight=head) if isinstance(head, Tensor) else head

@@ -187,6 +187,13 @@ def block_of(head: HeadBlock, shard: Shard, columns: slice, call: Call) -> HeadB
     )
 
 
+def blocks(head: HeadBlock, columns: int, call: Call) -> Iterator[tuple[int, HeadBlock]]:
+    """Every block of at most so many columns of the vocabulary: its first column, and the block as ``block_of``."""
+    for shard in shards(head.weight, call.product):
+        for part in slices(len(shard.weight), columns):
+            yield shard.first + part.start, block_of(head, shard, part, call)
+
+
 def multiplied(factor: Tensor, call: Call) -> Tensor:
     """A LoRA factor converted for the products: rounded like the weight, in the logits' dtype."""
     return factor.to(call.product).to(call.wide)

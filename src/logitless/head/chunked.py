@@ -23,7 +23,7 @@ from logitless.head.blockwise import (
     Scored,
     anchor,
     at,
-    block_of,
+    blocks,
     call_of,
     gradients,
     in_all_rows,
@@ -39,7 +39,6 @@ from logitless.head.blockwise import (
     write_target,
 )
 from logitless.head.contract import without_autocast
-from logitless.head.sharded import shards
 from logitless.head.vocab_parallel import Partial, merged
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
@@ -63,16 +62,11 @@ def token_scores(
     (finding them synchronizes once). It cannot be differentiated again.
 
     Args:
-        hidden: [N, D].
+        hidden, target, temperature: as for ``api.token_scores``, checked.
         head: the weights; shapes as checked by ``contract.checked``.
-        target: [N] int64.
-        temperature: divides the logits; a number or [N].
         memory_budget: bytes for temporaries of size rows x columns; by default 256 MiB off CUDA and a 32nd of the
             device's memory on CUDA. Tile sizes depend on it, and with them the last bits of results.
         group: the process group over which the vocabulary is sharded (see ``vocab_parallel``).
-
-    Returns:
-        float32 (float64 for float64), the same with and without grad.
 
     Raises:
         UnavailableError: the backward runs under ``create_graph=True``.
@@ -82,11 +76,6 @@ def token_scores(
         gradient, and a scaled copy of hidden if the weight is trained.
     Accumulation: float32 or wider. Off CUDA, float16 and bfloat16 operands are multiplied in float32.
     Determinism: bitwise repeatable. A NaN stays in its row, except in the weight's gradient.
-
-    Example:
-        >>> scores = token_scores(torch.zeros(1, 3), LMHead(weight=torch.zeros(4, 3)), torch.tensor([2]))
-        >>> scores.logp, scores.entropy
-        (tensor([-1.3863]), tensor([1.3863]))
     """
     call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=_has_kernels(hidden.device), group=group)
     logp, entropy = _TokenScores.apply(hidden, *HeadBlock.of(head), target, outside, call)  # type: ignore[no-untyped-call]
@@ -187,13 +176,11 @@ def _partial(head: HeadBlock, rows: Rows, call: Call) -> Partial:
     """The sums over all columns of this rank's head."""
     size = tile(len(rows.target), len(head.weight), call.wide, call.memory_budget)
     total: Partial | None = None
-    for shard in shards(head.weight, call.product):
-        for columns in slices(len(shard.weight), size.columns):
-            block = block_of(head, shard, columns, call)
-            sums = rows.hidden.new_empty(4, len(rows.target), dtype=call.wide)
-            for some in slices(len(rows.target), size.rows):
-                sums[:, some] = _tile_sums(rows.cut(some, shard.first + columns.start), block, call)
-            total = Partial(*sums) if total is None else merged([total, Partial(*sums)])
+    for first, block in blocks(head, size.columns, call):
+        sums = rows.hidden.new_empty(4, len(rows.target), dtype=call.wide)
+        for some in slices(len(rows.target), size.rows):
+            sums[:, some] = _tile_sums(rows.cut(some, first), block, call)
+        total = Partial(*sums) if total is None else merged([total, Partial(*sums)])
     assert total is not None
     return total
 

@@ -69,12 +69,12 @@ class Columns:
         return self.num_shards * self._padded_width
 
     def kept_block(self, shard: Shard) -> slice:
-        """A shard's columns in that matrix."""
+        """A shard's columns in the matrix of ``kept_width``."""
         first = shard.first // self.most * self._padded_width
         return slice(first, first + len(shard.weight))
 
     def kept_place(self, target: Tensor) -> Tensor:
-        """Each target's column in that matrix."""
+        """Each target's column in the matrix of ``kept_width``."""
         return target if self.num_shards == 1 else target + target // self.most * (self._padded_width - self.most)
 
     @property

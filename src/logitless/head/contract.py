@@ -44,11 +44,6 @@ def checked(
     Raises:
         InputError: shapes, dtypes or devices that do not fit; a target out of range; a temperature that is not positive
             or that requires grad; a negative memory budget.
-
-    Example:
-        >>> head, target, temperature = checked(torch.zeros(2, 4), torch.zeros(11, 4), torch.tensor([3, 10]))
-        >>> head.weight.shape, target.dtype, temperature
-        (torch.Size([11, 4]), torch.int64, 1.0)
     """
     if isinstance(head, Tensor):
         head = LMHead(weight=head)
@@ -188,7 +183,7 @@ def _log_once(what: str, backend: Backend, reason: str) -> None:
 
 
 def refuse_budget(memory_budget: int | None) -> None:
-    """Raise UnavailableError for a memory budget of the reference backend."""
+    """Raises UnavailableError for a memory budget of the reference backend."""
     if memory_budget is not None:
         raise UnavailableError(
             needed="a backend that can bound its memory",

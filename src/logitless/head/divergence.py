@@ -50,20 +50,19 @@ def token_divergence(
         jensen_shannon    beta KL(q || m) + (1 - beta) KL(p || m)
         total_variation   sum |p - q| / 2
 
-    ``jensen_shannon`` is TRL's ``generalized_jsd_loss`` per token. As there, beta=0 is the forward KL and beta=1 the
-    reverse KL. The formula itself goes to 0 at both ends, as ``beta KL(q || p)`` and as ``(1 - beta) KL(p || q)``.
+    ``jensen_shannon`` is TRL's ``generalized_jsd_loss`` per token: beta=0 is the forward KL and beta=1 the reverse KL,
+    although the formula itself goes to 0 at both ends.
 
     Gradient: of ``divergence``, ``logp`` and ``entropy``, to the student's hidden, weight, bias and LoRA factors that
     require grad; exactly 0 from rows whose incoming gradients are 0. None to the teacher and the temperatures.
 
     Padded vocabularies: if the heads have V and W tokens, both distributions are over the first min(V, W), as if the
-    others had logits of -inf; with tokens that one side lacks a divergence would be infinite. The others must be
-    padding that the tokenizer never produces. ``logp`` is then a little larger than that of ``token_scores``, and the
-    gradients of these tokens are 0. The function cannot notice that two tokenizers differ: compare them before.
+    others had logits of -inf. The others must be padding that the tokenizer never produces; their gradients are 0. Two
+    different tokenizers are not noticed: compare them before.
 
-    Sharded heads (FSDP2): each rank has its own tokens, and all call it and run backward together, also those without
-    tokens. Both heads are gathered, see ``sharded.gathered``. With ``group`` none is: ranks gather 36 bytes a row,
-    under Jensen-Shannon and total variation 8 more, and sum the gradients of hidden and lora_a.
+    Sharded heads (FSDP2): both are gathered (``sharded.gathered``). All ranks call it and run backward together, each
+    with its own tokens or none. With ``group`` nothing is gathered but sums: 36 bytes a row, 8 more with
+    Jensen-Shannon and total variation.
 
     Args:
         hidden: [N, D] of the student; its dtype is that of its products, inside autocast too.
@@ -75,9 +74,9 @@ def token_divergence(
         beta: the teacher's share of the mixture, in [0, 1], 0.5 by default; only for ``jensen_shannon``.
         temperature: divides the student's logits; a positive number, or one per row.
         teacher_temperature: the same for the teacher; None for the student's.
-        backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``fused`` does the same with Triton
-            kernels and keeps what fits into the budget; ``auto`` takes ``fused`` where it can run, else ``chunked``,
-            and logs which and why.
+        backend: ``reference`` holds all logits; ``chunked`` holds tiles of them; ``fused`` uses Triton kernels and
+            keeps the logits that fit into the budget; ``auto`` takes ``fused`` where it can run, else ``chunked``, and
+            logs why.
         memory_budget: bytes for values of size rows x V; None takes the backend's default.
         group: the process group over which both heads are sharded by vocabulary, as for ``token_scores``; every rank
             holds the same tokens of both, but for padding on the last.
@@ -91,26 +90,16 @@ def token_divergence(
         UnavailableError: a named backend that cannot run here; a second derivative, but of ``reference``.
 
     Equals: ``divergence_reference.measured``.
-    Memory (chunked): ``memory_budget`` (by default 256 MiB, on CUDA a 32nd of the device's memory), but no less than
-        five tiles of 64 x 512; a copy of both hidden states in the products' dtype; in the backward ``4 N D`` bytes for
-        hidden's gradient and a scaled copy of hidden if the weight is trained; a second copy of the weight's gradient
-        if the student's vocabulary is the larger one.
-    Memory (fused): ``memory_budget`` (by default a sixth of the device's memory), but no less than
-        ``12 R C``, with R = 2048 rows and C = 16,896 columns (0.4 GB). It holds ``12 M C`` bytes for a block of all
-        rows, M = N rounded up to a multiple of R, and ``8 M C`` for each block of logits that is kept for the backward;
-        all of them are ``8 M V``. Beyond it as chunked, and ``4 C D`` for a block of the weight's gradient.
+    Memory: ``memory_budget``, beside copies of both hidden states in the products' dtype and, in the backward, ``4 N
+        D`` bytes and a scaled copy of hidden if the weight is trained. By default 256 MiB on the CPU; on CUDA a 32nd of
+        the device's memory for ``chunked`` and a sixth for ``fused``, which needs at least 0.4 GB.
     Products, of 2 N V D or 2 N V E operations: the forward needs one per stream, for Jensen-Shannon and total variation
-        two. The backward needs one per stream to recompute the logits, and two of the student's for the gradients of
-        hidden and weight. ``fused`` computes the logits of kept blocks once: four products in all.
-    Accumulation: float32 or wider. On other devices than CUDA, float16 and bfloat16 operands are multiplied in float32.
-    Determinism (fused): bitwise repeatable. The forward always multiplies R rows by the same columns, so that a row's
-        results depend neither on the other rows nor on the budget, as long as cuBLAS gives a row the same bits at every
-        place. Gradients, NaN and equal streams: as chunked.
-    Determinism (chunked): bitwise repeatable. On the CPU the forward always multiplies 64 rows at a time. Its results
-        are batch-invariant if torch's product of 64 rows gives a row the same bits at every place: observed for widths
-        and LoRA ranks that are multiples of 16, and not promised by torch. On other devices the last bits of results
-        may depend on the number of rows; those of gradients may on every device. A NaN stays in its row, except in the
-        weight's gradient. The divergence of equal streams is exactly 0.
+        two; the backward one per stream and two of the student's. ``fused`` needs no second one for logits it has kept.
+    Accumulation: float32 or wider.
+    Determinism: bitwise repeatable. With ``fused`` a row's results do not depend on the other rows or on the budget, as
+        long as cuBLAS gives a row the same bits at every place; nor with ``chunked`` on the CPU, as observed for widths
+        and ranks that are multiples of 16. The divergence of equal streams is exactly 0. A NaN stays in its row, except
+        in the weight's gradient.
 
     Source: Agarwal et al. 2024, arXiv 2306.13649, equation 1 (the generalised Jensen-Shannon divergence).
 
@@ -234,8 +223,9 @@ def _streams(
     memory_budget: int | None,
     group: ProcessGroup | None,
 ) -> tuple[Stream, Stream, Tensor | None, int]:
-    """Check both streams; returns them (the second without gradient), int64 targets, and the common vocabulary; with a
-    group these two are of this rank's shards.
+    """Checked streams (the second without gradient), int64 targets, and the size of the common vocabulary.
+
+    With a group, targets and size are of this rank's shards.
     """
     hidden, hidden_other = own[0], other[0]
     if hidden.dim() == 2 and hidden_other.shape[:1] != hidden.shape[:1]:
@@ -277,7 +267,7 @@ def _streams(
 def _common(
     sizes: tuple[int, int], target: Tensor | None, name: str, device: torch.device, group: ProcessGroup | None
 ) -> tuple[Tensor | None, int]:
-    """Targets as indices among the tokens that both heads, or this rank's shards of them, have; and their number."""
+    """Targets within the tokens that both heads have (with a group: both of this rank's shards), and their number."""
     vocabulary = min(sizes)
     if group is not None:
         own, other = (num_rows_of_all(size, device, group)[:-1] for size in sizes)
@@ -308,7 +298,7 @@ def _measured(
     memory_budget: int | None,
     group: ProcessGroup | None,
 ) -> Measured:
-    """Check the streams, of which the other has this name in errors, and run the backend."""
+    """Check the streams and run the backend; ``name`` is the other stream's in errors."""
     student, teacher, target, vocabulary = _streams(own, other, target, name, memory_budget, group)
 
     def why_not(backend: Backend) -> str | None:

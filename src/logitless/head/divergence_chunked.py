@@ -96,12 +96,6 @@ def measured(
     of y are nearly 1. With d = z - max z, Z = sum exp(d), p the student and q the teacher:
 
         forward KL    sum_{v != y} q (d_q - d_p) - (log Z_q - log Z_p) sum_{v != y} q + q_y (log q_y - log p_y)
-
-    Example:
-        >>> from logitless.types import LMHead
-        >>> stream = Stream(torch.zeros(1, 3), LMHead(torch.zeros(4, 3)), 1.0)
-        >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
-        tensor([0.])
     """
     call, outside = call_of(*student, memory_budget, one_pass=fused, group=group)
     call_teacher, outside_teacher = call_of(*teacher, memory_budget, one_pass=fused)
@@ -323,7 +317,7 @@ def _side(
 
 
 def _cut(part: Any, num_rows: int) -> Any:
-    """The first rows of a tensor, or of each of a tuple's."""
+    """The first rows of a tensor, or of each tensor of a tuple."""
     return part[:num_rows] if isinstance(part, Tensor) else type(part)(*at(slice(num_rows), *part))
 
 
@@ -473,7 +467,7 @@ def _pair(
     blocks: tuple[HeadBlock, HeadBlock | None],
     kept: Kept,
 ) -> "launch.Pair":
-    """What the kernels need to know of a tile, with kept or new products; without the teacher's block, not its."""
+    """The kernels' input for a tile, with kept or new products; ``y`` is None if the teacher's block is."""
     from logitless.head.kernels import launch
 
     of_student, of_teacher = blocks
@@ -581,7 +575,7 @@ class _Gradient:
             ])  # fmt: skip
 
     def take(self, kept: Kept, source: Tensor | None) -> None:
-        """Use these products, each once, in place of new ones; ``source``: their rows that are wanted, None for all."""
+        """Use kept products, each once, in place of new ones; ``source``: their rows that are wanted, None for all."""
         self._kept, self._source = kept, source
 
     def _at_target(self, row: _Row) -> tuple[Tensor, Tensor]:

@@ -11,14 +11,7 @@ from logitless.head.reference import logits, scores_of
 
 
 def measured(student: Stream, teacher: Stream, target: Tensor | None, vocabulary: int, measure: Measure) -> Measured:
-    """The measure over the first ``vocabulary`` tokens, and the scores of both streams.
-
-    Example:
-        >>> from logitless.types import LMHead
-        >>> stream = Stream(torch.zeros(1, 3), LMHead(torch.zeros(4, 3)), 1.0)
-        >>> measured(stream, stream, torch.tensor([2]), 4, Measure("forward_kl")).value
-        tensor([0.])
-    """
+    """The measure over the first ``vocabulary`` tokens, and the scores of both streams."""
     z = logits(*student)[:, :vocabulary]
     with torch.no_grad():
         z_teacher = logits(*teacher)[:, :vocabulary]

@@ -85,14 +85,9 @@ class MemoryPlan:
 
 
 def default_budget(device: torch.device) -> int:
-    """Bytes for kept exponentials by default: a sixth of the device's memory, whether it is free or not.
+    """Default bytes for kept exponentials: a sixth of the device's memory, whether it is free or not.
 
-    Kept rows and recomputed ones round their gradients differently. What is free differs between a run and its
-    resumption, and with the other processes on a GPU; the device's memory does not.
-
-    Example:
-        >>> default_budget(torch.device("cpu")) // 2**20
-        1024
+    Kept and recomputed rows round their gradients differently. What is free changes from run to run; the size does not.
     """
     if device.type != "cuda":
         return 2**30

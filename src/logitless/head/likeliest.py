@@ -5,9 +5,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from logitless.head.api import token_scores
-from logitless.head.blockwise import HeadBlock, block_of, call_of, logits_of, product, rows_of, slices, tile
+from logitless.head.blockwise import HeadBlock, blocks, call_of, logits_of, product, rows_of, slices, tile
 from logitless.head.contract import without_autocast
-from logitless.head.sharded import shards
 from logitless.types import LMHead
 
 
@@ -45,20 +44,18 @@ def likeliest_tokens(
     """
     with without_autocast(hidden.device):
         call, outside = call_of(hidden, head, temperature, memory_budget, one_pass=False)
-        block = HeadBlock.of(head)
-        rows = rows_of(hidden, block, hidden.new_zeros(len(hidden), dtype=torch.int64), outside, call)
+        whole = HeadBlock.of(head)
+        rows = rows_of(hidden, whole, hidden.new_zeros(len(hidden), dtype=torch.int64), outside, call)
         size = tile(len(hidden), len(head.weight), call.wide, call.memory_budget)
         values, ids = hidden.new_empty(len(hidden), 0, dtype=call.wide), rows.target.new_empty(len(hidden), 0)
-        for shard in shards(head.weight, call.product):
-            for columns in slices(len(shard.weight), size.columns):
-                part, first = block_of(block, shard, columns, call), shard.first + columns.start
-                found = [
-                    logits_of(product(some, part, call), some, call).topk(min(k, len(part.weight)))
-                    for some in (rows.cut(each, 0) for each in slices(len(hidden), size.rows))
-                ]
-                values = torch.cat([values, torch.cat([each.values for each in found])], 1)
-                ids = torch.cat([ids, torch.cat([each.indices for each in found]) + first], 1)
-                values, best = values.topk(min(k, values.shape[1]))
-                ids = ids.gather(1, best)
+        for first, block in blocks(whole, size.columns, call):
+            found = [
+                logits_of(product(some, block, call), some, call).topk(min(k, len(block.weight)))
+                for some in (rows.cut(each, 0) for each in slices(len(hidden), size.rows))
+            ]
+            values = torch.cat([values, torch.cat([each.values for each in found])], 1)
+            ids = torch.cat([ids, torch.cat([each.indices for each in found]) + first], 1)
+            values, best = values.topk(min(k, values.shape[1]))
+            ids = ids.gather(1, best)
     top = token_scores(hidden, head, ids[:, 0], temperature=temperature).logp
     return ids, top[:, None] + (values - values[:, :1])

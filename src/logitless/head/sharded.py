@@ -34,12 +34,7 @@ class Shard(NamedTuple):
 
 
 def shards(weight: Tensor, dtype: torch.dtype) -> Iterator[Shard]:
-    """All shards in order, broadcast in ``dtype``; an unsharded weight unchanged, as the only shard.
-
-    Example:
-        >>> [shard.weight.shape for shard in shards(torch.zeros(11, 4), torch.float32)]
-        [torch.Size([11, 4])]
-    """
+    """All shards in order, broadcast in ``dtype``; an unsharded weight unchanged, as the only shard."""
     if not is_sharded(weight):
         yield Shard(0, weight, 0)
         return
@@ -70,12 +65,7 @@ def _arrived(shard: Shard, work: dist.Work) -> Shard:
 
 
 def most_rows(weight: Tensor) -> int:
-    """Rows of the largest shard; all shards have as many, but the last and empty ones.
-
-    Example:
-        >>> most_rows(torch.zeros(11, 4))
-        11
-    """
+    """Rows of every shard but the last and empty ones."""
     return -(-len(weight) // dist.get_world_size(_group(weight))) if is_sharded(weight) else len(weight)
 
 
@@ -122,14 +112,10 @@ def like(weight: Tensor, local: Tensor | None) -> Tensor:
 
 
 def whole(tensor: Tensor | None) -> Tensor | None:
-    """A small tensor (bias, LoRA factor), gathered if sharded, in float32 or wider.
+    """A small tensor (bias, LoRA factor), gathered if it is sharded, in float32 or wider.
 
-    For use inside an autograd function, with ``summed_like`` for its gradient: as nodes of the graph, ranks might run
-    these collectives in different orders.
-
-    Example:
-        >>> whole(torch.ones(2, dtype=torch.bfloat16)).dtype
-        torch.bfloat16
+    Call it inside an autograd function, and ``summed_like`` for its gradient: as separate nodes of the graph, ranks
+    might run these collectives in different orders.
     """
     if tensor is None or not is_sharded(tensor):
         return tensor
@@ -140,17 +126,9 @@ def whole(tensor: Tensor | None) -> Tensor | None:
 
 
 def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None:
-    """The gradient of a small tensor in its dtype; if that is sharded, summed over ranks and sharded like it.
+    """The gradient of a small tensor in its dtype; if the tensor is sharded, summed over ranks and sharded like it.
 
-    Accumulation: in the dtype of ``gradient``, rounded after the sum.
-
-    Args:
-        gradient: of the gathered tensor, this rank's part of the sum.
-        tensor: the caller's.
-
-    Example:
-        >>> summed_like(torch.ones(2), torch.ones(2, dtype=torch.bfloat16)).dtype
-        torch.bfloat16
+    Accumulation: in the dtype of ``gradient``, this rank's part of the sum; rounded after the sum.
     """
     if gradient is None or tensor is None:
         return None
@@ -169,15 +147,10 @@ def summed_like(gradient: Tensor | None, tensor: Tensor | None) -> Tensor | None
 def gathered(head: LMHead) -> LMHead:
     """A head whose parameters are whole on this rank; their gradients are summed over ranks and sharded again.
 
-    All ranks call it, and run backward, together.
-
-    Accumulation: a rank's gradient in the parameter's dtype, then the sum over ranks.
+    All ranks call it, and run backward, together. Gradients are rounded to the parameter's dtype before they are
+    summed.
 
     Memory: the whole parameters, and in the backward the whole gradients.
-
-    Example:
-        >>> gathered(LMHead(torch.zeros(11, 4))).weight.shape
-        torch.Size([11, 4])
     """
     names = ("weight", "bias", "lora_a", "lora_b")
     found = _Gathered.apply(*(getattr(head, name) for name in names))  # type: ignore[no-untyped-call]

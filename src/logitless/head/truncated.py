@@ -18,7 +18,7 @@ from logitless.head.blockwise import (
     HeadBlock,
     Rows,
     at,
-    block_of,
+    blocks,
     call_of,
     gradients,
     in_all_rows,
@@ -34,7 +34,6 @@ from logitless.head.blockwise import (
 from logitless.head.contract import checked, logits_dtype, refuse_budget, require, without_autocast
 from logitless.head.divergence import measure_of
 from logitless.head.divergence_reference import value_of
-from logitless.head.sharded import shards
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import Divergence, LMHead, TruncatedDivergence
 
@@ -164,7 +163,7 @@ def _entries(
     backend: str,
     memory_budget: int | None,
 ) -> Tensor:
-    """[N, K + 1] the given tokens' logits, and the log of the sum of the others' exponentials."""
+    """[N, K + 1] the given tokens' logits, and the logsumexp of all others."""
     if backend == "reference":
         refuse_budget(memory_budget)
         z = reference.logits(hidden, head, temperature)
@@ -188,17 +187,15 @@ class _Entries(torch.autograd.Function):
             given = torch.empty(ids.shape, dtype=call.wide, device=hidden.device)
             tails = list[Tensor]()  # of each block of columns
             size = tile(len(ids), len(weight), call.wide, call.memory_budget)
-            for shard in shards(weight, call.product):
-                for columns in slices(len(shard.weight), size.columns):
-                    block = block_of(head, shard, columns, call)
-                    tails.append(given.new_empty(len(ids)))
-                    for some in slices(len(ids), size.rows):
-                        cut = rows.cut(some, shard.first + columns.start)
-                        z = logits_of(product(cut, block, call), cut, call)
-                        places = _places(cut.target, z.shape[1])
-                        given[some][places.row, places.slot] = z[places.row, places.column]
-                        z[places.row, places.column] = -torch.inf
-                        torch.logsumexp(z, 1, out=tails[-1][some])
+            for first, block in blocks(head, size.columns, call):
+                tails.append(given.new_empty(len(ids)))
+                for some in slices(len(ids), size.rows):
+                    cut = rows.cut(some, first)
+                    z = logits_of(product(cut, block, call), cut, call)
+                    places = _places(cut.target, z.shape[1])
+                    given[some][places.row, places.slot] = z[places.row, places.column]
+                    z[places.row, places.column] = -torch.inf
+                    torch.logsumexp(z, 1, out=tails[-1][some])
             tail = torch.stack(tails).logsumexp(0)
         ctx.call = call
         ctx.save_for_backward(hidden, bias, lora_a, lora_b, *head, ids, outside, tail)
@@ -259,6 +256,6 @@ class _Places(NamedTuple):
 
 
 def _places(ids: Tensor, columns: int) -> _Places:
-    """Those of ids [n, K], which are relative to the tile's first column; waits for a GPU."""
+    """Where ids [n, K], relative to the tile's first column, are in the tile; waits for a GPU."""
     row, slot = ((ids >= 0) & (ids < columns)).nonzero(as_tuple=True)
     return _Places(row, ids[row, slot], slot)

@@ -75,12 +75,7 @@ def base_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """The number of weights in a parameter; packed four-bit weights are counted one by one.
-
-    Example:
-        >>> num_weights(torch.ones(2, 3))
-        6
-    """
+    """The number of weights in a parameter; packed four-bit weights are counted one by one."""
     state = getattr(parameter, "quant_state", None)
     return parameter.numel() if state is None else int(state.shape.numel())
 

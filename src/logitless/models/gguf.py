@@ -70,10 +70,6 @@ def gguf_file(source: object) -> Path | None:
 
     Raises:
         ConfigurationError: there is no such file.
-
-    Example:
-        >>> gguf_file("Qwen/Qwen3-0.6B") is None
-        True
     """
     name = str(source)
     if not isinstance(source, str | Path) or not name.endswith(".gguf"):

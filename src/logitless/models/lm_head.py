@@ -50,13 +50,7 @@ class AttentionHeads(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "AttentionHeads":
-        """Read them from a transformers text config; the maximum of each where layers differ (Gemma 4).
-
-        Example:
-            >>> from transformers import LlamaConfig
-            >>> AttentionHeads.of(LlamaConfig(hidden_size=8, num_attention_heads=4, num_key_value_heads=2))
-            AttentionHeads(query=4, key=2, width=2)
-        """
+        """Read them from a transformers text config; the maximum of each where layers differ (Gemma 4)."""
         if getattr(config, "is_heterogeneous", False):
             return cls(*map(max, zip(*(cls.of(layer) for layer in config.per_layer_config), strict=True)))
         query = config.num_attention_heads
@@ -70,12 +64,6 @@ def causal_lm(model: nn.Module) -> PreTrainedModel:
     Raises:
         InputError: not a transformers model.
         UnavailableError: an adapter outside of the layers (prompt learning).
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11))
-        >>> causal_lm(model) is model
-        True
     """
     inner: Any = model
     if is_peft(model):
@@ -99,13 +87,6 @@ def backbone(model: nn.Module) -> PreTrainedModel:
 
     Raises:
         UnavailableError: the model has no separate decoder.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                      vocab_size=11)
-        >>> type(backbone(LlamaForCausalLM(config))).__name__
-        'LlamaModel'
     """
     inner = causal_lm(model)
     if inner.base_model is inner:
@@ -184,12 +165,6 @@ def check_sequence_group(model: nn.Module, num_ranks: int) -> None:
     Raises:
         UnavailableError: the number of heads does not divide, the attention is not ``packed``, or the model has
             row-invariant layers, longrope or recurrent layers.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
-        ...                      vocab_size=11, attn_implementation="logitless_packed")
-        >>> check_sequence_group(LlamaForCausalLM(config), 2)
     """
     decoder = backbone(model)
     config = decoder.config.get_text_config()
@@ -282,11 +257,6 @@ def why_unshared(model: nn.Module) -> str | None:
     """Why completions cannot share their prompt's tokens in a packed row, in words; None if they can.
 
     Besides names it compares numbers: a few tokens are run with and without sharing.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)).eval()
-        >>> why_unshared(model)
     """
     decoder = backbone(model)
     if hasattr(decoder, "row_invariant"):
@@ -318,10 +288,6 @@ def check_positions(decoder: PreTrainedModel) -> None:
 
     Raises:
         UnavailableError: it takes no ``position_ids``.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2Model
-        >>> check_positions(GPT2Model(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
     """
     if "position_ids" not in inspect.signature(type(decoder).forward).parameters:
         raise UnavailableError(
@@ -423,10 +389,6 @@ def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:
 
     Raises:
         UnavailableError: they differ: the model computes logits in a way that LMHead does not express.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> verify_lm_head(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
     """
     inner = causal_lm(model)
     if _is_meta(inner):
@@ -454,10 +416,6 @@ def verify_packing(model: nn.Module) -> None:
     Raises:
         UnavailableError: sequences affect each other (recurrent layers, a mask that is not built from positions), or
             the result differs from running alone (rotary frequencies that depend on the longest sequence).
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> verify_packing(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
     """
     inner = causal_lm(model)
     if _is_meta(inner):

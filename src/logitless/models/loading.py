@@ -137,13 +137,6 @@ def stored_dtype(source: ModelSource, *, trust_remote_code: bool = False) -> tor
     """The dtype of a model's weights according to its config; None if the config has none.
 
     Weights that are loaded to the CPU in this dtype are the files, mapped into memory, and not a copy.
-
-    Args:
-        source, trust_remote_code: as for ``load_model``.
-
-    Example:
-        >>> stored_dtype({"model_type": "llama", "dtype": "bfloat16"})
-        torch.bfloat16
     """
     return getattr(_load_config(source, trust_remote_code), "dtype", None)
 
@@ -198,16 +191,9 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
 
 
 def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for; the model may have more rows than ids.
+    """Raises ConfigurationError for a tokenizer with ids that the model has no embedding for.
 
-    Raises:
-        ConfigurationError: the tokenizer's largest id is not below the number of embedding rows.
-
-    Example:
-        >>> from logitless.models.char_tokenizer import character_tokenizer
-        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1,
-        ...           "num_attention_heads": 1, "vocab_size": 6}
-        >>> check_vocabulary(load_model(config, random_weights=True), character_tokenizer("abc"))
+    The model may have more rows than the tokenizer has ids.
     """
     rows = causal_lm(model).get_input_embeddings().weight.shape[0]
     largest = max(tokenizer.get_vocab().values())
@@ -252,20 +238,8 @@ def compile_layers(model: nn.Module, *, backend: str = "inductor") -> int:
     """``torch.compile`` each decoder layer in place; returns how many.
 
     Layers share their code, so torch compiles only twice: for the first row's shape, then for any shape. Packed
-    attention is a kernel of its own and is not compiled.
-
-    Args:
-        model: a causal LM, PEFT-wrapped or not.
-        backend: of ``torch.compile``.
-
-    Raises:
-        UnavailableError: the architecture does not mark its layers.
-
-    Example:
-        >>> config = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 3,
-        ...           "num_attention_heads": 1, "vocab_size": 11}
-        >>> compile_layers(load_model(config, random_weights=True), backend="eager")
-        3
+    attention is a kernel of its own and is not compiled. Raises UnavailableError if the architecture does not mark its
+    layers.
     """
     layers = [module for module in backbone(model).modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers:

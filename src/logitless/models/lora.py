@@ -37,10 +37,6 @@ class LoraOptions:
 
     Raises:
         ConfigurationError: a rank or alpha that is not positive, or a dropout outside [0, 1).
-
-    Example:
-        >>> LoraOptions(rank=8, alpha=16.0, targets=("q_proj", "v_proj")).rank
-        8
     """
 
     rank: int = 16
@@ -98,12 +94,12 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
 
 
 def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int = 0) -> nn.Module:
-    """As ``add_lora``, beside the adapters that the model has; the new one is active, and alone trainable.
+    """As ``add_lora``, beside the adapters that the model has; only the new one is active and trainable.
 
-    Nothing is merged. An LM head that is tied to the embedding may be adapted, until somebody merges it.
+    Nothing is merged. An LM head that is tied to the embedding may be adapted; it cannot be merged later.
 
     Args:
-        model: changed in place. Row-invariant layers are installed after this, not before.
+        model: changed in place, before row-invariant layers are installed.
         options: rank, scale and targets.
         name: of the adapter, without a dot.
         seed: of the A factors.
@@ -196,16 +192,6 @@ def load_adapters(model: nn.Module, folder: str | Path) -> nn.Module:
 
     Raises:
         ConfigurationError: the folder holds no adapters in safetensors, or they do not fit the model.
-
-    Example:
-        >>> import tempfile
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                      vocab_size=11)
-        >>> folder = tempfile.mkdtemp()
-        >>> save_adapters(add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("q_proj",))), folder)
-        >>> sum("lora_A" in name for name, _ in load_adapters(LlamaForCausalLM(config), folder).named_parameters())
-        1
     """
     missing = [n for n in ("adapter_config.json", "adapter_model.safetensors") if not (Path(folder) / n).is_file()]
     if missing:
@@ -237,16 +223,6 @@ def save_adapters(model: nn.Module, folder: str | Path, state: Mapping[str, Tens
     Raises:
         InputError: the model has none.
         CheckpointError: the folder cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                      vocab_size=11)
-        >>> folder = Path(tempfile.mkdtemp())
-        >>> save_adapters(add_lora(LlamaForCausalLM(config), LoraOptions(rank=2, targets=("q_proj",))), folder)
-        >>> (folder / "adapter_model.safetensors").is_file()
-        True
     """
     _check_peft(model)
     try:
@@ -265,14 +241,6 @@ def merge_adapters(model: nn.Module) -> nn.Module:
 
     Raises:
         InputError: the model has no adapters.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> config = LlamaConfig(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1,
-        ...                      vocab_size=11)
-        >>> model = LlamaForCausalLM(config)
-        >>> merge_adapters(add_lora(model, LoraOptions(rank=2, targets=("q_proj",)))) is model
-        True
     """
     _check_peft(model)
     return model.merge_and_unload(safe_merge=True)  # type: ignore[operator]

@@ -59,12 +59,6 @@ def keep_sequences_apart(model: nn.Module) -> int:
     """Makes every recurrent layer of a model restart its state in each packed sequence, in place; returns how many.
 
     Names of weights, and results without a ``packed_layout``, do not change.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> keep_sequences_apart(LlamaForCausalLM(LlamaConfig(
-        ...     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11)))
-        0
     """
     mixers = recurrent_mixers(model)
     around: dict[int, nn.Module] = {}

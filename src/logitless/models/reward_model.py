@@ -42,10 +42,6 @@ class RewardModel(TextReward):
 
     Raises:
         ConfigurationError: a template without its fields, or a limit that is not positive.
-
-    Example:
-        >>> RewardModel(source="reward-model", output="sigmoid").metric_name
-        'reward_model'
     """
 
     name: Literal["reward_model"] = "reward_model"

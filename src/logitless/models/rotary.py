@@ -65,12 +65,6 @@ def separate_long_sequences(model: nn.Module) -> int:
 
     Raises:
         UnavailableError: only some of the layers use longrope.
-
-    Example:
-        >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> separate_long_sequences(LlamaForCausalLM(LlamaConfig(
-        ...     hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1, vocab_size=11)))
-        0
     """
     wrapped = {id(module.rotary) for module in model.modules() if isinstance(module, LongRotary)}
     found = []
@@ -90,13 +84,7 @@ def separate_long_sequences(model: nn.Module) -> int:
 
 
 def scaling_begins(model: PreTrainedModel) -> int:
-    """``original_max_position_embeddings``: up to this length the rotary frequencies do not change; 0 if not set.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> scaling_begins(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)))
-        0
-    """
+    """``original_max_position_embeddings``: up to this length the rotary frequencies do not change; 0 if not set."""
     return max((each.get("original_max_position_embeddings") or 0 for each in _rope_parameters(model)), default=0)
 
 
@@ -109,10 +97,6 @@ def check_rotary_lengths(model: PreTrainedModel, longest: int) -> None:
 
     Raises:
         UnavailableError: it exceeds ``max_position_embeddings``, and the scaling is dynamic.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> check_rotary_lengths(GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=1, vocab_size=11)), 10**6)
     """
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if limit is None or longest <= limit:

@@ -190,20 +190,17 @@ class Objective:
             >>> sorted(Objective(kl=KLPenalty("k3")).needs)
             ['logp_old', 'logp_ref']
         """
+        of_filters = frozenset[str]().union(*(each.needs for each in self.filters))
+        corrects_kl = self.kl is not None and self.kl.ratio_corrected is not None
         conditions = {
-            "logp_old": self.surrogate.reads != "none"
-            or self.correction is not None
-            or any("logp_old" in each.needs for each in self.filters)
-            or (self.kl is not None and self.kl.ratio_corrected is not None),
+            "logp_old": self.surrogate.reads != "none" or self.correction is not None or corrects_kl,
             "logp_ref": self.kl is not None or self.surrogate.reads_reference,
-            "logp_sampler": self.correction is not None or any("logp_sampler" in each.needs for each in self.filters),
+            "logp_sampler": self.correction is not None,
             "turn": self.ratio.averages == "turn",
-            "lag": any("lag" in each.needs for each in self.filters),
-            "entropy_old": any("entropy_old" in each.needs for each in self.filters),
             "entropy_weight": self.entropy_bonus is not None,
             "selected": self.surrogate.selects == "block",
         }
-        return frozenset(name for name, is_needed in conditions.items() if is_needed)
+        return of_filters | {name for name, is_needed in conditions.items() if is_needed}
 
     @property
     def reads_scoring_pass(self) -> bool:

@@ -55,12 +55,7 @@ class Code(PooledReward):
     sandbox: SandboxOption = "required"
 
     def check(self, columns: Columns) -> None:
-        """Check that every row has tests, and that there is a sandbox unless the recipe does without.
-
-        Raises:
-            DataError: a row without tests.
-            UnavailableError: there is no sandbox.
-        """
+        """Check that every row has tests, and that there is a sandbox unless the recipe does without."""
         require_sandbox("program", self.sandbox)
         for row, value in enumerate(column(columns, self.column)):
             _tests(value, self.column, row)

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.rewards.instructions.suites import SuiteName, read_constraints
@@ -22,6 +22,9 @@ from logitless.rewards.wilson import wilson_interval
 from logitless.rewards.workers.pool import Outcome, WorkerPool
 from logitless.rewards.workers.pooled import verdict_of
 from logitless.types import Verdict, VerdictStatus
+
+T = TypeVar("T")
+V = TypeVar("V")
 
 CHUNK = 512
 """Responses between two calls of ``progress``."""
@@ -203,20 +206,15 @@ def score_suite(
         for row, response in zip(pairing.rows, pairing.responses, strict=True)
         if response is not None
     ]
-    scored: list[SuiteVerdict] = []
     with WorkerPool(workers) as pool:
         pool.load(SCORE, PRELOAD)
-        for start in range(0, len(items), CHUNK):
-            chunk = items[start : start + CHUNK]
+
+        def score(chunk: Sequence[tuple[Any, ...]]) -> list[SuiteVerdict]:
             outcomes = pool.run(SCORE, chunk, deadline_seconds=deadline_seconds)
-            scored.extend(
-                _suite_verdict(outcome, len(ids)) for outcome, (_, ids, *_) in zip(outcomes, chunk, strict=True)
-            )
-            if progress is not None:
-                progress(len(chunk))
-    verdicts = iter(scored)
-    missing = SuiteVerdict("missing", message="no response")
-    return [missing if response is None else next(verdicts) for response in pairing.responses]
+            return [_suite_verdict(outcome, len(ids)) for outcome, (_, ids, *_) in zip(outcomes, chunk, strict=True)]
+
+        scored = _in_chunks(items, score, progress)
+    return _beside_missing(pairing, scored, SuiteVerdict("missing", message="no response"))
 
 
 def score_reward(
@@ -231,18 +229,30 @@ def score_reward(
     fields = dict.fromkeys(field for row in pairing.rows for field in row.columns)
     reward.check({field: [row.columns.get(field) for row in pairing.rows] for field in fields})
     pairs = [(row, r) for row, r in zip(pairing.rows, pairing.responses, strict=True) if r is not None]
-    scored: list[Verdict] = []
-    for start in range(0, len(pairs), CHUNK):
-        chunk = pairs[start : start + CHUNK]
-        scored += reward.verdicts(
-            [row.prompt for row, _ in chunk],
-            [response for _, response in chunk],
-            {field: [row.columns.get(field) for row, _ in chunk] for field in fields},
-        )
+
+    def score(chunk: Sequence[tuple[PromptRow, str]]) -> list[Verdict]:
+        columns = {field: [row.columns.get(field) for row, _ in chunk] for field in fields}
+        return reward.verdicts([row.prompt for row, _ in chunk], [response for _, response in chunk], columns)
+
+    scored = _in_chunks(pairs, score, progress)
+    return _beside_missing(pairing, scored, Verdict(score=None, status="missing", message="no response"))
+
+
+def _in_chunks(
+    items: Sequence[T], score: Callable[[Sequence[T]], list[V]], progress: Callable[[int], None] | None
+) -> list[V]:
+    scored: list[V] = []
+    for start in range(0, len(items), CHUNK):
+        chunk = items[start : start + CHUNK]
+        scored += score(chunk)
         if progress is not None:
             progress(len(chunk))
+    return scored
+
+
+def _beside_missing(pairing: Pairing, scored: Sequence[V], missing: V) -> list[V]:
+    """The verdicts on responses in their places, and ``missing`` where there is no response."""
     verdicts = iter(scored)
-    missing = Verdict(score=None, status="missing", message="no response")
     return [missing if response is None else next(verdicts) for response in pairing.responses]
 
 

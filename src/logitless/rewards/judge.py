@@ -144,7 +144,6 @@ class Judge(TextReward):
             )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         names = self._columns()
         questions = []
         for row, text in enumerate(texts):

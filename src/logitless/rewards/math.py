@@ -56,7 +56,6 @@ class Math(ConfinedReward):
                 )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         require("math_verify", "math-verify")
         answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), answers, strict=True))

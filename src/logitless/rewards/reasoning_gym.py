@@ -89,7 +89,6 @@ class ReasoningGym(ConfinedReward):
                 )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         require("reasoning_gym", "reasoning-gym")
         values = column(batch.columns, self.column)
         entries = [_entry(value, self.column, row) for row, value in enumerate(values)]

@@ -144,15 +144,7 @@ def prompt_text(prompt: Text) -> str:
 
 
 def column(columns: Columns, name: str) -> Sequence[Any]:
-    """The column of this name.
-
-    Raises:
-        ConfigurationError: it is absent.
-
-    Example:
-        >>> column({"answer": ["4"]}, "answer")
-        ['4']
-    """
+    """The column of this name; raises ConfigurationError if it is absent."""
     if name not in columns:
         raise ConfigurationError(
             needed=f"a column {name!r} in the data",
@@ -163,15 +155,7 @@ def column(columns: Columns, name: str) -> Sequence[Any]:
 
 
 def check_text_column(columns: Columns, name: str) -> None:
-    """Check that every row of a column is a string.
-
-    Raises:
-        ConfigurationError: the column is absent.
-        DataError: a row holds something else.
-
-    Example:
-        >>> check_text_column({"answer": ["4", "5"]}, "answer")
-    """
+    """Raises DataError unless every row of a column is a string, ConfigurationError if the column is absent."""
     for row, value in enumerate(column(columns, name)):
         if not isinstance(value, str):
             raise DataError(
@@ -195,28 +179,14 @@ def from_json(value: Any) -> Any:
 
 
 def check_at_least_one(**options: int) -> None:
-    """Check that options are 1 or more.
-
-    Raises:
-        ConfigurationError: one is not.
-
-    Example:
-        >>> check_at_least_one(cap=1)
-    """
+    """Raises ConfigurationError unless every option is 1 or more."""
     for name, value in options.items():
         if value < 1:
             raise ConfigurationError(needed=f"{name} of at least 1", given=str(value), remedy=f"Raise `{name}`.")
 
 
 def check_reserved(columns: Columns) -> None:
-    """Check that no column has a name of ``RESERVED_ARGUMENTS``.
-
-    Raises:
-        ConfigurationError: one has.
-
-    Example:
-        >>> check_reserved({"kwargs": [{}], "self": [1]})
-    """
+    """Raises ConfigurationError if a column has a name of ``RESERVED_ARGUMENTS``."""
     clashing = sorted(RESERVED_ARGUMENTS & set(columns))
     if clashing:
         raise ConfigurationError(
@@ -251,7 +221,6 @@ class TextReward:
 
     @property
     def metric_name(self) -> str:
-        """Name of its metrics."""
         return self.label or self.name
 
     @property
@@ -524,12 +493,7 @@ def judge(
 
 @contextmanager
 def told_if_slow(name: str, what: str) -> Iterator[None]:
-    """Inside, log a line after ``SLOW_SECONDS``, once in a process.
-
-    Args:
-        name: of the reward.
-        what: it does inside.
-    """
+    """Log a line if the block takes a reward longer than ``SLOW_SECONDS``; once in a process for each name and task."""
     timer = threading.Timer(SLOW_SECONDS, _tell_slow, [name, what])
     timer.daemon = True
     timer.start()

@@ -124,7 +124,6 @@ class Function(PooledReward):
             )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         check_reserved(batch.columns)
         ids = [None] * len(texts) if batch.completion_ids is None else batch.completion_ids
         items = []
@@ -198,7 +197,6 @@ class TrustedFunction(TextReward):
         _check_arguments(self.metric_name, missing, columns)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         check_reserved(batch.columns)
         arguments = {**batch.columns, "prompts": batch.prompts, "completions": batch.completions}
         if batch.completion_ids is not None:

@@ -1,4 +1,4 @@
-"""The interface of a sampling engine, and the weights that training gives it."""
+"""The interface of a sampling engine, its optional abilities, and the weights that training gives it."""
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -74,7 +74,6 @@ class Engine(Protocol):
 
         Each carries the version of the weights that sampled it.
         """
-        ...
 
     def load(self, weights: Weights, version: int) -> None:
         """Sample with these weights from now on.
@@ -83,11 +82,9 @@ class Engine(Protocol):
             weights: of the policy.
             version: number of optimizer steps behind them.
         """
-        ...
 
     def close(self) -> None:
         """Free processes and memory; the engine is not used afterwards."""
-        ...
 
 
 @runtime_checkable
@@ -100,7 +97,6 @@ class ExactEngine(Engine, Protocol):
 
         They are in ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
         """
-        ...
 
 
 class Updates(Protocol):
@@ -109,36 +105,33 @@ class Updates(Protocol):
     @property
     def recompute(self) -> bool:
         """Whether new weights recompute the keys and values of all tokens so far, or those of older weights stay."""
-        ...
 
     def version(self, prompt_id: str, sample: int, token: int) -> int | None:
-        """The version that has to draw a completion's token, counted from 0; None: whichever is loaded.
+        """The version of the weights that must sample this token (counted from 0); None for whichever is loaded.
 
-        One that has any has one for its first token.
+        A completion whose later tokens have a version has one for token 0 too.
         """
-        ...
 
     def due(self, needed: Callable[[], Collection[int | None]]) -> bool:
-        """Whether other weights are to be loaded before the next step.
+        """Whether to load other weights before the next step.
 
         Args:
-            needed: the versions that have to draw the next tokens of the completions under way; before the first of
-                them, the one that begins.
+            needed: the versions that must sample the next tokens of the completions under way, or the first tokens of
+                those that begin next if none is under way.
         """
-        ...
 
     def load(self) -> None:
         """Give the engine the weights that are due, by its own ``load``."""
-        ...
 
 
 @runtime_checkable
 class InFlightEngine(Engine, Protocol):
-    """An engine that goes on with other weights between two decoding steps.
+    """An engine that can load other weights between two decoding steps.
 
-    A token's ``logp_sampler`` is of the weights in ``token_versions``. Where keys and values are recomputed, it is what
-    these weights give after prompt and completion so far. Where they are kept, it is of no single model: these weights
-    read keys and values that older ones made. Those of a prompt are always of the weights that drew the first token.
+    A token's ``logp_sampler`` is of the weights in ``token_versions``. If keys and values are recomputed, it is what
+    these weights give for the prompt and the completion so far. If they are kept, it is of no single model: these
+    weights read keys and values of older ones. Those of a prompt are always of the weights that sampled the first
+    token.
     """
 
     updates: Updates | None
@@ -147,18 +140,16 @@ class InFlightEngine(Engine, Protocol):
 
 @runtime_checkable
 class VersionedEngine(ExactEngine, Protocol):
-    """An engine that samples with any version of the weights that it was given, while others are trained."""
+    """An engine that samples with a chosen version of the weights that it was given, while others are trained."""
 
     exact: bool
     """As of ``ExactEngine``, of what was sampled last; set where a block is read and not sampled."""
 
     def use(self, version: int) -> None:
         """Sample with the weights of this version from now on, and forget older ones."""
-        ...
 
     def forget(self, version: int) -> None:
         """Free weights older than this version, which nothing will use."""
-        ...
 
 
 @runtime_checkable
@@ -168,24 +159,20 @@ class ConcurrentEngine(Engine, Protocol):
     @property
     def prompts_at_once(self) -> int:
         """Prompts that it samples at the same time; 1 means that calls wait for each other."""
-        ...
 
 
 @runtime_checkable
 class SharedEngine(Engine, Protocol):
-    """An engine with its own copy of the weights, which several ranks may share: each needs the others to sample."""
+    """An engine with its own copy of the weights, sharded over ranks that must sample together."""
 
     def share(self, ranks: Ranks) -> None:
-        """Share one copy with these ranks; before anything else."""
-        ...
+        """Shard the copy over these ranks; called before anything else."""
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """``load`` of weights by name that come from another rank, whole and one after the other."""
-        ...
+        """``load`` for weights by name that another rank sends, whole and one after the other."""
 
     def together(self) -> AbstractContextManager[None]:
-        """Inside, every rank calls ``sample`` as often as it needs, also never. A collective at its end."""
-        ...
+        """Inside, each rank may call ``sample`` any number of times, or never. A collective at the end."""
 
 
 def together(engine: Engine) -> AbstractContextManager[None]:
@@ -200,4 +187,3 @@ class PushingEngine(Engine, Protocol):
     @property
     def transfer_numbers(self) -> Mapping[str, float | int]:
         """Metrics of the last ``load``, by name."""
-        ...

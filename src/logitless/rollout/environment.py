@@ -40,10 +40,6 @@ class Reply:
 
     Raises:
         InputError: tokens without a message, or messages beside a failure.
-
-    Example:
-        >>> Reply(reward=0.5).ends
-        True
     """
 
     reward: float = 0.0
@@ -76,7 +72,6 @@ class Environment(Protocol):
             prompt: its first message.
             seed: of all randomness in it.
         """
-        ...
 
     def reply(self, state: Any, turn: Completion) -> Reply:
         """Reply to an assistant turn; may change ``state``.
@@ -85,7 +80,6 @@ class Environment(Protocol):
             state: from ``start``.
             turn: tokens and text of this turn alone.
         """
-        ...
 
 
 @runtime_checkable
@@ -94,7 +88,6 @@ class BatchedEnvironment(Environment, Protocol):
 
     def replies(self, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
         """``reply`` of each, in order."""
-        ...
 
 
 @runtime_checkable
@@ -112,7 +105,6 @@ class Driver(Protocol):
         limits: "Limits",
     ) -> tuple[list[Prompt], list[list[Episode]]]:
         """``num_samples`` episodes of each prompt, and the prompts that the policy read."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +119,6 @@ class Limits:
 
     Raises:
         ConfigurationError: a limit that is not positive.
-
-    Example:
-        >>> Limits(max_turns=2, max_tokens=64).max_seconds is None
-        True
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -148,12 +136,7 @@ class Limits:
 
 
 class SingleTurn:
-    """The environment that never replies: one completion, no reward.
-
-    Example:
-        >>> SingleTurn().reply(None, Completion("7", (4,), "4", "stop")).ends
-        True
-    """
+    """The environment that never replies: one completion, no reward."""
 
     def start(self, prompt: Prompt, *, seed: int) -> None:
         """No state."""

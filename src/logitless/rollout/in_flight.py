@@ -1,8 +1,7 @@
-"""In-flight updates, repeated: a record of the weights that drew each token, and an engine that draws so again.
+"""In-flight weight updates, repeated: a record of which weights sampled each token, and an engine that follows it.
 
-When weights arrive depends on time, and differs from one sampling process to another. What a repetition must know of it
-is which version drew which tokens of which completion: then it decodes each completion by the same versions, however
-completions are divided among processes and decode batches.
+The time at which weights arrive differs from run to run. A repetition with the recorded versions samples the same
+tokens, however completions are divided among processes and decode batches.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from logitless.types import Completion, Prompt
 
 
 class DrawnVersions:
-    """Which weights drew which tokens in the calls of ``sample`` for a block.
+    """Which version of the weights sampled each token, for the calls of ``sample`` in a rollout batch.
 
     Args:
         calls: by prompt id, for each call with this prompt, for each of its samples: [version, number of tokens] pairs
@@ -39,7 +38,6 @@ class DrawnVersions:
 
     @property
     def versions(self) -> set[int]:
-        """All versions."""
         return {v for calls in self.calls.values() for call in calls for runs in call for v, _ in runs}
 
     def add(self, groups: Sequence[Sequence[Completion]]) -> None:
@@ -48,9 +46,10 @@ class DrawnVersions:
             self.calls.setdefault(group[0].prompt_id, []).append([_runs(each) for each in group])
 
     def next(self, prompt_ids: Iterable[str]) -> dict[str, list[list[list[int]]]]:
-        """The next call's samples of each prompt, in order; none if a repetition, which differs then, has more calls.
+        """The samples of each prompt in its next recorded call; empty if the repetition makes more calls than the
+        record.
 
-        Where it differs first, a comparison of tokens says (``train/collect/replay.py``).
+        ``train/collect/replay.py`` compares tokens, and reports where a repetition differs.
         """
         found = {}
         for prompt in prompt_ids:
@@ -68,11 +67,7 @@ def _runs(completion: Completion) -> list[list[int]]:
 
 
 def in_flight_engine(engine: Engine) -> InFlightEngine:
-    """The engine, if it goes on with other weights between two decoding steps.
-
-    Raises:
-        UnavailableError: it does not.
-    """
+    """The engine, if it is an ``InFlightEngine``; raises UnavailableError otherwise."""
     if not isinstance(engine, InFlightEngine):
         raise UnavailableError(
             needed="an engine with `updates`, which takes weights between two decoding steps (rollout.in_flight)",
@@ -83,18 +78,15 @@ def in_flight_engine(engine: Engine) -> InFlightEngine:
 
 
 class RepeatingEngine:
-    """An ``Engine`` that samples a block with the versions of a record, of which it keeps copies.
+    """An ``Engine`` that samples a rollout batch with the recorded versions of the weights, of which it keeps copies.
 
     While it samples, the model has older weights; afterwards it has the newest again, bit for bit. Memory: ``copies``
     times the trained weights.
 
     Args:
-        engine: that samples with the model of the last ``load``.
-        recompute: of ``Updates``.
+        engine: samples with the model of the last ``load``; raises UnavailableError unless it is an ``InFlightEngine``.
+        recompute: see ``Updates``.
         copies: versions to keep, the newest included.
-
-    Raises:
-        UnavailableError: the engine does not go on with other weights.
     """
 
     def __init__(self, engine: Engine, *, recompute: bool, copies: int) -> None:
@@ -104,11 +96,10 @@ class RepeatingEngine:
 
     @property
     def exact(self) -> bool:
-        """As of ``ExactEngine``."""
         return isinstance(self._engine, ExactEngine) and self._engine.exact
 
     def repeat(self, drawn: DrawnVersions) -> None:
-        """Sample with these versions in the next calls."""
+        """Follow this record in the next calls of ``sample``."""
         self._drawn = drawn
 
     def load(self, weights: Weights, version: int) -> None:
@@ -137,7 +128,6 @@ class RepeatingEngine:
             self._put(self._newest)
 
     def close(self) -> None:
-        """Close the engine."""
         self._engine.close()
 
     def _put(self, version: int) -> None:
@@ -157,13 +147,7 @@ class RepeatingEngine:
 
 
 class _Recorded:
-    """``Updates`` that a record asks for.
-
-    Args:
-        runs: of each sample of each prompt, see ``DrawnVersions``.
-        recompute: of ``Updates``.
-        put: loads a version.
-    """
+    """``Updates`` according to a record; ``runs`` as in ``DrawnVersions.next``, ``put`` loads a version."""
 
     def __init__(
         self, runs: Mapping[str, Sequence[Sequence[Sequence[int]]]], recompute: bool, put: Callable[[int], None]
@@ -173,7 +157,7 @@ class _Recorded:
         self._next = 0
 
     def version(self, prompt_id: str, sample: int, token: int) -> int | None:
-        """The recorded one; None after the last token, and where there is no record."""
+        """The recorded version; None after the last token, and for prompts or samples without a record."""
         of_prompt = self._runs[prompt_id]
         for version, count in of_prompt[sample] if sample < len(of_prompt) else ():
             token -= count
@@ -182,7 +166,7 @@ class _Recorded:
         return None
 
     def due(self, needed: Callable[[], Collection[int | None]]) -> bool:
-        """Whether the loaded weights can draw none of the next tokens."""
+        """Whether the loaded weights can sample none of the next tokens."""
         versions = [each for each in needed() if each is not None]
         if not versions or self._loaded in versions:
             return False

@@ -5,13 +5,13 @@
     ranks that sample                  ▼          ▼                       ▼                    │ each its share
 
 The sampling ranks keep no state but the model: each request names its weights' version and its seed. All messages
-travel over one group, whose rank 0 trains. A thread of it sends "wait" in between, for no collective of that group may
-wait longer than its timeout, and warm start, evaluation or training may.
+travel over one group, whose rank 0 trains. A thread of rank 0 sends "wait" in between, because no collective may wait
+longer than the group's timeout, and warm start, evaluation or training may take longer.
 
-In flight, weights come while completions are under way. A sampling rank looks between two decoding steps whether rank 0
-has announced a message (a counter in the ranks' store), and receives it; when its share is finished, it goes on
-receiving until all are. Which weights drew which tokens is recorded (``in_flight.py``). A repetition sends the record
-with each request, and sampling ranks keep copies of the weights.
+In flight, weights arrive while completions are under way. Between two decoding steps a sampling rank checks a counter
+in the ranks' store for a message that rank 0 has announced, and receives it. A rank that has finished its share keeps
+receiving until all have. ``in_flight.py`` records which weights sampled which tokens. A repetition sends that record
+with each request, and the sampling ranks keep copies of the weights.
 """
 
 import json
@@ -50,18 +50,18 @@ STILL_THERE_SECONDS = 1.0
 class SamplingRanks:
     """An ``Engine`` whose samples come from other ranks, while this one trains.
 
-    ``load`` copies the trained weights in their own dtype and returns. ``use`` sends one of the versions loaded so far,
-    from another thread and on a stream of its own, while training changes the originals. Memory: a copy of the trained
-    weights for each version that was loaded and is still to be used.
+    ``load`` copies the trained weights in their own dtype and returns. ``use`` sends a loaded version from another
+    thread and on a stream of its own, while training changes the originals. Memory: a copy of the trained weights for
+    each version that was loaded and is still to be used.
 
     Args:
         ranks: this rank, which is the first, and those that sample; None on further training ranks, which never ask.
         first: number of the first sampling rank among all ranks, for errors.
         in_flight: whether weights are sent while completions are under way.
-        like_training: whether the ranks that train have layers that may give the bits of the ranks that sample.
+        like_training: whether the layers of the training ranks may be bitwise identical to those of the sampling ranks.
 
     Attributes:
-        drawn: in flight, which weights drew which tokens in the calls since ``use``.
+        drawn: in flight, which weights sampled which tokens in the calls since ``use``.
         exact: whether what was sampled last is bitwise what training computes (``ExactEngine``).
         transfer_numbers: seconds that the last finished push took.
     """
@@ -84,10 +84,10 @@ class SamplingRanks:
             threading.Thread(target=self._keep_waiting, args=(pause,), name="sampling ranks", daemon=True).start()
 
     def load(self, weights: Weights, version: int) -> None:
-        """Copy the trained weights for a later ``use``. The first time all weights are sent at once.
+        """Copy the trained weights for a later ``use``; the first time, send all weights at once.
 
-        They may be random ones, or a base into which a warm start was merged. In four bits they never change, and are
-        what every rank has read.
+        The base model of a sampling rank may differ: random weights, or a base into which a warm start was merged.
+        Weights in four bits are not sent: they never change, and every rank has read them.
         """
         if self._ranks is None:
             return
@@ -110,21 +110,21 @@ class SamplingRanks:
             self._send_copy(version)
 
     def repeat(self, drawn: DrawnVersions) -> None:
-        """Sample the next calls with the versions in a record, which were all loaded."""
+        """Sample the next calls with the versions of this record, all of which were loaded."""
         with self._lock:
             for version in sorted(self._copies):
                 self._send_copy(version)
         self._recorded = drawn
 
     def _send_copy(self, version: int) -> None:
-        """Send a version, and forget older ones and the copy."""
+        """Send a version, then forget it and older ones."""
         copy = self._copies[version]
         with copy.on_a_stream_of_its_own():
             self._send(version, copy.tensors)
         self.forget(version + 1)
 
     def forget(self, version: int) -> None:
-        """Free the copies of weights older than this version, which nothing will use."""
+        """Free the copies of weights older than this version."""
         for older in [each for each in list(self._copies) if each < version]:
             del self._copies[older]
 
@@ -198,7 +198,7 @@ class SamplingRanks:
         ranks.broadcast_object(["gather"])
 
     def close(self) -> None:
-        """Let the sampling ranks go; where one is lost, the others see this rank end."""
+        """End the sampling ranks' loops. If one is lost, the others notice when this rank ends."""
         if self._ranks is not None and not self._closed.is_set():
             self._closed.set()
             with self._lock:
@@ -214,11 +214,7 @@ class SamplingRanks:
 
 
 class _Copy:
-    """A copy of weights that this thread's stream is writing.
-
-    Args:
-        tensors: by name.
-    """
+    """A copy of weights by name, which may still be being written on the device."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         self.tensors, self._ready = tensors, None
@@ -228,7 +224,7 @@ class _Copy:
 
     @contextmanager
     def on_a_stream_of_its_own(self) -> Iterator[None]:
-        """Inside, work on the device waits for the copy, and not for what training queued after it."""
+        """Inside, device work waits for the copy, but not for what training queued after it."""
         if self._ready is None:
             yield
             return
@@ -275,12 +271,7 @@ def sample_for(
 
 
 class _Arriving:
-    """``Updates`` from rank 0.
-
-    Args:
-        ranks, engine, model: of ``sample_for``.
-        recompute: of ``Updates``.
-    """
+    """``Updates`` whose weights rank 0 sends."""
 
     def __init__(self, ranks: Ranks, engine: Engine, model: nn.Module, *, recompute: bool) -> None:
         self.recompute = recompute
@@ -290,7 +281,7 @@ class _Arriving:
         self._due: tuple[int, list[str]] | None = None
 
     def receive(self, version: int, names: Sequence[str]) -> None:
-        """Take the weights of a "load" into the model."""
+        """Load the weights of a "load" message."""
         if isinstance(self._engine, SharedEngine):  # whose parameters are views of what it gathers layers into
             self._engine.receive(
                 ((name, self._received(torch.empty_like(self._parameters[name]))) for name in names), version
@@ -308,10 +299,11 @@ class _Arriving:
 
     @contextmanager
     def between_steps(self, announced: int | None) -> Iterator[None]:
-        """Inside, the engine takes weights between two steps; at the end they are taken until all ranks have finished.
+        """Inside, the engine loads weights between two steps; at the end they are received until all ranks have
+        finished.
 
         Args:
-            announced: messages announced so far; None: weights stay.
+            announced: messages announced so far; None if weights stay.
         """
         if announced is None:
             yield
@@ -330,10 +322,10 @@ class _Arriving:
                 self.receive(*said[1:])
 
     def version(self, prompt_id: str, sample: int, token: int) -> None:
-        """Whichever is loaded."""
+        """None: the loaded weights sample every token."""
 
     def due(self, needed: Callable[[], Collection[int | None]]) -> bool:  # noqa: ARG002 - time decides
-        """Whether weights were announced; they wait on rank 0 until ``load``."""
+        """Whether weights were announced; rank 0 sends them at ``load``."""
         while self._due is None and self._ranks.count(ANNOUNCED) > self._announced:
             self._announced += 1
             match self._ranks.broadcast_object(None):
@@ -342,14 +334,14 @@ class _Arriving:
         return self._due is not None
 
     def load(self) -> None:
-        """Take them."""
+        """Receive the announced weights."""
         assert self._due is not None
         (version, names), self._due = self._due, None
         self.receive(version, names)
 
 
 def _reply(engine: Engine, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, seed: int) -> bytes:
-    """A line of JSON with the completions or why there are none, and the numbers of their arrays after it."""
+    """One line of JSON with the completions or the failure, followed by the bytes of their arrays."""
     arrays, said = Arrays(), dict[str, Any]()
     try:
         sampled = engine.sample(prompts, num_samples, options, seed=seed) if prompts else []
@@ -361,10 +353,10 @@ def _reply(engine: Engine, prompts: Sequence[Prompt], num_samples: int, options:
 
 
 def _options(fields: dict[str, Any]) -> SamplingOptions:
-    """The options of ``asdict`` that were sent as JSON."""
+    """Sampling options from the JSON of their ``asdict``."""
     return SamplingOptions(**{name: _tuples(value) for name, value in fields.items()})
 
 
 def _tuples(value: Any) -> Any:
-    """A value from JSON, which has lists in place of tuples."""
+    """A value from JSON, with tuples in place of lists."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

@@ -22,10 +22,6 @@ class Call:
         name: of the tool.
         arguments: by name; under ``""`` if the call is text without a name for it.
         error: why the call cannot be parsed; then the rest is empty.
-
-    Example:
-        >>> Call("calculator", {"expression": "2+2"}).arguments["expression"]
-        '2+2'
     """
 
     name: str

@@ -248,7 +248,7 @@ class TransformersEngine:
 
         if self.updates is not None and self.updates.due(lambda: needed(range(num_rows), 0)):
             self.updates.load()
-        batch, logits = self._read_prompts(prompts, rows, options)
+        batch, logits = self._prefill_prompts(prompts, rows, options)
         for step in range(max_new):
             versions[step] = self._version
             history = batch.history(step, ends) if options.needs_history else None
@@ -275,7 +275,7 @@ class TransformersEngine:
                     of_rows = [prompts[rows[i][0]].token_ids for i in batch.row.tolist()]
                     so_far = tokens[batch.row, : step + 1].cpu().numpy()
                     sequences = [np.concatenate(each) for each in zip(of_rows, so_far, strict=True)]
-                    logits = self._read_again(batch, sequences, options, max_new - step - 1)
+                    logits = self._prefill_again(batch, sequences, options, max_new - step - 1)
                     continue
             logits = self._advance(batch, token)
         self._check_finite(prompts, rows, failed.tolist())
@@ -302,35 +302,35 @@ class TransformersEngine:
             f" (sample {g}), with weights of version {self._version}"
         )
 
-    def _read_prompts(
+    def _prefill_prompts(
         self, prompts: Sequence[Prompt], rows: Sequence[tuple[int, int]], options: SamplingOptions
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
         """Prefill all prompts; the batch and the logits of the first new tokens."""
         num_samples = Counter(p for p, _ in rows)
         sequences = [prompts[p].token_ids for p in num_samples]
-        return self._read_all(sequences, list(num_samples.values()), options, options.max_new_tokens)
+        return self._prefill_all(sequences, list(num_samples.values()), options, options.max_new_tokens)
 
-    def _read_again(
+    def _prefill_again(
         self, batch: "_Batch", sequences: Sequence[np.ndarray], options: SamplingOptions, new: int
     ) -> Float[Tensor, "R V"]:
-        """Recompute keys and values of a batch from all tokens of its sequences; the logits of the next."""
-        again, logits = self._read_all(sequences, [1] * len(sequences), options, new)
+        """Recompute a batch's keys and values from all tokens of its sequences; returns the next logits."""
+        again, logits = self._prefill_all(sequences, [1] * len(sequences), options, new)
         batch.cache, batch.width, batch.mask, batch.position = again.cache, again.width, again.mask, again.position
         return logits
 
-    def _read_all(
+    def _prefill_all(
         self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions, new: int
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
-        """Prefill sequences in ascending lengths, each for its number of samples with so many new tokens."""
+        """Prefill sequences of ascending lengths, each for its number of samples with up to ``new`` tokens."""
         lengths = [len(ids) for ids in sequences]
         parts = _parts_within(lengths, self.prefill_tokens, alike=self._has_states)
-        read = [self._read(sequences[part], num_samples[part], options, new) for part in parts]
+        read = [self._prefill_part(sequences[part], num_samples[part], options, new) for part in parts]
         batches, logits = [batch for batch, _ in read], [each for _, each in read]
         batch = batches[0] if len(batches) == 1 else _side_by_side(batches, lengths[-1], new)
         batch.row = torch.arange(sum(num_samples), device=batch.row.device)
         return batch, logits[0] if len(logits) == 1 else torch.cat(logits)
 
-    def _read(
+    def _prefill_part(
         self, sequences: Sequence[np.ndarray], num_samples: Sequence[int], options: SamplingOptions, new: int
     ) -> tuple["_Batch", Float[Tensor, "R V"]]:
         """Prefill some sequences in one forward pass, and repeat the results for their samples."""
@@ -563,9 +563,9 @@ class _GrowingLayer(DynamicLayer):
 
 
 class _StateLayer(LinearAttentionLayer):
-    """The state of a recurrent layer and the last columns of its convolution, for rows that are repeated and removed.
+    """State and convolution inputs of a recurrent layer, for rows that are repeated and removed.
 
-    They have no columns for tokens: a prompt that is shorter than others is read apart from them, without padding.
+    They have no columns for tokens: shorter prompts are prefilled apart from longer ones, without padding.
     """
 
     def _states(self) -> list[dict[int, Tensor | None]]:

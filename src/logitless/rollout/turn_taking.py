@@ -60,7 +60,6 @@ class TurnTaking:
     def sample(
         self, prompts: Sequence[Prompt], num_samples: int, options: SamplingOptions, *, seed: int
     ) -> list[list[Completion]]:
-        """The inner engine's completions."""
         with self._changed:
             self._changed.wait_for(lambda: not self._loading)
             self._sampling += 1
@@ -72,5 +71,4 @@ class TurnTaking:
                 self._changed.notify_all()
 
     def close(self) -> None:
-        """Close the inner engine."""
         self._inner.close()

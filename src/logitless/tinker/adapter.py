@@ -1,4 +1,4 @@
-"""A client's adapter: its shape, its weights and the state of its optimizer."""
+"""A client's LoRA adapter: its shape, weights and optimizer state."""
 
 from dataclasses import dataclass, field
 from itertools import count
@@ -23,7 +23,6 @@ class Shape:
 
     @classmethod
     def of(cls, config: LoraConfig) -> "Shape":
-        """Of a request."""
         return cls(config.rank, config.train_attn, config.train_mlp, config.train_unembed)
 
 
@@ -32,14 +31,13 @@ _versions = count(1)
 
 @dataclass(eq=False)
 class Adapter:
-    """A client's adapter.
+    """A trainable adapter.
 
     Args:
-        shape: of it.
         weights: float32 factors, in the order of ``Trainer.names``.
-        version: changes whenever the weights do; no two adapters share one.
-        optimizer: Adam's state; None before the first step.
-        broken: why the gradients so far are incomplete; empty if they are not.
+        version: identifies the weights: unique, and new after every change.
+        optimizer: with Adam's state; None before the first step.
+        broken: why the gradient so far is incomplete; empty if it is complete.
     """
 
     shape: Shape
@@ -49,27 +47,22 @@ class Adapter:
     broken: str = ""
 
     def renew(self) -> None:
-        """Take another version, for the weights change."""
+        """Take a new version, because the weights change."""
         self.version = next(_versions)
 
     def drop_gradients(self) -> None:
-        """Make them 0."""
         for weight in self.weights:
             weight.grad = None
 
     def snapshot(self) -> "Snapshot":
-        """A copy of the weights in host memory."""
         return Snapshot(self.shape, [w.detach().to("cpu", copy=True) for w in self.weights], self.version)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Weights of an adapter as they were.
+    """A copy of an adapter's weights: float32, in host memory, in the order of ``Trainer.names``.
 
-    Args:
-        shape: of it.
-        weights: float32, in host memory, in the order of ``Trainer.names``.
-        version: of the adapter; negative for one that was read from a file.
+    Its version is the adapter's, or negative if it was read from a file.
     """
 
     shape: Shape
@@ -82,5 +75,5 @@ Weights = Adapter | Snapshot | None
 
 
 def version_of(weights: Weights) -> int:
-    """Of an adapter's weights; 0 of the base model."""
+    """The version of the weights; 0 for the base model."""
     return 0 if weights is None else weights.version

@@ -34,40 +34,32 @@ Handler: TypeAlias = Callable[["Call"], Awaitable[Any]]
 
 
 class Call:
-    """One request, as endpoints read it.
-
-    Args:
-        service: that answers.
-        body: not compressed.
-        http: Starlette's request, for path, query and headers.
-    """
+    """One HTTP request, with the service that answers it; ``body`` is not compressed."""
 
     def __init__(self, service: Service, body: bytes, http: Request) -> None:
         self.service, self.body, self.http = service, body, http
 
     @property
     def key(self) -> str:
-        """Of the client; another client's key sees nothing of it."""
+        """The client's API key. Clients with another key see nothing of what it owns."""
         if not (key := self.http.headers.get("x-api-key")):
             raise RefusedError(401, "no X-API-Key: set TINKER_API_KEY to tml- and anything")
         return str(key)
 
     @property
     def owner(self) -> str:
-        """What is kept of the key."""
         return owner_of(self.key)
 
     @property
     def digest(self) -> bytes:
-        """Tells a request that is sent again from another one."""
+        """Equal for a request and its repetition, different for any other request."""
         return hashlib.blake2b(self.http.url.path.encode() + b"\0" + self.body, digest_size=16).digest()
 
     def path(self, name: str) -> str:
-        """A part of the URL."""
         return str(self.http.path_params[name])
 
     def number(self, name: str, default: int) -> int:
-        """A number of the query."""
+        """A number of the query; raises RefusedError if it is none."""
         given = self.http.query_params.get(name, str(default))
         if not given.isdecimal() or len(given) > 15:
             raise RefusedError(400, f"{name}: a number from 0 to 999999999999999 is needed")
@@ -78,7 +70,6 @@ class Call:
 
 
 async def healthz(call: Call) -> Any:
-    """The service runs."""
     if not call.service.is_serving:
         raise RefusedError(503, "the thread that serves has ended: start the service again")
     return {"status": "ok"}
@@ -117,18 +108,16 @@ async def telemetry(_: Call) -> Any:
 
 
 async def finish_session(call: Call) -> Any:
-    """See ``Service.finish``."""
     wire.parsed(wire.Anything, call.body)
     call.service.finish(call.path("session"), call.key)
 
 
 async def forward_backward(call: Call) -> Any:
-    """See ``Service.forward_backward``."""
     return call.service.forward_backward(call.body, call.key, call.digest)
 
 
 def _asked(kind: type[wire.M], serve: Callable[[Service, wire.M, str], Any]) -> Handler:
-    """A request in JSON."""
+    """An endpoint with a JSON body that is answered at once."""
 
     async def ask(call: Call) -> Any:
         return serve(call.service, wire.parsed(kind, call.body), call.key)
@@ -137,7 +126,7 @@ def _asked(kind: type[wire.M], serve: Callable[[Service, wire.M, str], Any]) -> 
 
 
 def _promised(kind: type[wire.M], serve: Callable[[Service, wire.M, str, bytes], Any]) -> Handler:
-    """A request that is answered by a future; one that is sent again has the same."""
+    """An endpoint with a JSON body that is answered by a future; a repeated request gets the same one."""
 
     async def ask(call: Call) -> Any:
         return serve(call.service, wire.parsed(kind, call.body), call.key, call.digest)
@@ -146,7 +135,7 @@ def _promised(kind: type[wire.M], serve: Callable[[Service, wire.M, str, bytes],
 
 
 def _in_turn(kind: type[wire.M], serve: Callable[[Service, wire.M, str, bytes], Any]) -> Handler:
-    """One that has a place in a model's order, and is refused there."""
+    """``_promised`` for requests with a place in their model's order, which a refused request uses up too."""
     promised = _promised(kind, serve)
 
     async def ask(call: Call) -> Any:
@@ -185,12 +174,12 @@ async def retrieve_future(call: Call) -> Any:
 
 
 async def _done(future: "Future[Any]", seconds: float) -> None:
-    """Wait for a future of another thread, which is not cancelled if the client leaves."""
+    """Wait for a future of another thread. If the client leaves, the wait is cancelled and the future is not."""
     await asyncio.wait({asyncio.wrap_future(_shadow(future))}, timeout=seconds)
 
 
 def _shadow(future: "Future[Any]") -> "Future[None]":
-    """A future that is done when the other is: cancelling it leaves the other alone."""
+    """A future that completes with the given one, and can be cancelled without it."""
     shadow: Future[None] = Future()
 
     def told(_: "Future[Any]") -> None:
@@ -202,19 +191,17 @@ def _shadow(future: "Future[Any]") -> "Future[None]":
 
 
 async def cancel_future(call: Call) -> Any:
-    """See ``Service.cancel``."""
     call.service.cancel(wire.parsed(wire.RetrieveFuture, call.body).request_id, call.key)
 
 
 async def get_sampler(call: Call) -> Any:
-    """What the SDK knows of a sampling session."""
     sampler = call.service.sampler(call.path("sampler"), call.key)
     path = None if sampler.checkpoint is None else sampler.checkpoint.path
     return {"sampler_id": sampler.id, "base_model": sampler.base_model, "model_path": path}
 
 
 async def weights_info(call: Call) -> Any:
-    """What a checkpoint was trained with."""
+    """Base model and shape of a checkpoint."""
     found = call.service.checkpoint(wire.parsed(wire.WeightsInfo, call.body).tinker_path, call.key)
     shape = found.shape
     return {
@@ -228,17 +215,15 @@ async def weights_info(call: Call) -> Any:
 
 
 async def memory(call: Call) -> Any:
-    """See ``Service.held``. Not of the SDK."""
+    """The service's own endpoint: see ``Service.held``."""
     return call.service.held(call.key)
 
 
 async def list_sessions(call: Call) -> Any:
-    """The client's sessions."""
     return {"sessions": _page(call, [session.id for session in call.service.sessions(call.key)])[0]}
 
 
 async def get_session(call: Call) -> Any:
-    """A session's models and samplers."""
     session = call.service.session(call.path("session"), call.key)
     return {
         "training_run_ids": list(session.models),
@@ -249,13 +234,12 @@ async def get_session(call: Call) -> Any:
 
 
 async def training_runs(call: Call) -> Any:
-    """The client's models, and runs of which there are checkpoints, newest first."""
+    """The client's models, and models of ended sessions that left checkpoints; newest first."""
     chosen, cursor = _page(call, _runs(call))
     return {"training_runs": chosen, "cursor": cursor}
 
 
 async def training_run(call: Call) -> Any:
-    """One of them."""
     wanted = call.path("run")
     for run in _runs(call):
         if run["training_run_id"] == wanted:
@@ -264,12 +248,10 @@ async def training_run(call: Call) -> Any:
 
 
 async def checkpoints_of_run(call: Call) -> Any:
-    """The checkpoints of a training run."""
     return {"checkpoints": [_checkpoint(c) for c in call.service.store.all(call.owner, call.path("run"))]}
 
 
 async def checkpoints(call: Call) -> Any:
-    """All checkpoints."""
     chosen, cursor = _page(call, call.service.store.all(call.owner))
     return {"checkpoints": [_checkpoint(each) for each in chosen], "cursor": cursor}
 
@@ -279,18 +261,16 @@ def _named(call: Call) -> Checkpoint:
 
 
 async def delete_checkpoint(call: Call) -> Any:
-    """Delete a checkpoint."""
     call.service.store.delete(_named(call))
 
 
 async def set_ttl(call: Call) -> Any:
-    """Set when a checkpoint expires."""
     found, seconds = _named(call), wire.parsed(wire.SetTtl, call.body or b"{}").ttl_seconds
     call.service.store.expire(found, None if seconds is None else time.time() + seconds)
 
 
 async def download_urls(call: Call) -> Any:
-    """A URL for each file of a checkpoint, valid without a key for a while."""
+    """A URL for each file of a checkpoint, valid for ``URL_SECONDS`` without a key."""
     found, until = _named(call), int(time.time()) + URL_SECONDS
     place = call.service.store.place(found.run, found.kind, found.name)
     base = f"{str(call.http.base_url).rstrip('/')}/files/{found.run}/{found.kind}/{found.name}"
@@ -442,12 +422,7 @@ def _runs(call: Call) -> list[dict[str, Any]]:
 
 
 def app(service: Service, *, secret: bytes) -> Starlette:
-    """The service as an ASGI application.
-
-    Args:
-        service: that answers.
-        secret: signs download URLs.
-    """
+    """The service as an ASGI application; ``secret`` signs download URLs."""
 
     def endpoint(handler: Handler) -> Endpoint:
         async def answer(http: Request, body: bytes) -> Any:

@@ -15,13 +15,13 @@ class Request:
     """One prompt to complete.
 
     Args:
-        id: names its random numbers together with ``seed``.
-        tokens: of the prompt.
-        num_samples, options, seed: of sampling.
+        id: together with ``seed`` it determines the random numbers.
+        tokens: the prompt's.
+        num_samples, options, seed: see ``Engine.sample``.
         only_scores: whether the prompt takes all of the model's positions, so that its samples have no token.
         scores_prompt: whether the prompt's log-probs are wanted.
-        scores_last: of its last tokens alone; None for all.
-        top_prompt, top_sampled: likeliest tokens wanted at each position of the prompt, and of samples.
+        scores_last: only for so many last tokens of the prompt; None for all.
+        top_prompt, top_sampled: how many likeliest tokens are wanted at each position of the prompt, and of samples.
         targets: token ids to score at the prompt's positions.
     """
 
@@ -39,28 +39,28 @@ class Request:
 
     @property
     def shared(self) -> tuple[Any, ...]:
-        """What requests of one call of the engine have in common."""
+        """Equal for requests that may share a call of the engine."""
         return self.num_samples, self.options, self.seed, self.only_scores
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether anything about the prompt is wanted."""
+        """Whether scores of the prompt are wanted."""
         return self.scores_prompt or self.top_prompt > 0 or self.targets is not None
 
 
 def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, limit: int | None) -> Request:
-    """A request for samples.
+    """A client's request, checked against the model.
 
     Args:
-        request: of the client.
-        place: names the random numbers of a request without a seed; one with a seed has the same samples everywhere.
-        seed: of a request without one.
+        request: the client's.
+        place: seeds a request that has no seed; a request with a seed has the same samples everywhere.
+        seed: the service's, for requests without one.
         vocabulary: number of tokens of the model.
-        limit: its number of positions, or None.
+        limit: number of positions of the model, or None.
 
     Raises:
-        RefusedError: says what the model does not have, or what does not fit together.
-        ConfigurationError: of ``SamplingOptions``.
+        RefusedError: the model cannot serve it, or its fields do not fit together.
+        ConfigurationError: see ``SamplingOptions``.
     """
     params, tokens = request.sampling_params, tuple(request.prompt.tokens)
     room = params.max_tokens if limit is None else limit - len(tokens)

@@ -1,4 +1,4 @@
-"""Which requests run next: keys take turns, and the sessions of a key; what may share a call does.
+"""Which requests run next: keys take turns, then the sessions of a key. Requests that can share a call do.
 
 Training requests of a model run in the order of ``seq_id``, whenever they arrive; samples run as they arrive.
 """
@@ -26,10 +26,10 @@ MISSING_SECONDS = 120.0
 
 
 class Schedule:
-    """The scheduler of the request queue. Its callers hold the service's lock.
+    """Scheduler of the service's requests; callers hold the service's lock.
 
     Args:
-        sessions: of the service, by id; those that were served last are moved to the end.
+        sessions: by id; reordered so that the ones served last come last.
         trainer: says what may share a call.
     """
 
@@ -39,14 +39,11 @@ class Schedule:
 
     @property
     def patience(self) -> float:
-        """Seconds to wait for work: short if samples wait for others."""
+        """Seconds to wait before looking again; short if samples wait for others of their batch."""
         return GATHER_SECONDS / 4 if any(session.samples for session in self._sessions.values()) else 5.0
 
     def next(self) -> Sequence[Job]:
-        """The next request of the session whose turn it is, with those that share its call; or none.
-
-        They wait no longer.
-        """
+        """Take the next request, and those that share its call, out of their queues; empty if none is due."""
         now = time.monotonic()
         for session in self._in_turn():
             for model in session.models.values():
@@ -72,7 +69,7 @@ class Schedule:
         return []
 
     def _in_turn(self) -> list[Session]:
-        """Sessions, those of the key that was served longest ago first, and of a key the session so."""
+        """All sessions: first by key, then within a key, the longest unserved first."""
         return sorted(self._sessions.values(), key=lambda session: self._served.get(session.owner, -1))
 
     def _note_served(self, session: Session) -> None:
@@ -81,9 +78,9 @@ class Schedule:
         self._served = {o: t for o, t in self._served.items() if o in owners} | {session.owner: next(self._turns)}
 
     def _passes_together(self, first: PassJob) -> list[Job]:
-        """The next passes of models, of sessions in turn, which fit into one with the first.
+        """The first pass, and passes of other models that fit beside it.
 
-        As many of them as may share a pass; only ones that either all add to gradients or do not.
+        All add to gradients or none does, and no more models take part than the trainer allows.
         """
         found, num_tokens = list[Job]([first]), first.num_tokens
         for model in [model for session in self._in_turn() for model in session.models.values()]:
@@ -97,10 +94,7 @@ class Schedule:
         return found
 
     def _sampled_together(self, own: Session, first: SampleJob) -> list[Job]:
-        """Requests of all sessions that one call of the engine serves, taken in turn.
-
-        Turns end when the call has enough completions, and those of the first one's session begin.
-        """
+        """Requests of all sessions for one call of the engine, taken in turn, the first one's session first."""
         found, versions, names = list[Job](), {first.version}, set[tuple[int, str]]()
         queues = {session.id: list(session.samples) for session in (own, *self._in_turn())}
         num_completions, served = 0, Counter[str]()
@@ -128,7 +122,7 @@ class Schedule:
 
 
 def _fail_stalled(model: Model, now: float) -> None:
-    """Fail what waits for a request that never came."""
+    """Fail the requests of a model that wait for an earlier one which never came."""
     since = min((job.arrived for job in model.waiting.values()), default=now)
     if model.next_seq in model.waiting or now - since <= MISSING_SECONDS:
         return

@@ -1,13 +1,13 @@
-"""Sessions, models, samplers and futures, and the thread that serves them.
+"""Sessions, models, samplers and futures of the Tinker service, and the thread that runs their requests.
 
     request -> future, at once;   retrieve_future -> result or try_again
 
-Keys take turns, and the sessions of a key, so that a busy one delays another by one call (``schedule.py``). What waits
-at once shares a call where that leaves everybody's bits: samples of several adapters, and passes that fit into one. A
-request fails alone: its future says why.
+Keys take turns, and so do the sessions of a key: a busy client delays another by one call (``schedule.py``). Requests
+that wait at the same time share a call if that changes no result: samples of several adapters, and passes that fit
+into one. A failed request fails alone, and its future says why.
 
-Everything here belongs to the key of the session that made it; with another key it is refused. State is guarded by one
-lock; the thread that serves holds it only between calls.
+Every object belongs to the key whose session created it; other keys are refused. One lock guards the state, and the
+thread holds it only between calls.
 """
 
 import hashlib
@@ -68,15 +68,15 @@ KEPT_CHECKPOINTS = 4
 
 
 class Service:
-    """What the endpoints call. Its methods return at once, but for the thread that ``close`` ends.
+    """The methods behind the endpoints. They return at once; a thread, which ``close`` ends, does the work.
 
     Args:
         trainer: used by the service's thread alone.
         store: of checkpoints.
-        names: that clients may use for the base model; the first is used where a client gives none.
+        names: names of the base model that clients may use; the first is the default.
         tokenizer_name: hub name or folder that clients load the tokenizer from.
         seed: of samples without a seed of their own.
-        session_seconds: without a heartbeat after which a session is gone.
+        session_seconds: a session without a heartbeat for so long is dropped.
     """
 
     def __init__(
@@ -135,11 +135,7 @@ class Service:
         return {"type": "create_session", "session_id": session.id}
 
     def heartbeat(self, request: wire.OfSession, key: str) -> dict[str, Any]:
-        """Keep a session.
-
-        Raises:
-            RefusedError: 410, it is gone, which ends the SDK's heartbeats.
-        """
+        """Keep a session alive; status 410 if it is gone, at which the SDK's heartbeats end."""
         with self._state:
             self.session(request.session_id, key).seen = time.time()
         return {"type": "session_heartbeat"}
@@ -152,7 +148,6 @@ class Service:
             self._fail_all(session, "the session was finished")
 
     def sessions(self, key: str) -> list[Session]:
-        """The sessions of a key."""
         with self._state:
             return self._of(owner_of(key))
 
@@ -228,7 +223,7 @@ class Service:
         return model
 
     def _take_memory(self, model: Model, shape: Shape) -> None:
-        """Account an adapter of this shape to a model, in place of what it had.
+        """Count the bytes of an adapter of this shape for a model, in place of those counted before.
 
         Raises:
             RefusedError: adapters would take more than half of the budget.
@@ -248,11 +243,7 @@ class Service:
         model.num_bytes = needed
 
     def held(self, key: str) -> dict[str, Any]:
-        """Bytes that the models of a key hold, on the device and as snapshots in host memory, and those of all.
-
-        Beside it the most adapters that have shared a pass, and a call of the engine; and how many calls there were of
-        each kind, with the seconds that they took.
-        """
+        """Device and host bytes of a key's models, bytes of all models, and counts and seconds of calls by kind."""
         with self._state:
             every = [model for session in self._sessions.values() for model in session.models.values()]
             own = {model.id: model for session in self._of(owner_of(key)) for model in session.models.values()}
@@ -289,7 +280,7 @@ class Service:
             return session.models[model_id]
 
     def info(self, request: wire.OfModel, key: str) -> dict[str, Any]:
-        """What the SDK knows of a model."""
+        """What the SDK asks about a model."""
         model = self.model(request.model_id, key)
         return {
             "type": "get_info",
@@ -309,10 +300,10 @@ class Service:
             return self._arrived(model, message.seq_id, digest, None, len(body), kind=kind)
 
     def refuse_in_turn(self, refused: RefusedError, body: bytes, key: str, digest: bytes) -> dict[str, Any]:
-        """The future of a request that cannot be served. Its ``seq_id`` is used up: the SDK sends no other with it.
+        """A future that fails with ``refused`` in its turn; its ``seq_id`` is used up: the SDK does not resend it.
 
         Raises:
-            RefusedError: ``refused`` itself, if the request names no model of this key and no place in its order.
+            RefusedError: ``refused`` itself, if the body names no model of this key or no ``seq_id``.
         """
         try:
             place = json.loads(body)
@@ -327,8 +318,6 @@ class Service:
         return self._train(model_id, seq_id, key, digest, run)
 
     def optim_step(self, request: wire.OptimStep, key: str, digest: bytes) -> dict[str, Any]:
-        """Take a step."""
-
         def run(adapter: Adapter) -> Answer:
             return {"metrics": self.trainer.optim_step(adapter, request.adam_params)}
 
@@ -451,7 +440,7 @@ class Service:
         num_bytes: int = 0,
         kind: Callable[..., Job] = Job,
     ) -> dict[str, Any]:
-        """Put a request in its place; one that came before gets the same future."""
+        """Queue a request at its ``seq_id``; a request that is sent again gets the same future."""
         request_id = f"{model.id}:{seq_id}"
         promise = {"request_id": request_id, "model_id": model.id}
         if _is_known(model.session, request_id, digest):
@@ -514,7 +503,7 @@ class Service:
             raise RefusedError(400, f"{sampler.id} is another sampling session already: choose another number")
 
     def _weights(self, sampler: Sampler) -> Snapshot | None:
-        """What to sample with; the weights of the last few checkpoints stay in memory."""
+        """The weights to sample with; None for the base model. Those of the last few checkpoints stay in memory."""
         checkpoint = sampler.checkpoint
         if checkpoint is None:
             if sampler.is_dropped:
@@ -531,7 +520,6 @@ class Service:
         return self._read[sampler.version]
 
     def sampler(self, sampler_id: str, key: str) -> Sampler:
-        """A sampling session of a key."""
         with self._state:
             session = self.session(sampler_id.partition(":")[0], key)
             if sampler_id not in session.samplers:
@@ -539,7 +527,6 @@ class Service:
             return session.samplers[sampler_id]
 
     def sample(self, request: wire.Sample, key: str, digest: bytes) -> dict[str, Any]:
-        """Sample from a prompt."""
         sampler = self.sampler(request.sampling_session_id, key)
         if sampler.is_dropped:
             raise _dropped(sampler)
@@ -584,12 +571,12 @@ class Service:
             return session.jobs[request_id].answer
 
     def retrieved(self, request_id: str, key: str) -> None:
-        """Note that an answer is on its way to the client."""
+        """Note that an answer was sent, so that it may be dropped later."""
         with self._state:
             self._note_retrieved(self.session(request_id.partition(":")[0], key), request_id)
 
     def cancel(self, request_id: str, key: str) -> None:
-        """Drop a request for samples that waits still."""
+        """Drop a request for samples that still waits."""
         with self._state:
             session = self.session(request_id.partition(":")[0], key)
             for job in [each for each in session.samples if each.id == request_id]:
@@ -619,7 +606,7 @@ class Service:
             call["seconds"] += time.perf_counter() - began
 
     def _together(self, jobs: Sequence[Job]) -> None:
-        """Answer requests that share a call; what cannot be read or fails alone, is its request's own failure."""
+        """Answer requests in one call. If the call fails, each runs by itself, so that only the one at fault fails."""
         read, outcomes = list[tuple[Job, Any]](), list[tuple[Job, Answer | FailedError]]()
         for job in jobs:
             try:
@@ -638,7 +625,7 @@ class Service:
                 self._together([job])
 
     def _read_of(self, job: Job) -> Any:
-        """What the trainer is called with."""
+        """The trainer's arguments for a request."""
         if isinstance(job, SampleJob):
             assert job.sampler is not None
             return self._weights(job.sampler), job.request
@@ -660,7 +647,7 @@ class Service:
 
 
 def _is_known(session: Session, request_id: str, digest: bytes) -> bool:
-    """Whether a request came before."""
+    """Whether this request came before; raises RefusedError if another request had its ``seq_id``."""
     known = session.jobs.get(request_id)
     if known is not None and known.digest != digest:
         raise RefusedError(400, f"the seq_id of {request_id} was another request's")
@@ -674,13 +661,13 @@ def _adapter_of(model: Model) -> Adapter:
 
 
 def _snapshot_bytes(model: Model) -> int:
-    """Host memory of a model's unnamed samplers."""
+    """Host memory of the snapshots behind a model's unnamed samplers."""
     samplers = [model.session.samplers[name] for name in model.snapshots]
     return sum(w.numel() * w.itemsize for each in samplers if each.weights is not None for w in each.weights.weights)
 
 
 def owner_of(key: str) -> str:
-    """What is kept of a client's key."""
+    """A digest of a client's key, stored in place of the key."""
     return hashlib.blake2b(key.encode(), digest_size=16).hexdigest()
 
 
@@ -693,9 +680,9 @@ def _dropped(sampler: Sampler) -> RefusedError:
 
 
 def _finish(job: Job, outcome: Answer | FailedError) -> None:
-    """Answer; a failure breaks the gradient that the request would have added to.
+    """Set a job's result. If a pass failed that would have added to a gradient, the gradient is marked as broken.
 
-    Not called within ``except``: the error refers to its frames, which keep the memory of a pass alive.
+    Call it outside of ``except``: the error refers to its frames, which keep the memory of a pass alive.
     """
     adapter = None if job.model is None else job.model.adapter
     if isinstance(outcome, FailedError) and isinstance(job, PassJob) and job.adds and adapter is not None:

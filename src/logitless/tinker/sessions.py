@@ -1,4 +1,4 @@
-"""What the service keeps: sessions, their models and samplers, and requests with the futures of their answers."""
+"""The state of the service: sessions, their models and samplers, and requests with the futures of their answers."""
 
 import time
 from collections import OrderedDict
@@ -16,12 +16,7 @@ Answer: TypeAlias = bytes | dict[str, Any]
 
 
 class FailedError(Exception):
-    """Why a future has no result.
-
-    Args:
-        message: in words.
-        category: ``user`` if the request was wrong, else ``server``.
-    """
+    """Why a future has no result; ``category`` is ``user`` if the request was wrong, else ``server``."""
 
     def __init__(self, message: str, category: str) -> None:
         super().__init__(message)
@@ -30,13 +25,13 @@ class FailedError(Exception):
 
 @dataclass
 class Job:
-    """A request that waits, with the future of its answer.
+    """A queued request and the future of its answer.
 
     Args:
-        number: of its arrival.
-        run: makes the answer; None once there is one, for it holds the request.
-        num_bytes: of the request, then of the answer.
-        model: that it is of, until there is an answer; None for samples.
+        number: arrival order among all requests.
+        run: makes the answer. It holds the request, and is None once there is an answer.
+        num_bytes: size of the request, then of the answer.
+        model: whose request this is, until there is an answer; None for samples.
     """
 
     id: str
@@ -50,7 +45,7 @@ class Job:
     kind: ClassVar[str] = "other"
 
     def finish(self, outcome: Answer | FailedError) -> None:
-        """Answer, unless that was done, and drop the request."""
+        """Set the result unless there is one, and free the request."""
         self.run = self.model = None
         self.num_bytes = len(outcome) if isinstance(outcome, bytes) else 0
         if self.answer.done():
@@ -70,25 +65,23 @@ class SampleJob(Job):
     sampler: "Sampler | None" = None
 
     def finish(self, outcome: Answer | FailedError) -> None:
-        """As of every job."""
         self.request = self.sampler = None
         super().finish(outcome)
 
     @property
     def batch(self) -> tuple[Any, ...]:
-        """What jobs of one call of the engine have in common."""
+        """Equal for jobs that may share a call of the engine."""
         assert self.request is not None
         return self.request.shared
 
     @property
     def version(self) -> int:
-        """Of its weights."""
         assert self.sampler is not None
         return self.sampler.version
 
     @property
     def name(self) -> tuple[int, str]:
-        """Distinct among jobs of one call of the engine; equal ones would give equal samples."""
+        """Distinct within a call of the engine; jobs with equal names would get equal samples."""
         assert self.request is not None
         return self.version, self.request.id
 
@@ -98,8 +91,8 @@ class PassJob(Job):
     """A request of ``forward_backward``.
 
     Args:
-        message: of the SDK.
-        num_tokens: to be read, all targets of a position counted.
+        message: the SDK's protobuf message.
+        num_tokens: upper bound of the tokens to read, once for each target of a position.
     """
 
     kind = "pass"
@@ -112,7 +105,6 @@ class PassJob(Job):
         return not self.message.forward_only
 
     def finish(self, outcome: Answer | FailedError) -> None:
-        """As of every job."""
         self.message = None
         super().finish(outcome)
 
@@ -122,13 +114,12 @@ class Model:
     """A model that a client trains.
 
     Args:
-        id: of it, and of its training run.
-        session: that it belongs to.
-        num_bytes: of device memory, that its adapter takes.
-        adapter: None until it was made.
-        next_seq: of the request that runs next; 0 makes the model.
+        id: also names its training run.
+        num_bytes: device memory that its adapter takes.
+        adapter: None until the first request has made it.
+        next_seq: ``seq_id`` of the request that runs next; request 0 makes the model.
         waiting: requests by ``seq_id``.
-        snapshots: of its unnamed samplers, oldest first.
+        snapshots: ids of its unnamed samplers, oldest first.
     """
 
     id: str
@@ -145,12 +136,12 @@ class Model:
 
 @dataclass
 class Sampler:
-    """A sampling session: of the base model, of a saved adapter, or of a snapshot.
+    """A client's handle to sample with: the base model, a saved adapter, or a snapshot of a model.
 
     Args:
         version: of the weights; 0 for the base model.
-        checkpoint: that is read when it is sampled from.
-        weights: of a snapshot; None once they were dropped.
+        checkpoint: the saved adapter, read when it is first sampled from.
+        weights: the snapshot; None once it was dropped.
     """
 
     id: str
@@ -162,20 +153,21 @@ class Sampler:
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it was of a snapshot that is gone."""
+        """Whether its snapshot was dropped."""
         return self.version > 0 and self.weights is None
 
 
 @dataclass
 class Session:
-    """A client.
+    """A client's session.
 
     Args:
-        number: of sessions before it; names its random numbers.
+        number: how many sessions were created before; part of the seed of its samples.
         owner: digest of its key.
-        jobs: by request id, waiting or done; those that were retrieved are the first to go.
-        samples: requests for samples that wait.
-        usual: so many of them shared a call of the engine lately.
+        jobs: by request id, waiting or done.
+        retrieved: ids of jobs whose answer was sent, oldest first; they are dropped in this order.
+        samples: waiting requests for samples.
+        usual: how many of its requests recently shared a call of the engine.
     """
 
     id: str
@@ -194,12 +186,12 @@ class Session:
 
     @property
     def num_pending(self) -> int:
-        """Requests that wait, or whose answer was not retrieved."""
+        """Requests that wait or whose answer was not retrieved."""
         return len(self.jobs) - len(self.retrieved)
 
     @property
     def num_bytes(self) -> int:
-        """Of requests that wait, and of answers."""
+        """Bytes of waiting requests and of answers."""
         return sum(job.num_bytes for job in self.jobs.values())
 
     def forget(self) -> int:

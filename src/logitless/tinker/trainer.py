@@ -121,7 +121,7 @@ class Trainer:
         return installation
 
     def _divisible(self) -> bool:
-        """Whether passes of several adapters have the gradients of each alone."""
+        """Whether passes of several adapters give each the gradients that it would have alone."""
         from logitless.models.row_invariant.adapters import spans_keep_bits
         from logitless.rollout.gpu.steps import forms_of
 
@@ -161,7 +161,7 @@ class Trainer:
         return [(name, module) for part, name, module in self._parts if part in wanted]
 
     def names(self, shape: Shape) -> list[str]:
-        """Names of an adapter's weights, as PEFT's files have them."""
+        """Names of an adapter's weights in PEFT's files."""
         return [f"base_model.model.{name}.lora_{ab}.weight" for name, _ in self._modules(shape) for ab in "AB"]
 
     def _sizes(self, shape: Shape) -> list[tuple[int, int]]:
@@ -169,16 +169,15 @@ class Trainer:
         return [size for pair in both for size in pair]
 
     def bytes_of(self, shape: Shape) -> int:
-        """Of device memory, that an adapter takes with gradient and moments."""
+        """Device bytes of an adapter with its gradient and moments."""
         return HELD_BYTES * sum(rows * columns for rows, columns in self._sizes(shape))
 
     @property
     def room(self) -> int | None:
-        """Bytes for adapters: half of the budget; None: as many as there are."""
+        """Bytes for adapters, half of the budget; None if unlimited."""
         return None if self.budget is None else self.budget // 2
 
     def peft_config(self, shape: Shape) -> Any:
-        """PEFT's configuration of an adapter."""
         from peft import LoraConfig as Config
 
         ends = dict.fromkeys(_end_of(name, module is self._head) for name, module in self._modules(shape))
@@ -212,12 +211,7 @@ class Trainer:
     # --- adapters
 
     def create(self, shape: Shape, *, seed: int) -> Adapter:
-        """A fresh adapter, which changes nothing: A is uniform as in PEFT, B is 0.
-
-        Args:
-            shape: of it.
-            seed: of the A factors.
-        """
+        """A fresh adapter, which changes nothing: A is uniform as in PEFT and seeded by ``seed``, B is 0."""
         weights = []
         generator = torch.Generator().manual_seed(seed % 2**63)
         for number, size in enumerate(self._sizes(shape)):
@@ -241,12 +235,7 @@ class Trainer:
         return adapter
 
     def loaded(self, shape: Shape, tensors: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> Adapter:
-        """An adapter of saved tensors.
-
-        Args:
-            shape: of it.
-            tensors: factors by name.
-            state: of ``optimizer_state``; empty for a fresh optimizer.
+        """An adapter from saved factors and ``optimizer_state``, by name; an empty state is a fresh optimizer.
 
         Raises:
             InputError: tensors of another model.
@@ -267,11 +256,7 @@ class Trainer:
         return adapter
 
     def saved(self, shape: Shape, tensors: Mapping[str, Tensor], version: int) -> Snapshot:
-        """Saved tensors to sample with.
-
-        Raises:
-            InputError: tensors of another model.
-        """
+        """Saved factors as a snapshot to sample with; raises InputError for tensors of another model."""
         return Snapshot(shape, self._ordered(shape, tensors), version)
 
     def tensors(self, adapter: Adapter) -> dict[str, Tensor]:
@@ -513,11 +498,11 @@ class Trainer:
 
     @property
     def stack_bytes(self) -> int:
-        """Of the factors that are sampled with."""
+        """Bytes of the stack of adapters to sample with."""
         return 0 if self._stack is None else int(self._stack.num_bytes)
 
     def _stack_for(self, wanted: Sequence[tuple[Weights, Request]]) -> int:
-        """Make sure that the stack holds these ranks; returns its number of places."""
+        """Make a stack that holds these ranks, unless there is one; returns its number of places."""
         from logitless.models.row_invariant.adapters import AdapterStack
 
         rank = max([16, *(1 << (w.shape.rank - 1).bit_length() for w, _ in wanted if w is not None)])
@@ -535,7 +520,7 @@ class Trainer:
         return int(self._stack.num_places)
 
     def _placed(self, wanted: Sequence[Weights]) -> list[int]:
-        """The place in the stack of each, filled if it was not."""
+        """The place of each adapter in the stack, which is filled where needed."""
         from logitless.models.row_invariant.adapters import Lora
 
         distinct = {weights.version: weights for weights in wanted if weights is not None}
@@ -566,7 +551,7 @@ class Trainer:
         return Sampled(completion.token_ids, logp, completion.finish_reason == "stop", top)
 
     def _prompt_scores(self, wanted: Sequence[tuple[Weights, Request]]) -> dict[int, PromptScores]:
-        """What is wanted of prompts, by the number of the request."""
+        """The wanted scores of prompts, by index of the request."""
         chosen = [(i, weights, request) for i, (weights, request) in enumerate(wanted) if request.reads_prompt]
         found = {i: _unscored(request) for i, _, request in chosen}
         for version in dict.fromkeys(version_of(weights) for _, weights, _ in chosen):
@@ -582,7 +567,7 @@ class Trainer:
         return found
 
     def _score_prompt(self, found: PromptScores, request: Request, states: Tensor, head: LMHead) -> None:
-        """Write what is wanted of a prompt, whose tokens but the first are predicted by ``states``."""
+        """Write the wanted scores of a prompt; ``states`` predict its tokens after the first."""
         first = 1 if request.scores_last is None else len(request.tokens) - request.scores_last
         if found.logprobs is not None:
             logp = self._scores(states, head, torch.tensor(request.tokens[1:]))
@@ -600,7 +585,7 @@ class Trainer:
 
 
 def _unscored(request: Request) -> PromptScores:
-    """Nothing yet of what is wanted of a prompt."""
+    """``PromptScores`` to be filled, for what the request wants."""
     length, size = len(request.tokens), (len(request.tokens), request.top_prompt)
     token, logp = NO_TOKEN
     return PromptScores(
@@ -646,7 +631,7 @@ def _parts_of(model: nn.Module) -> list[tuple[str, str, nn.Linear]]:
 
 
 def _end_of(name: str, is_head: bool) -> str:
-    """What PEFT finds a module by."""
+    """The end of a module's name by which PEFT finds it."""
     return ".".join(name.split(".")[-1 if is_head else -2 :])
 
 
@@ -659,18 +644,15 @@ def open_trainer(
     layers: str,
     **options: Any,
 ) -> tuple[Trainer, str]:
-    """A trainer of a model that is loaded, and which layers it has and why, in words.
+    """Load a model and make its trainer; also returns which layers it has and why, in words.
 
     Args:
         source: hub name or folder.
-        tokenizer: of the model.
-        device: for the model.
-        dtype: of its weights.
         layers: ``auto``, ``row_invariant`` or ``transformers``.
         options: of ``Trainer``.
 
     Raises:
-        ConfigurationError, UnavailableError: the model cannot be loaded, or not get the layers that were named.
+        ConfigurationError, UnavailableError: the model cannot be loaded, or cannot have the layers that were named.
     """
     model = load_model(source, dtype=getattr(torch, dtype), device=device)
     check_vocabulary(model, tokenizer)

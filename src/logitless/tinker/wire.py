@@ -44,10 +44,10 @@ def messages() -> Any:
 
 
 def inflated(body: bytes, encoding: str) -> bytes:
-    """A body without its Content-Encoding.
+    """The body after undoing its Content-Encoding.
 
     Raises:
-        RefusedError: an unknown encoding, a broken body, or one of more than ``MAX_BODY_BYTES``.
+        RefusedError: an unknown encoding, a broken body, or more than ``MAX_BODY_BYTES``.
     """
     if encoding in ("", "identity"):
         return body
@@ -101,7 +101,7 @@ def parsed(kind: type[M], body: bytes) -> M:
 
 
 def _only(*allowed: object, why: str = "") -> BeforeValidator:
-    """A field whose other values ask for what the service does not have."""
+    """A field in which only these values are served."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -159,13 +159,13 @@ class CreateModel(Message):
 
 
 class OfModel(Message):
-    """``get_info``, and part of all requests of a model."""
+    """``get_info``, and base of all requests of a model."""
 
     model_id: str
 
 
 class AdamParams(Message):
-    """Adam's numbers for one step, with the service's defaults."""
+    """Adam's settings for one step, with the service's defaults."""
 
     learning_rate: float = Field(0.0001, ge=0, allow_inf_nan=False)
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -324,10 +324,10 @@ class Datum:
     """One sequence with targets.
 
     Args:
-        tokens: [L] read by the model.
-        targets: [L, K] predicted at each position; they are given shifted.
-        inputs: [L, K] each, of the loss.
-        is_flat: whether the request had targets [L], not [L, 1].
+        tokens: [L] the model's input.
+        targets: [L, K] of each position; given already shifted.
+        inputs: inputs of the loss by name, [L, K] each.
+        is_flat: whether the request had targets [L] rather than [L, 1].
     """
 
     tokens: np.ndarray
@@ -347,15 +347,14 @@ class ForwardBackward:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are read."""
         return sum(len(datum.tokens) for datum in self.data)
 
 
 def forward_backward_request(body: bytes) -> Any:
-    """The SDK's ``ForwardBackwardRequest``, of which ``forward_backward`` reads the data.
+    """The SDK's ``ForwardBackwardRequest``, for ``forward_backward`` to read.
 
     Raises:
-        RefusedError: a body that is no such message, or one of more than ``MAX_FIELDS`` fields.
+        RefusedError: another message, or more than ``MAX_FIELDS`` fields.
     """
     from google.protobuf.message import DecodeError
 
@@ -372,13 +371,13 @@ def forward_backward_request(body: bytes) -> Any:
 
 
 def _counted(raw: memoryview, descriptor: Any, left: int) -> int:
-    """``left`` without the fields of a message in the wire format, before objects are made of them.
+    """``left`` minus the number of fields of a message in the wire format, counted before it is parsed.
 
-    A body of two bytes a message would take a hundred times its size.
+    A body with a message for every two bytes would take a hundred times its size once parsed.
 
     Raises:
-        RefusedError: there are more.
-        IndexError, ValueError: no message.
+        RefusedError: more than ``left`` fields.
+        IndexError, ValueError: not a message.
     """
 
     def number(at: int) -> tuple[int, int]:
@@ -415,9 +414,9 @@ def _counted(raw: memoryview, descriptor: Any, left: int) -> int:
 
 
 def num_tokens(message: Any) -> int:
-    """An upper bound of the tokens that a request reads, once for each target of a position, before its data are made.
+    """Upper bound of the tokens that a request reads, once for each target of a position; its data are not read.
 
-    Numbers that a request claims and does not have are found by ``forward_backward``.
+    ``forward_backward`` finds shapes that do not fit the data.
     """
     total = 0
     for datum in message.data:
@@ -506,11 +505,7 @@ def _datum(message: Any, wanted: Sequence[str], vocabulary: int, limit: int | No
 
 
 def check_tokens(ids: np.ndarray, vocabulary: int, what: str = "token ids", remedy: str = "") -> None:
-    """Refuse token ids out of range.
-
-    Raises:
-        ValueError: says the range.
-    """
+    """Raises ValueError for token ids out of range."""
     if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
         raise ValueError(f"{what} from {ids.min()} to {ids.max()}: 0 to {vocabulary - 1} are needed{remedy}")
 
@@ -522,7 +517,7 @@ def _array(raw: bytes, dtype: np.dtype) -> np.ndarray:
 
 
 def _tensor(message: Any) -> np.ndarray:
-    """A tensor; of a sparse one the absent cells are 0."""
+    """A tensor as an array; absent cells of a sparse one are 0."""
     name = messages().DType.Name(message.dtype)
     if name not in _DTYPES:
         raise ValueError(f"a tensor of {name}")
@@ -589,10 +584,10 @@ class Targets:
     """Token ids that a request scores at positions of its prompt.
 
     Args:
-        ids: [n]; -1: nothing.
-        rows: [n] of each; row i is about the prompt's token i + 1.
-        shape: of the tensor that they are in.
-        csr: row pointers and columns of a sparse one; None: it is dense.
+        ids: [n]; -1 for none.
+        rows: [n] row of each id; row i is about token i + 1 of the prompt.
+        shape: of the request's tensor.
+        csr: row pointers and columns of a sparse tensor; None for a dense one.
     """
 
     ids: np.ndarray
@@ -640,7 +635,6 @@ class Top:
     logprobs: np.ndarray
 
     def message(self) -> Any:
-        """In protobuf."""
         length, k = self.ids.shape
         raw = self.ids.astype(np.int32).tobytes(), self.logprobs.astype(np.float32).tobytes()
         return messages().TopkLogprobs(token_ids=raw[0], logprobs=raw[1], k=k, length=length)
@@ -662,12 +656,12 @@ NO_TOKENS = Sampled(np.zeros(0, np.int32), np.zeros(0, np.float32), stopped=Fals
 
 @dataclass(frozen=True)
 class PromptScores:
-    """What was asked about a prompt of L tokens.
+    """The scores of a prompt of L tokens that a request wants.
 
     Args:
         logprobs: [L], NaN where there is none.
         top: likeliest tokens.
-        targets: what was asked, and the log-prob of each id, 0 of -1.
+        targets: the request's ids and the log-prob of each; 0 where the id is -1.
     """
 
     logprobs: np.ndarray | None = None

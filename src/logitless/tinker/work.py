@@ -1,4 +1,4 @@
-"""The data of a request of ``forward_backward`` as a packed batch, and what is known of its results."""
+"""A ``forward_backward`` request as packed rows: its batch, and losses and log-probs collected per datum."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,7 +20,7 @@ Trained = tuple[list[dict[str, np.ndarray]], dict[str, float]]
 
 
 class Work:
-    """A request of ``forward_backward`` and what is known of its results."""
+    """A request of ``forward_backward`` in progress."""
 
     def __init__(self, adapter: Adapter, request: ForwardBackward) -> None:
         self.adapter, self.request = adapter, request
@@ -33,7 +33,7 @@ class Work:
         self.losses = [np.zeros_like(each) for each in self.logp]
 
     def loss(self, row: Sequence[int], logp: Tensor) -> Tensor:
-        """The loss of each target of a row; keeps it and the log-probs."""
+        """The loss [n] of each target of a packed row; keeps it and the log-probs for ``result``."""
         request, parts = self.request, [self.columns[s] for s in row]
         inputs = {
             name: sent(
@@ -49,7 +49,7 @@ class Work:
         return [len(self.request.data[self.columns[s][0]].tokens) for s in row]
 
     def _collect(self) -> None:
-        """Copy what was found to the host, which waits for the passes."""
+        """Copy kept results to the host, which waits for the passes."""
         for row, *both in self._found:
             for values, into in zip(both, (self.logp, self.losses), strict=True):
                 pieces = torch.split(values.float().cpu(), self._lengths(row))
@@ -59,14 +59,14 @@ class Work:
 
     @property
     def is_finite(self) -> bool:
-        """Of losses and gradients."""
+        """Whether all losses and gradients are finite."""
         self._collect()
         grads = [weight.grad for weight in self.adapter.weights if weight.grad is not None]
         sums = torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(1)
         return all(np.isfinite(each).all() for each in self.losses) and bool(sums.isfinite().all())
 
     def result(self) -> Trained:
-        """Of ``Trainer.forward_backward``."""
+        """The arrays of each datum, and metrics."""
         self._collect()
         total = float(sum(each.astype(np.float64).sum() for each in self.losses))
         shaped = [(each, datum) for each, datum in zip(self.logp, self.request.data, strict=True)]
@@ -78,16 +78,16 @@ class Work:
 
 
 def packed(pairs: Sequence[tuple[np.ndarray, np.ndarray]]) -> Any:
-    """Pairs of tokens and targets [L], already shifted, as a batch that scores every position."""
+    """Pairs of tokens [L] and targets [L] (already shifted) as a batch that scores every position."""
     read = [(Prompt("", "", tokens[:1]), Completion("", np.append(tokens[1:], 0), "", "length")) for tokens, _ in pairs]
     return replace(pack(read), target=torch.from_numpy(np.concatenate([targets for _, targets in pairs])))
 
 
 def _with_distinct_counts(inputs: PackedInputs, targets: Sequence[np.ndarray]) -> PackedInputs:
-    """Inputs that count a target once where sequences begin with the same tokens and have the same targets there.
+    """``inputs`` whose ``source_counts`` count a target once if sequences share its prefix and the target.
 
-    So often the head reads it (``Trainer._logp``), and so often it counts for the size of a packed row; each sequence
-    counts at least once.
+    That is how often the head reads it (``Trainer._logp``), and how it counts for the size of a packed row.
+    Each sequence counts at least once.
     """
     first: dict[int, np.ndarray] = {}
     counts = []

@@ -24,7 +24,7 @@ def calls(sample):
         "max_new_tokens": max_new,
         "pool": Pool(least + sample(st.integers(0, 30))),
         "max_rows": sample(st.integers(1, 12)),
-        "read_at_once": sample(st.integers(1, 200)),
+        "prefill_tokens": sample(st.integers(1, 200)),
         **sample(st.sampled_from([{}, {"unit": PAGE, "num_states": 1}, {"unit": PAGE, "num_states": 3}])),
     }, (sample(st.randoms(use_true_random=False)), sample(st.sampled_from([0, 0.1])))
 
@@ -32,7 +32,7 @@ def calls(sample):
 @given(calls())
 @settings(max_examples=150, deadline=None)
 def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
-    options, (random, read_again) = call
+    options, (random, prefill_again) = call
     schedule, pool, lengths = Schedule(**options), options["pool"], options["lengths"]
     read = [0] * len(lengths)
     left, ended, rounds = {}, set(), 0
@@ -41,16 +41,16 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
     while schedule.unfinished:
         rounds += 1
         before = len(ended)
-        readings = schedule.read()
-        assert sum(r.length for r in readings) <= max(options["read_at_once"], unit := options.get("unit", 1))
-        for reading in readings:
-            assert reading.start == read[reading.prompt]
-            assert reading.start % unit == 0
+        chunks = schedule.next_chunks()
+        assert sum(r.length for r in chunks) <= max(options["prefill_tokens"], unit := options.get("unit", 1))
+        for chunk in chunks:
+            assert chunk.start == read[chunk.prompt]
+            assert chunk.start % unit == 0
             if "num_states" in options:  # nobody else's until its samples have begun
-                assert 0 <= reading.state < options["num_states"]
-                assert states.setdefault(reading.state, reading.prompt) == reading.prompt
-            assert reading.start + reading.length <= len(reading.pages) * PAGE
-            read[reading.prompt] += reading.length
+                assert 0 <= chunk.state < options["num_states"]
+                assert states.setdefault(chunk.state, chunk.prompt) == chunk.prompt
+            assert chunk.start + chunk.length <= len(chunk.pages) * PAGE
+            read[chunk.prompt] += chunk.length
         for row in schedule.begin():
             assert read[row.prompt] == lengths[row.prompt] - 1, "began before its prompt was read"
             assert (row.prompt, row.sample) not in left
@@ -61,8 +61,8 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
                     del states[row.state]
             assert len(row.pages) * PAGE >= lengths[row.prompt] + options["max_new_tokens"] - 1
             left[row.prompt, row.sample] = random.randint(1, options["max_new_tokens"])
-        if random.random() < read_again:
-            schedule.read_again()
+        if random.random() < prefill_again:
+            schedule.prefill_again()
             read = [0 if to_begin[p] else length for p, length in enumerate(read)]
             states, before = {}, -1
         rows = schedule.rows
@@ -70,14 +70,14 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
         own = [page for row in rows for page in row.pages[row.shared :]]
         assert len(set(own)) == len(own)
         assert not set(own) & {page for row in rows for page in row.pages[: row.shared]}
-        assert rows or readings, "nothing to do, and yet unfinished"
+        assert rows or chunks, "nothing to do, and yet unfinished"
         for row in list(rows):
             left[row.prompt, row.sample] -= STEPS
             if left[row.prompt, row.sample] <= 0:
                 ended.add((row.prompt, row.sample))
                 schedule.end(row)
         waited = 0 if len(ended) > before else waited + 1
-        longest = sum(lengths) // options["read_at_once"] + len(lengths) + options["max_new_tokens"] // STEPS + 2
+        longest = sum(lengths) // options["prefill_tokens"] + len(lengths) + options["max_new_tokens"] // STEPS + 2
         assert waited <= longest, "starved"
     assert ended == {(p, g) for p, of in enumerate(options["samples"]) for g in of}
     assert pool.free == pool.num_pages
@@ -86,21 +86,21 @@ def test_every_sample_begins_once_and_ends_and_all_pages_come_back(call):
 
 def test_a_row_that_ends_makes_room_at_once_and_the_longest_prompts_go_first():
     pool = Pool(40)
-    schedule = Schedule([10, 200, 30], [[0, 1]] * 3, max_new_tokens=20, pool=pool, max_rows=3, read_at_once=1000)
-    schedule.read()
+    schedule = Schedule([10, 200, 30], [[0, 1]] * 3, max_new_tokens=20, pool=pool, max_rows=3, prefill_tokens=1000)
+    schedule.next_chunks()
     assert [(row.prompt, row.sample) for row in schedule.begin()] == [(1, 0), (1, 1), (2, 0)]
     schedule.end(schedule.rows[0])
-    schedule.read()
+    schedule.next_chunks()
     assert [(row.prompt, row.sample) for row in schedule.begin()] == [(2, 1)]
 
 
 def test_samples_share_the_pages_that_their_prompt_fills_and_copy_the_one_that_it_ends_in():
-    schedule = Schedule([2 * PAGE + 5], [[0, 1]], max_new_tokens=9, pool=Pool(9), max_rows=2, read_at_once=1000)
-    [reading] = schedule.read()
+    schedule = Schedule([2 * PAGE + 5], [[0, 1]], max_new_tokens=9, pool=Pool(9), max_rows=2, prefill_tokens=1000)
+    [chunk] = schedule.next_chunks()
     a, b = schedule.begin()
-    assert a.pages[:2] == b.pages[:2] == reading.pages[:2]
-    assert a.copy == (reading.pages[2], a.pages[2])
-    assert b.copy == (reading.pages[2], b.pages[2])
+    assert a.pages[:2] == b.pages[:2] == chunk.pages[:2]
+    assert a.copy == (chunk.pages[2], a.pages[2])
+    assert b.copy == (chunk.pages[2], b.pages[2])
     assert a.pages[2] != b.pages[2]
 
 

@@ -1,11 +1,11 @@
-"""Adapters of several owners over one base, unmerged: each row of a pass has the LoRA of its owner, and its bits.
+"""LoRA adapters of several owners over one base model, unmerged: each row of a pass uses the adapter of its owner.
 
-Training has *spans*: the packed rows of the owners end to end, each with its own factors, which get gradients. Whatever
-depends on a number of rows (LoRA's products, gradients of rows, parts of attention's gradient) is of one span, so that
-weights, log-probs and gradients are bitwise those of a pass over that span alone.
+Training uses *spans*: the packed rows of the owners end to end, each with its own factors, which get gradients.
+Everything that depends on a number of rows (LoRA's products, gradients of rows, parts of attention's gradient) is
+computed span by span, so that weights, log-probs and gradients are bitwise those of a pass over that span alone.
 
-Decoding has a *stack*: the factors of a few adapters in tensors that stay in place, and an index for each row on the
-device, so that a step's launches, and its CUDA graph, do not depend on which adapters its rows have.
+Decoding uses a *stack*: the factors of a few adapters in tensors that stay in place, and an index for each row on the
+device. A step's launches, and its CUDA graph, do not depend on which adapters its rows have.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,12 +26,7 @@ from logitless.types import LMHead
 
 @dataclass(frozen=True)
 class Lora:
-    """One adapter.
-
-    Args:
-        factors: A [R, K] and B [N, R] of the linear modules that it adapts.
-        scale: of the product.
-    """
+    """One adapter: A [R, K] and B [N, R] of the linear modules that it adapts, and the scale of their product."""
 
     factors: Mapping[nn.Module, tuple[Tensor, Tensor]]
     scale: float
@@ -46,18 +41,13 @@ class Lora:
 
 @dataclass(frozen=True)
 class SpanAdapters:
-    """Training: adapters of consecutive rows.
-
-    Args:
-        lengths: rows of each.
-        adapters: as many.
-    """
+    """Adapters of consecutive rows in training; ``lengths`` are the rows of each."""
 
     lengths: tuple[int, ...]
     adapters: tuple[Lora, ...]
 
     def projections(self, modules: Sequence[Any]) -> list[Projection]:
-        """Linear modules that share their input, with ``spans``."""
+        """Projections of linear modules that share their input, with ``spans``."""
         found = []
         for module in modules:
             spans, start = [], 0
@@ -70,7 +60,7 @@ class SpanAdapters:
 
 
 class _Maps(NamedTuple):
-    """Linear modules with one input: their stacked factors, as ``add_rows_own`` reads them."""
+    """Stacked factors of linear modules that share their input, as ``add_rows_own`` reads them."""
 
     modules: tuple[Any, ...]
     a: Tensor
@@ -84,17 +74,16 @@ class _Maps(NamedTuple):
 
 
 class AdapterStack:
-    """Decoding: places for adapters, of which number 0 has none: the base model.
+    """Places for adapters in decoding. Place 0 is the base model without an adapter.
 
     Args:
         model: with row-invariant layers and without PEFT's wrappers.
-        num_places: of adapters, beside the base.
+        num_places: number of adapters, besides the base.
         rank: the largest that fits.
     """
 
     def __init__(self, model: nn.Module, *, num_places: int, rank: int) -> None:
         self.num_places, self.rank = num_places, rank
-        self.installation: Any = backbone(model).row_invariant
         self.head: Any = causal_lm(model).get_output_embeddings()
         like = backbone(model).norm.weight
         self.maps = {group[0]: _maps(group, num_places + 1, rank, like) for group in [*groups_of(model), (self.head,)]}
@@ -102,7 +91,7 @@ class AdapterStack:
 
     @staticmethod
     def bytes_of(model: nn.Module, *, num_places: int, rank: int) -> int:
-        """Of device memory, that such a stack takes."""
+        """Device bytes of such a stack."""
         head: Any = causal_lm(model).get_output_embeddings()
         modules: list[Any] = [module for group in [*groups_of(model), (head,)] for module in group]
         numbers = sum(sum(module.weight.shape) for module in modules) * rank * (num_places + 1)
@@ -110,12 +99,14 @@ class AdapterStack:
 
     @property
     def num_bytes(self) -> int:
-        """Of device memory."""
+        """Device bytes of this stack."""
         return sum(each.numel() * each.itemsize for maps in self.maps.values() for each in (maps.a, maps.b))
 
     @torch.no_grad()
     def keeps_bits(self) -> bool:
-        """Whether a batch of several adapters is bitwise ``project`` with each alone; called while none is stacked."""
+        """Whether a batch of several adapters is bitwise ``project`` with each alone; call it while the stack is
+        empty.
+        """
         generator = torch.Generator(self.maps[self.head].a.device).manual_seed(0)
         for maps in {tuple(m.weight.shape for m in maps.modules): maps for maps in self.maps.values()}.values():
             if maps.modules == (self.head,):  # the head's log-probs are not from here
@@ -143,7 +134,7 @@ class AdapterStack:
         return True
 
     def put(self, place: int, lora: Lora) -> None:
-        """Hold an adapter in a place, in the model's dtype; it may lie in host memory."""
+        """Copy an adapter, which may be in host memory, to a place, in the model's dtype."""
         cleared, targets, sources = [], [], []
         for maps in self.maps.values():
             maps.scale[place] = lora.scale if any(module in lora.factors for module in maps.modules) else 0.0
@@ -164,7 +155,7 @@ class AdapterStack:
         self.held[place] = Lora(kept, lora.scale)  # type: ignore[arg-type]
 
     def rows(self, index: Int[Tensor, "T"]) -> "StackedRows":
-        """The adapters of rows, by place; int32 on the device."""
+        """The adapters of rows, from the int32 place of each on the device."""
         return StackedRows(self.maps, index)
 
     def head_of(self, place: int, head: LMHead) -> LMHead:
@@ -178,19 +169,19 @@ class AdapterStack:
 
     @property
     def facts(self) -> tuple[int, int, int]:
-        """Graphs are valid while these stay."""
+        """Equal as long as captured graphs stay valid."""
         return self.maps[self.head].a.data_ptr(), self.num_places, self.rank
 
 
 @dataclass(frozen=True)
 class StackedRows:
-    """Decoding: an index of adapters for each row."""
+    """An adapter for each row in decoding."""
 
     maps: Mapping[Any, _Maps]
     index: Int[Tensor, "T"]
 
     def projections(self, modules: Sequence[Any]) -> list[Projection]:
-        """Linear modules that share their input, with ``own``."""
+        """Projections of linear modules that share their input, with ``own``."""
         first, *further = [Projection(module.weight, module.bias) for module in modules]
         maps = self.maps[modules[0]]
         return [first._replace(own=RowsOwn(maps.a, maps.b, maps.scale, self.index)), *further]
@@ -201,9 +192,9 @@ RowAdapters = SpanAdapters | StackedRows
 
 
 def spans_keep_bits(model: nn.Module) -> bool:
-    """Whether the products of this machine give spans the gradients of their rows alone, bit for bit.
+    """Whether this machine's products give each span the bits of its rows alone.
 
-    Their shapes are the same; what may differ is where in memory a span begins.
+    The shapes of the products are the same; only the place in memory where a span begins differs.
     """
     generator, lengths, ranks = torch.Generator().manual_seed(0), (37, 300, 101), (16, 40, 16)
     starts = [0, *accumulate(lengths)]
@@ -240,7 +231,7 @@ def spans_keep_bits(model: nn.Module) -> bool:
 
 
 def groups_of(model: nn.Module) -> list[tuple[Any, ...]]:
-    """The decoder's linear modules that can be adapted; those that share an input are together."""
+    """The decoder's linear modules that can be adapted, grouped by the input that they share."""
     found: list[tuple[Any, ...]] = []
     decoder: Any = backbone(model)
     for layer in decoder.layers:

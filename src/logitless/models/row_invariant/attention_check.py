@@ -45,7 +45,7 @@ class AttentionProblem:
     @classmethod
     @torch.no_grad()
     def of(cls, form: AttentionForm, dtype: torch.dtype, device: torch.device) -> "AttentionProblem":
-        """Random keys of this dtype, on this device."""
+        """A problem with random keys."""
         heads, page = form.heads, paged_attention.PAGE
         length = 1100 if device.type == "cuda" else 70
         if isinstance(form.window, Chunks):  # of several here, which begin with a page
@@ -90,7 +90,7 @@ class AttentionProblem:
 
     @torch.no_grad()
     def differences(self) -> dict[str, int]:
-        """Count of numbers that differ from the packed row's, by way of computing and by result."""
+        """How many numbers differ from the packed row's, by way of computing and by result."""
         expected, found = self._attended(None)
         return {
             f"{how}, {what}": sum(int((got[i] != expected[i][rows]).sum()) for rows, got in parts)

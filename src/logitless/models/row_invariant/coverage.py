@@ -32,7 +32,7 @@ _LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention", "lin
 
 
 def uncovered(model: nn.Module) -> tuple[str, ...]:
-    """What in a model the row-invariant layers do not support, in words; empty for a supported model.
+    """What the row-invariant layers do not support in this model, in words; empty if they support it.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -141,14 +141,14 @@ def mlp_of(layer: Any) -> Any:
 
 
 def dense_mlp(mlp: Any) -> Any:
-    """The MLP that every token goes through: this one, or the shared experts of a mixture; None if it has none."""
+    """The MLP that every token passes: this one, or the shared experts of a mixture; None without any."""
     if router_of(mlp) is None:
         return mlp
     return next((mlp._modules[name] for name in ("shared_experts", "shared_expert") if name in mlp._modules), None)
 
 
 def gates_of_shared(mlp: Any) -> list[Any]:
-    """The linear map whose sigmoid the shared experts of a mixture are multiplied by, if it has one."""
+    """The linear maps whose sigmoid scales the shared experts of a mixture: one, or none."""
     return [mlp._modules[name] for name in ("shared_expert_gate",) if name in mlp._modules]
 
 

@@ -38,7 +38,7 @@ from logitless.models.row_invariant.paged_attention import (
 
 @dataclass(frozen=True)
 class PagedRows:
-    """Rows whose keys and values are in pages: a token of each sequence, or chunks of sequences.
+    """Rows whose keys and values are in pages: one token of each sequence, or chunks of sequences.
 
     Args:
         caches: one a layer: pages, or slots of states.
@@ -46,8 +46,8 @@ class PagedRows:
         slots: [T] the cache's row of each token; -1 for a row without a query.
         position: [T] in its sequence, at least 0.
         tables: cosines and sines by name, for all positions that the pages hold.
-        states: of a step, for gated delta nets.
-        adapters: of the rows; None: those of the modules.
+        states: the step's slots of gated delta nets.
+        adapters: the rows' own; None for those of the modules.
     """
 
     caches: Sequence[PagedCache | DeltaSlots]
@@ -79,7 +79,7 @@ class PagedRows:
     def continue_states(
         self, index: int, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor, a: Tensor
     ) -> Tensor:
-        """Convolution and rule, from the layer's slots, which move on."""
+        """Convolution and rule, from the layer's slots, which are updated."""
         slots = self.caches[index]
         assert isinstance(slots, DeltaSlots)
         if isinstance(self.layout, PrefillLayout):

@@ -25,7 +25,7 @@ from logitless.models.row_invariant.delta_net import (
 
 
 def delta_name(form: DeltaForm, dtype: torch.dtype) -> str:
-    """In words.
+    """A description of the form, for reports.
 
     Example:
         >>> delta_name(DeltaForm(16, 32, 128, 128, 4, 1e-6), torch.bfloat16)
@@ -60,7 +60,7 @@ class DeltaProblem:
     @classmethod
     @torch.no_grad()
     def of(cls, form: DeltaForm, dtype: torch.dtype, device: torch.device) -> "DeltaProblem":
-        """Random products of this dtype, on this device."""
+        """A problem with random products."""
         length = 3 * CHUNK - 9 if device.type == "cuda" else CHUNK + 3
         normal = partial(torch.randn, generator=torch.Generator(device).manual_seed(form.heads), device=device)
         mixed, b, a = (normal(length, n).to(dtype) for n in (form.channels, form.heads, form.heads))
@@ -85,7 +85,7 @@ class DeltaProblem:
 
     @torch.no_grad()
     def differences(self) -> dict[str, int]:
-        """Count of numbers that differ from the packed row's, by way of computing."""
+        """How many numbers differ from the packed row's, by way of computing."""
         expected = self._packed()
         length, device = len(expected), expected.device
 

@@ -1,9 +1,9 @@
 """Gated delta nets over packed rows and in decoding, bitwise identical: convolution, gated delta rule and gated norm.
 
 The rule runs in chunks of ``CHUNK`` positions of a sequence (``kernels/delta_forward.py``). A completion that shares
-its prompt begins inside a chunk: it starts with the state at that chunk's beginning and with copies of the prompt's
-rows since then, whose results have the same bits. ``DeltaRows`` lays the copies. Gradients of copied rows, and of the
-states that sequences share, are summed in order.
+its prompt begins inside a chunk. It starts with the state at that chunk's beginning and with copies of the prompt's
+rows since then, whose results have the same bits. ``DeltaRows`` arranges these copies. Gradients of copied rows, and of
+the states that sequences share, are summed in a fixed order.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,6 @@ class DeltaForm:
 
     @classmethod
     def of(cls, mixer: Any) -> "DeltaForm":
-        """Of transformers' module."""
         return cls(
             mixer.num_k_heads, mixer.num_v_heads, mixer.head_k_dim, mixer.head_v_dim, mixer.conv_kernel_size,
             float(mixer.norm.variance_epsilon),
@@ -73,12 +72,12 @@ class DeltaForm:
 
     @property
     def columns(self) -> tuple[int, int, int, int]:
-        """Widths of the products: convolved rows, gate, b and a."""
+        """Widths of the layer's products: convolved rows, gate, b and a."""
         return self.channels, self.heads * self.width, self.heads, self.heads
 
     @property
     def channels(self) -> int:
-        """Of the convolution: queries, keys and values."""
+        """Channels of the convolution: queries, keys and values."""
         return 2 * self.key_heads * self.key_width + self.heads * self.width
 
     def split(self, rows: Float[Tensor, "T D"]) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,7 +107,6 @@ class DeltaWeights(NamedTuple):
 
     @classmethod
     def of(cls, mixer: Any) -> "DeltaWeights":
-        """Of transformers' module."""
         return cls(mixer.conv1d.weight, mixer.A_log, mixer.dt_bias, mixer.norm.weight)
 
 
@@ -130,21 +128,12 @@ class DeltaRows:
 
     @classmethod
     def of(cls, layout: AttentionLayout, taps: int) -> "DeltaRows":
-        """Of a layout, which keeps them for all layers and passes.
-
-        Example:
-            >>> from logitless.types import PromptGroup
-            >>> rows = DeltaRows.of(AttentionLayout([PromptGroup(66, (1, 1))]), taps=2)
-            >>> rows.repeated.index[66:].tolist(), rows.own[66:].tolist()
-            ([63, 64, 65, 66, 63, 64, 65, 67], [69, 73])
-            >>> rows.chunks.segments[:, 1:3].tolist()
-            [[0, 64], [64, 66], [64, 67], [64, 67]]
-        """
+        """The rows of a layout, cached in it for all layers and passes."""
         found: DeltaRows = layout.kept(("delta", taps), lambda: _Laying(taps).rows(layout))
         return found
 
     def taken(self, x: Float[Tensor, "T *rest"]) -> Float[Tensor, "U *rest"]:
-        """With copies."""
+        """``x`` with copies of shared rows."""
         return x if self.repeated is None else x.index_select(0, self.repeated.index)
 
     def summed(self, grad: Float[Tensor, "U *rest"]) -> Float[Tensor, "T *rest"]:
@@ -155,7 +144,7 @@ class DeltaRows:
 
 
 class _Laying:
-    """Lays the pieces of prefix trees as segments that begin with a chunk."""
+    """Arranges the pieces of prefix trees as segments that begin with a chunk."""
 
     def __init__(self, taps: int) -> None:
         self.taps = taps
@@ -168,7 +157,6 @@ class _Laying:
         self.num_states = 0
 
     def rows(self, layout: AttentionLayout) -> DeltaRows:
-        """Of a whole packed row."""
         behind = {-1: -1}  # by first row of a piece: the state with which its children begin
         for piece in layout.pieces:
             prefix = sum(length for _, length in piece.sees)
@@ -194,7 +182,7 @@ class _Laying:
         )  # fmt: skip
 
     def _add(self, copies: Tensor, row: int, length: int) -> int:
-        """Copies of rows, and rows of its own; where they start."""
+        """Append copies of rows, then new rows; returns where they start."""
         start = self.length
         self.index += [copies, torch.arange(row, row + length)]
         self.length += len(copies) + length
@@ -203,7 +191,7 @@ class _Laying:
         return start
 
     def _lay(self, token: int, start: int, stop: int, before: int, followed: bool) -> int:
-        """Segments of a piece; returns the state with which other pieces begin behind it."""
+        """Append the segments of a piece; returns the state with which later pieces begin."""
         whole = stop // CHUNK * CHUNK
         if followed and whole > start:
             after, self.num_states = self.num_states, self.num_states + 1
@@ -214,7 +202,7 @@ class _Laying:
         return before
 
     def _with_gradients(self) -> list[Segment]:
-        """The segments with levels and places of gradients, those of one state side by side."""
+        """The segments with levels and places of gradients; those of one state are adjacent."""
         makers = {each.after: n for n, each in enumerate(self.segments) if each.after >= 0}
         followers: dict[int, list[int]] = {state: [] for state in makers}
         for n, each in enumerate(self.segments):
@@ -233,11 +221,7 @@ class _Laying:
 
 
 class HeadsApart(torch.autograd.Function):
-    """Rows as Qwen3.5 projects them, of Qwen3-Next's two products, in which a key head's columns stand together.
-
-    Query, key, values and gates of a key head and its value heads, and their b and a, become the convolved rows, gates,
-    b and a of all heads.
-    """
+    """Qwen3.5's order of columns from the products of Qwen3-Next, which groups them by key head."""
 
     @staticmethod
     def forward(ctx: Any, qkvz: Tensor, ba: Tensor, form: DeltaForm) -> tuple[Tensor, ...]:
@@ -258,7 +242,7 @@ class HeadsApart(torch.autograd.Function):
 
 
 class Convolved(torch.autograd.Function):
-    """Queries, keys and values with copies, from products of the layer's input."""
+    """Queries, keys and values with copies, from the products of the layer's input."""
 
     @staticmethod
     def forward(
@@ -285,7 +269,7 @@ def _convolved(mixed: Tensor, weight: Tensor, rows: DeltaRows, form: DeltaForm) 
 
 
 class DecayAndBeta(torch.autograd.Function):
-    """Log-decays and beta [U, HV] float32 with copies, from products of the layer's input."""
+    """Log-decays and beta [U, HV] float32 with copies, from the products of the layer's input."""
 
     @staticmethod
     def forward(
@@ -308,7 +292,7 @@ class DecayAndBeta(torch.autograd.Function):
 class DeltaRule(torch.autograd.Function):
     """The rule [T, HV, V], from queries and keys that it normalises; states are recomputed in the backward.
 
-    ``own`` are the rows that are wanted of those with copies.
+    ``own`` selects the wanted rows among those with copies.
     """
 
     @staticmethod
@@ -352,7 +336,7 @@ class GatedNorm(torch.autograd.Function):
 
 
 class DeltaSlots(NamedTuple):
-    """What continues sequences in one layer, by slot.
+    """What one layer keeps of each sequence to continue it, by slot.
 
     Args:
         history: [S, taps - 1, D] the last inputs of the convolution, zeros before a sequence's start.
@@ -364,7 +348,7 @@ class DeltaSlots(NamedTuple):
 
     @classmethod
     def empty(cls, slots: int, form: DeltaForm, dtype: torch.dtype, device: torch.device | str) -> "DeltaSlots":
-        """Of sequences without tokens."""
+        """Slots of sequences without tokens."""
         heads = (form.key_heads, form.heads, form.key_width, form.width)
         return cls(
             torch.zeros(slots, form.taps - 1, form.channels, dtype=dtype, device=device),
@@ -387,7 +371,7 @@ class DecodedStates(NamedTuple):
 
     @classmethod
     def of(cls, slot: Int[Tensor, "R"], position: Int[Tensor, "R"]) -> "DecodedStates":
-        """Of rows with a slot and a position, which is -1 without a query.
+        """The states of rows, from the slot and the position of each; the position is -1 without a query.
 
         Example:
             >>> DecodedStates.of(torch.tensor([3, 1]), torch.tensor([-1, 65])).place.tolist()
@@ -404,10 +388,10 @@ class PrefilledStates:
 
     Args:
         chunks: of the rule; states before and after are slots.
-        slot: [C] of each chunk of a sequence.
-        index: [U] for each row behind its sequence's last inputs, its number among T rows and those inputs.
-        age: [U] as of ``DeltaRows``.
-        last: [C, taps - 1] the rows of U that are the next last inputs; -1: zeros.
+        slot: [C] slot of each chunk.
+        index: [U] for each row after its sequence's last inputs, its number among the T rows and those inputs.
+        age: [U] as in ``DeltaRows``.
+        last: [C, taps - 1] the rows of U that are the next last inputs; -1 for zeros.
     """
 
     chunks: Chunks
@@ -418,10 +402,10 @@ class PrefilledStates:
 
     @classmethod
     def of(cls, chunks: Sequence[tuple[int, int, int]], taps: int, device: torch.device | str) -> "PrefilledStates":
-        """Of (first position, length, slot) of each.
+        """From (first position, length, slot) of each chunk.
 
         Raises:
-            InputError: a chunk starts within ``CHUNK`` positions, or two have one slot.
+            InputError: a chunk starts inside a chunk of ``CHUNK`` positions, or two have the same slot.
         """
         if any(start % CHUNK for start, _, _ in chunks) or len({slot for *_, slot in chunks}) < len(chunks):
             raise InputError(
@@ -454,7 +438,7 @@ def stepped(
     b: Tensor,
     a: Tensor,
 ) -> Float[Tensor, "R HV V"]:  # fmt: skip
-    """One token of each row: its row of a packed row, in every bit."""
+    """One token of each row; bitwise its row of a packed row."""
     convolved = convolution_step(mixed, weights.convolution.flatten(1), slots.history, states.slot)
     log_decay, beta = decay_and_beta(a, b, weights.a_log, weights.dt_bias)
     return delta_step(*form.split(convolved), log_decay, beta, slots.cache, *states)
@@ -464,7 +448,7 @@ def prefilled(
     slots: DeltaSlots, states: PrefilledStates, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor,
     a: Tensor,
 ) -> Float[Tensor, "T HV V"]:  # fmt: skip
-    """Chunks of sequences: those rows of packed rows, in every bit."""
+    """Chunks of sequences; bitwise their rows of packed rows."""
     before = slots.history[states.slot].flatten(0, 1)
     rows = torch.cat([mixed, before]).index_select(0, states.index)
     convolved = convolution(rows, weights.convolution.flatten(1), states.age)

@@ -64,7 +64,7 @@ class Adapter(NamedTuple):
     swapped: bool
 
     def of(self, num_experts: int, dtype: torch.dtype) -> LowRank:
-        """The same by expert."""
+        """The factors by expert."""
         a = self.a.to(dtype).view(num_experts, -1, self.a.shape[1])
         b = by_expert(self.b.to(dtype), num_experts)
         if self.swapped:
@@ -78,10 +78,10 @@ class MixtureForm:
 
     Args:
         routing: how experts are chosen.
-        act: between an expert's products.
+        act: activation between an expert's products.
         transposed: whether weights are stored [E, M, N].
         float32_router: whether router logits are float32, else in the layer's dtype.
-        scales_input: whether the weights of the chosen experts scale their input, else their output.
+        scales_input: whether routing weights scale the input of the chosen experts, else their output.
     """
 
     routing: Routing
@@ -93,15 +93,10 @@ class MixtureForm:
 
 @dataclass(frozen=True)
 class MixtureWeights:
-    """The weights of a layer's mixture, read from its modules at each call.
+    """The weights of a layer's mixture, read from its modules at each call; all but router, gate_up and down may be
+    None.
 
-    Args:
-        form: of the mixture.
-        router: [E, D].
-        router_bias, correction: [E], or None.
-        gate_up, down: of all experts.
-        gate_up_bias, down_bias: [E, N], or None.
-        gate_up_adapter, down_adapter: or None.
+    ``router`` is [E, D]; ``router_bias`` and ``correction`` are [E]; ``gate_up_bias`` and ``down_bias`` are [E, N].
     """
 
     form: MixtureForm
@@ -117,7 +112,7 @@ class MixtureWeights:
 
     @classmethod
     def of(cls, mlp: Any, form: MixtureForm) -> "MixtureWeights":
-        """Of transformers' module, with PEFT's wrappers of its experts or without."""
+        """From transformers' module, with or without PEFT's wrappers of its experts."""
         router = router_of(mlp)
         experts, adapters = experts_of(mlp, transposed=form.transposed)
         return cls(
@@ -135,7 +130,7 @@ class MixtureWeights:
 
     @property
     def parameters(self) -> tuple[Tensor | None, ...]:
-        """What may need a gradient, in the order of ``_Mixture``'s arguments."""
+        """Everything that may need a gradient, in the order of ``_Mixture``'s arguments."""
         none = None, None
         of_gate_up = none if self.gate_up_adapter is None else self.gate_up_adapter[:2]
         of_down = none if self.down_adapter is None else self.down_adapter[:2]
@@ -149,7 +144,7 @@ class MixtureWeights:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """``parameters`` that there are."""
+        """``parameters`` without None."""
         return [tensor for tensor in self.parameters if tensor is not None]
 
 
@@ -159,7 +154,7 @@ def router_of(mlp: Any) -> Any:
 
 
 def experts_of(mlp: Any, *, transposed: bool = False) -> tuple[Any, dict[str, Adapter]]:
-    """The experts of a mixture without PEFT's wrappers, and the adapters of these by the name of the weight."""
+    """The experts of a mixture without PEFT's wrappers, and their adapters by the name of the weight."""
     experts, adapters = mlp.experts, dict[str, Adapter]()
     for wrapper in _wrappers(mlp):
         experts = wrapper.base_layer
@@ -172,7 +167,7 @@ def experts_of(mlp: Any, *, transposed: bool = False) -> tuple[Any, dict[str, Ad
 
 
 def _wrappers(mlp: Any) -> Iterator[Any]:
-    """PEFT's wrappers of the experts, each of one weight, from the outermost in."""
+    """PEFT's wrappers of the experts, one a weight, the outermost first."""
     module = mlp.experts
     while hasattr(module, "base_layer"):
         yield module
@@ -207,7 +202,7 @@ def mixture_form(mlp: Any, config: Any) -> MixtureForm:
 
 
 def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
-    """What in a mixture is not supported, in words."""
+    """What is not supported in a mixture, in words."""
     if config.model_type not in SCORES:
         return [f"the experts of {config.model_type}"]
     found = []
@@ -223,12 +218,12 @@ def uncovered_mixture(mlp: Any, config: Any) -> list[str]:
 
 
 class Mixed(NamedTuple):
-    """What a mixture returns.
+    """The result of a mixture.
 
     Args:
         out: [T, D].
         logits: [T, E] of the router.
-        weights, chosen: [T, K] of the chosen experts, and their numbers.
+        weights, chosen: [T, K] weights and indices of the chosen experts.
     """
 
     out: Tensor
@@ -238,14 +233,14 @@ class Mixed(NamedTuple):
 
 
 def mixture(x: Tensor, weights: MixtureWeights, shared: Tensor | None = None) -> Mixed:
-    """The output of a mixture, and what its router said.
+    """The output of a mixture, with the router's logits and choices.
 
     Gradient: to x, the router, weights, biases and adapters of the experts, and ``shared``; choices have none.
 
     Args:
         x: [T, D].
         weights: of the layer.
-        shared: [T, D] the output of experts that every token goes through.
+        shared: [T, D] the output of the shared experts, which every token passes.
     """
     return Mixed(*apply(_Mixture, x, shared, *weights.parameters, weights, gradients_wanted()))
 
@@ -352,12 +347,12 @@ class _Mixture(torch.autograd.Function):
 
 
 def _scaled(x: Tensor, weights: Tensor) -> Tensor:
-    """The input [T * K, D] of the experts that each token is sent to, rounded as by transformers."""
+    """The input [T * K, D] of the chosen experts, rounded as in transformers."""
     return (x[:, None] * weights.to(x.dtype)[..., None]).flatten(0, 1)
 
 
 def _places(first: int, adapter: Adapter | None) -> tuple[int, int]:
-    """Where the gradients of a ``LowRank``'s factors go: to PEFT's a and b, or the other way round."""
+    """The places of the gradients of a ``LowRank``'s factors: PEFT's a and b, or the other way round."""
     return (first + 1, first) if adapter is not None and adapter.swapped else (first, first + 1)
 
 
@@ -369,19 +364,14 @@ def _low_rank_back(grad: Tensor, adapter: LowRank | None, slots: Slots, *, of_to
 
 
 class _Gradients:
-    """Gradients of the arguments of ``_Mixture``, each computed only where it is needed.
-
-    Args:
-        parameters, needed: by their places.
-        slots: of the forward pass.
-    """
+    """Gradients of the arguments of ``_Mixture``, by place; each is computed only if it is needed."""
 
     def __init__(self, parameters: Sequence[Tensor | None], needed: Sequence[bool], slots: Slots) -> None:
         self.found: list[Tensor | None] = [None] * _NUM_ARGUMENTS
         self._parameters, self._needed, self._slots = parameters, needed, slots
 
     def add(self, place: int, a: Tensor, b: Tensor, *, transposed: bool = False, **options: Any) -> None:
-        """Of a weight of all experts: sums of ``outer_products``; a float32 sum is added to where it is."""
+        """Add the gradient of a weight of all experts; a float32 sum is added to in place."""
         parameter = self._parameters[place]
         if parameter is None or not self._needed[place]:
             return
@@ -396,7 +386,7 @@ class _Gradients:
             self.found[place] = total
 
     def add_bias(self, place: int, rows: Tensor, **options: Any) -> None:
-        """Of a bias [E, N] of all experts: the sums of each expert's rows."""
+        """Add the gradient of a bias [E, N] of all experts: the sum of each expert's rows."""
         parameter = self._parameters[place]
         if parameter is None or not self._needed[place]:
             return
@@ -405,7 +395,7 @@ class _Gradients:
         self.found[place] = total[..., 0]
 
     def add_factor(self, place: int, a: Tensor, b: Tensor, *, rank_first: bool, **options: Any) -> None:
-        """Of an adapter's factor: sums of ``outer_products`` [R, M] with ``rank_first``, else [N, R], by expert."""
+        """Add the gradient of an adapter's factor: [R, M] with ``rank_first``, else [N, R], by expert."""
         if not self._needed[place]:
             return
         rank, width = (a.shape[1], b.shape[1]) if rank_first else (b.shape[1], a.shape[1])
@@ -419,7 +409,7 @@ class _Gradients:
         outer_products(a, b, self._slots, target if rank_first else target.transpose(1, 2), **options)
 
     def add_router(self, grad_logits: Tensor, x: Tensor) -> None:
-        """Of the router's weight and bias."""
+        """Add the gradients of the router's weight and bias."""
         router, bias = self._parameters[_ROUTER], self._parameters[_ROUTER_BIAS]
         wide = x.to(grad_logits.dtype)  # float32 where logits are
         if self._needed[_ROUTER] and router is not None:
@@ -431,7 +421,7 @@ class _Gradients:
             self.found[_ROUTER_BIAS] = grad_logits.sum(0, dtype=torch.float32).to(gradient_dtype(bias))
 
     def _empty(self, place: int, *shape: int) -> Tensor:
-        """In the dtype of this parameter's gradient."""
+        """A tensor in the dtype of this parameter's gradient."""
         parameter = self._parameters[place]
         assert parameter is not None
         return torch.empty(shape, dtype=gradient_dtype(parameter), device=parameter.device)

@@ -31,7 +31,7 @@ class ExpertsProblem:
 
     @property
     def name(self) -> str:
-        """In words.
+        """A description, for reports.
 
         Example:
             >>> ExpertsProblem(2048, 768, Act(), False, torch.bfloat16, torch.device("cpu")).name
@@ -42,7 +42,7 @@ class ExpertsProblem:
 
     @torch.no_grad()
     def launched(self) -> None:
-        """Launch every kernel of the check once; nothing is drawn or copied, for a CUDA graph may be recording."""
+        """Launch every kernel of the check once; nothing is sampled or copied, as a CUDA graph may be recording."""
         first = self._weight(2 * self.inner, self.width, torch.empty)
         second = self._weight(self.width, self.inner, torch.empty)
         x = torch.empty(2, self.width, dtype=self.dtype, device=self.device)
@@ -52,7 +52,7 @@ class ExpertsProblem:
 
     @torch.no_grad()
     def differences(self) -> dict[str, int]:
-        """Count of numbers that differ from those of the largest tile, by rows of a tile."""
+        """How many numbers differ from those of the largest tile, by rows of a tile."""
         normal = partial(torch.randn, generator=torch.Generator(self.device).manual_seed(self.width))
         first = self._weight(2 * self.inner, self.width, normal) * self.width**-0.5
         second = self._weight(self.width, self.inner, normal) * self.inner**-0.5
@@ -68,7 +68,7 @@ class ExpertsProblem:
         return count
 
     def _weight(self, columns: int, length: int, make: Callable[..., Tensor]) -> Tensor:
-        """Of three experts, [3, columns, length]."""
+        """A weight [3, columns, length] of three experts."""
         options: Any = {"dtype": self.dtype, "device": self.device}
         if self.transposed:
             return make(3, length, columns, **options).transpose(1, 2)

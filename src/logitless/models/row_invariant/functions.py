@@ -49,7 +49,7 @@ def add_and_norm(
 
 
 def norm_and_add(residual: Tensor, delta: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """residual + norm(delta), as Gemma has it."""
+    """``residual + norm(delta)`` (Gemma)."""
     return apply(_NormAfter, residual, delta, weight, eps)
 
 

@@ -155,12 +155,10 @@ class PaddedLayout:
         self.position.copy_(self.positions)
 
     def query_tiles(self, tokens: int, num_key_heads: int, window: Window | None) -> Tensor:
-        """As of ``AttentionLayout``, with padding lines."""
         found: Tensor = self._tables["query", tokens, num_key_heads, window]
         return found
 
     def key_tiles(self, keys: int, num_key_heads: int, window: Window | None) -> tuple[Tensor, Tensor, int]:
-        """As of ``AttentionLayout``, with padding lines."""
         found: tuple[Tensor, Tensor, int] = self._tables["key", keys, num_key_heads, window]
         return found
 
@@ -251,7 +249,7 @@ class LayerGraphs:
 
 
 class _Use:
-    """A graph's forward pass whose backward may follow; the next one waits until this object is gone."""
+    """A use of a graph whose backward may follow; the graph's next use waits until this object is gone."""
 
     def __init__(self, graph: "_Graph", sums: dict[nn.Parameter, Tensor]) -> None:
         self.graph, self.sums = graph, sums
@@ -261,11 +259,11 @@ class _Graph:
     """The layers' forward and backward pass as CUDA graphs.
 
     Args:
-        run: as of ``LayerGraphs``.
+        run: see ``LayerGraphs``.
         layout: loaded with the tables of the row.
         hidden: [T, D] of the row.
         trained: parameters that get gradients.
-        sums: of their gradients; the first graph allocates them.
+        sums: their gradients; the first graph allocates them.
         memory: pool of the other graphs; None for the first.
     """
 
@@ -336,7 +334,7 @@ class _Graph:
 
 
 def _add_here(sums: dict[nn.Parameter, Tensor]) -> None:
-    """Set every parameter's ``grad`` to the tensor that graphs add to, with its present value."""
+    """Make every parameter's ``grad`` the tensor that graphs add to, with its present value."""
     missing = [total for p, total in sums.items() if p.grad is None]
     if missing:
         torch._foreach_zero_(missing)
@@ -363,7 +361,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def _in_a_graph(parameter: Tensor) -> bool:
-    """Whether a pass of autograd that was not freed yet leads to the parameter."""
+    """Whether an autograd graph that was not freed yet leads to the parameter."""
 
     # Its node belongs to that pass's stream, which would have to wait for the one that captures.
     def node() -> Any:

@@ -116,7 +116,7 @@ class AttentionForm:
 class Rows(Protocol):
     """The positions of a layer's rows and what they attend to: a packed row, or a step of decoding.
 
-    ``adapters`` are the rows' own; None: those of the modules.
+    ``adapters`` are the rows' own; None for those of the modules.
     """
 
     @property
@@ -126,13 +126,13 @@ class Rows(Protocol):
         self, index: int, form: AttentionForm, query: Tensor, key: Tensor, value: Tensor, norms: HeadNorms | None,
         sinks: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """[T, H * E] of the layer ``index``."""
+        """Attention [T, H * E] in layer ``index``."""
         ...
 
     def continue_states(
         self, index: int, form: DeltaForm, weights: DeltaWeights, mixed: Tensor, b: Tensor, a: Tensor
     ) -> Tensor:
-        """[T, HV, V]: the convolution and the gated delta rule of the layer ``index``."""
+        """Convolution and gated delta rule [T, HV, V] in layer ``index``."""
         ...
 
 
@@ -198,7 +198,7 @@ class RopeTables:
         self._length = 0
 
     def reach(self, length: int) -> "RopeTables":
-        """Self, extended to at least ``length`` positions, in the decoder's dtype and on its device."""
+        """These tables, extended to at least ``length`` positions, in the decoder's dtype and on its device."""
         weight = self._decoder.norm.weight
         if self._length < length or self._key != (weight.dtype, weight.device):
             refuse_unwritten("the table of rotary positions", weight.device)
@@ -231,7 +231,7 @@ class RopeTables:
         return PositionTable(cos[0].repeat(1, halves), sin[0].repeat(1, halves), norms=norms)
 
     def of(self, name: str) -> PositionTable:
-        """Of the layers with this name."""
+        """Cosines and sines for layers with this name."""
         return self._tables[name]
 
     @property
@@ -241,17 +241,12 @@ class RopeTables:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Of the tables in memory."""
+        """Addresses of the tables in memory."""
         return tuple(each.data_ptr() for each in self.all)
 
 
 class RowInvariantDecoder(nn.Module):
-    """Replaces a decoder, whose embedding, layers and norm it holds under the same names.
-
-    Args:
-        original: transformers' decoder.
-        installation: the one it is part of.
-    """
+    """Replaces a decoder; it holds the decoder's embedding, layers and norm under the same names."""
 
     config: Any
     embed_tokens: Any
@@ -273,7 +268,7 @@ class RowInvariantDecoder(nn.Module):
         num_layers: int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Hidden states of packed rows or of a step of decoding; anything else runs transformers' forward.
+        """Hidden states of packed rows or of a step of decoding; any other call runs transformers' forward.
 
         ``num_layers`` runs the first few layers only, which is enough to compile their kernels.
         """
@@ -311,7 +306,7 @@ class RowInvariantDecoder(nn.Module):
 
 
 class RowInvariantLayer(GradientCheckpointingLayer):
-    """Replaces a decoder layer, whose norms, attention and MLP it holds under the same names.
+    """Replaces a decoder layer; it holds the layer's norms, attention and MLP under the same names.
 
     A layer takes and returns the residual stream and a delta that the next norm's kernel adds to it. For autograd it is
     one node.
@@ -320,9 +315,9 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         original: transformers' layer.
         form: of its attention or gated delta net.
         mixture: the form of its experts; None for a dense layer.
-        gemma: whether its norms multiply by ``1 + weight``, as Gemma's.
-        once: whether its norms round after their weight only.
-        gelu: whether its activation is GELU, else SiLU.
+        gemma: whether norms multiply by ``1 + weight``.
+        once: whether norms round only after multiplying with their weight.
+        gelu: whether the activation is GELU, else SiLU.
     """
 
     def __init__(
@@ -339,7 +334,7 @@ class RowInvariantLayer(GradientCheckpointingLayer):
         return self.row_invariant_form, self.row_invariant_mixture
 
     def forward(self, hidden_states: Tensor, delta: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        """(residual, delta) of the next layer."""
+        """The next layer's (residual, delta)."""
         rows: Rows | None = kwargs.pop("rows", None)
         if rows is None:
             if delta is not None:
@@ -476,15 +471,14 @@ class Installation:
 
     Args:
         model: the caller's.
-        missing: what in the model is not supported; unless this is empty, the model was not changed.
-        gemma: whether norms are Gemma's.
-        once: whether norms round after their weight only.
+        missing: what is not supported in the model, which was not changed unless this is empty.
+        gemma, once: see ``RowInvariantLayer``.
         tables: of positions.
         originals: the layers, and the decoder, that were replaced.
         graphs: of ``graph_short_rows``.
         adapters: of the rows of packed passes, while ``adapted``.
-        stack: of adapters that rows are decoded with; None: with those of the modules.
-        shards: of the layers, for sampling; None: they are whole.
+        stack: of adapters for decoding; None for those of the modules.
+        shards: of the layers, for sampling; None if they are whole.
     """
 
     model: nn.Module
@@ -504,7 +498,6 @@ class Installation:
         return not self.missing
 
     def packed_rows(self, layout: PackedLayout | AttentionLayout, position: Int[Tensor, "T"]) -> PackedRows:
-        """The rows of a packed forward pass."""
         if isinstance(layout, PackedLayout):
             longest = layout.max_length
             layout = layout.attention
@@ -516,7 +509,7 @@ class Installation:
 
     @contextmanager
     def adapted(self, adapters: SpanAdapters) -> Iterator[None]:
-        """Inside, packed passes are over these spans, in place of the modules' adapters."""
+        """Inside, packed passes use the adapters of these spans in place of the modules'."""
         self.adapters = adapters
         try:
             yield
@@ -524,7 +517,6 @@ class Installation:
             self.adapters = None
 
     def reach(self, length: int) -> RopeTables:
-        """Tables of at least ``length`` positions."""
         assert self.tables is not None, "installed"
         return self.tables.reach(length)
 
@@ -647,7 +639,7 @@ def _form(decoder: Any, layer: Any, config: Any) -> AttentionForm | DeltaForm:
 
 
 def _is_tuned(attention: Any) -> bool:
-    """Whether queries are multiplied by a number of their position."""
+    """Whether queries are scaled by a function of their position."""
     return getattr(attention, "attn_temperature_tuning", False) and not attention.use_rope
 
 
@@ -670,7 +662,7 @@ def _project(x: Tensor, projections: list[Projection], columns: tuple[int, ...])
 
 
 def _lay_adapters_end_to_end(modules: Sequence[Any]) -> None:
-    """For each LoRA adapter that all of these modules have, make its factors adjacent in memory."""
+    """Make the factors of each LoRA adapter that all of these modules have adjacent in memory."""
     for name in getattr(modules[0], "lora_A", {}):
         for factors in ([getattr(module, factor, {}) for module in modules] for factor in ("lora_A", "lora_B")):
             weights = [factor[name].weight for factor in factors if name in factor]
@@ -692,7 +684,7 @@ def _kept_bytes(decoder: Any) -> int:
 
 
 def _at_hand(number: int) -> None:
-    """What a layer waits for whose weights are whole."""
+    """Does nothing: stands in for gathering a layer whose weights are whole."""
 
 
 def _epsilon(module: Any) -> float:
@@ -713,7 +705,7 @@ def _hold(module: nn.Module, original: nn.Module) -> None:
 
 
 def _given_back(module: nn.Module, original: nn.Module) -> nn.Module:
-    """The original module, with attributes that have changed since."""
+    """The original module, with the attributes that have changed since."""
     vars(original).update((name, value) for name, value in vars(module).items() if not name.startswith("row_invariant"))
     return original
 

@@ -140,7 +140,7 @@ def default_tiles(shape: Shape) -> dict[int, Tile]:
 
 
 def _narrow_tile(columns: int, hopper: bool) -> Tile:
-    """For a weight of at most 64 columns: deep, because the loop over K takes most of the time."""
+    """A tile for weights of at most 64 columns: deep, because the loop over K takes most of the time."""
     columns = max(16, power_of_two(columns))
     if hopper:
         return Tile(64, columns, 256 if columns <= 32 else 128, 4, 4, tma=True)
@@ -156,7 +156,7 @@ def plan_for(shape: Shape) -> Plan:
 
 
 def set_plan(shape: Shape, plan: Plan) -> None:
-    """Use this plan for products of this shape from now on."""
+    """Use this plan for products of this shape."""
     if "cublaslt" in plan.ways.values():
         _meet_the_libraries()  # in an autograd function torch's message would be a warning of Python's
     _plans[shape] = plan
@@ -271,7 +271,7 @@ def gated_product_or_none(rows: Tensor, weight: Tensor, *, gelu: bool) -> Tensor
 
 
 class Span(NamedTuple):
-    """LoRA of the rows from ``start`` to ``stop``: factors as of ``Projection``, or None for neither."""
+    """LoRA of the rows from ``start`` to ``stop``; factors as in ``Projection``, or None without LoRA."""
 
     start: int
     stop: int
@@ -281,7 +281,7 @@ class Span(NamedTuple):
 
 
 class RowsOwn(NamedTuple):
-    """LoRA of each row's own adapter, for maps that share their input: factors as of ``row_adapters.add_rows_own``."""
+    """LoRA with an adapter for each row, for maps that share their input; see ``row_adapters.add_rows_own``."""
 
     a: Tensor
     b: Tensor
@@ -297,9 +297,9 @@ class Projection(NamedTuple):
         bias: [N].
         lora_a, lora_b: [R, K] and [N, R]; rounded to the dtype of x, as autocast does.
         lora_scale: a number.
-        spans: in place of factors for all rows: some for each span. Spans cover the rows in order, and are those of all
-            maps of the same input.
-        own: in place of both, of the first of several maps for all of them; without gradients.
+        spans: factors for each span of rows, in place of ``lora_a`` and ``lora_b``; spans cover the rows in order, and
+            are the same in all maps of an input.
+        own: an adapter for each row, in place of both, without gradients; the first of several maps has it for all.
     """
 
     weight: Tensor
@@ -311,12 +311,12 @@ class Projection(NamedTuple):
     own: RowsOwn | None = None
 
     def spans_of(self, num_rows: int) -> tuple[Span, ...]:
-        """``spans``; without any one of all rows."""
+        """``spans``, or one span of all rows."""
         return self.spans or (Span(0, num_rows, self.lora_a, self.lora_b, self.lora_scale),)
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What may need a gradient."""
+        """Everything that may need a gradient."""
         of_spans = (each for span in self.spans for each in (span.lora_a, span.lora_b))
         return [each for each in (*self[:4], *of_spans) if each is not None]
 
@@ -477,7 +477,7 @@ class _Project(torch.autograd.Function):
 
 
 def _of_input(pairs: Sequence[tuple[Tensor, Tensor]], spans: Sequence[_Place]) -> Tensor:
-    """``sum grad @ weight`` over the pairs of these, by products of a span each."""
+    """``sum grad @ weight`` over the pairs, by one product for each span."""
     (grad, weight), *further = pairs
     found = grad.new_empty(len(grad), weight.shape[1])
     for start, stop, _ in spans:

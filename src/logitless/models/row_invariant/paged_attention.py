@@ -53,7 +53,7 @@ class PagedCache(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """Tokens of a sequence whose first has position ``start``, its pages from position 0 on, and its slot of states."""
+    """Consecutive tokens of a sequence from position ``start`` on, the sequence's pages, and its slot of states."""
 
     start: int
     length: int
@@ -92,18 +92,17 @@ class PrefillLayout:
 
     @cached_property
     def num_tokens(self) -> int:
-        """T."""
         return sum(chunk.length for chunk in self.chunks)
 
     @cached_property
     def positions(self) -> Int[Tensor, "T"]:
-        """[T] int32: of each token in its sequence."""
+        """[T] int32: position of each token in its sequence."""
         ranges = [torch.arange(chunk.start, chunk.start + chunk.length) for chunk in self.chunks]
         return torch.cat(ranges).int().to(self.device)
 
     @cached_property
     def page_table(self) -> Int[Tensor, "C P"]:
-        """[chunks, pages] int32."""
+        """[chunks, pages] int32: the pages of each chunk's sequence."""
         pages = torch.zeros(len(self.chunks), max(len(chunk.pages) for chunk in self.chunks), dtype=torch.int32)
         for i, chunk in enumerate(self.chunks):
             pages[i, : len(chunk.pages)] = torch.tensor(chunk.pages)
@@ -118,7 +117,7 @@ class PrefillLayout:
         return self.page_table[chunk, self.positions // PAGE].long() * PAGE + self.positions % PAGE
 
     def states(self, taps: int) -> PrefilledStates:
-        """The slots that the chunks continue, of gated delta nets with a convolution of so many taps."""
+        """The slots that the chunks continue, for gated delta nets with a convolution of ``taps`` taps."""
 
         def make() -> PrefilledStates:
             return PrefilledStates.of([(each.start, each.length, each.slot) for each in self.chunks], taps, self.device)
@@ -231,7 +230,7 @@ class DecodeLayout(NamedTuple):
         groups: Sequence[tuple[Sequence[int], int]] = (),
         device: torch.device | str = "cpu",
     ) -> "DecodeLayout":
-        """From lists on the host; a group is its rows and the number of leading pages that they share."""
+        """From lists on the host; a group is (rows, number of leading pages that they share)."""
         page_table = torch.zeros(len(pages), max(len(row) for row in pages), dtype=torch.int32)
         for i, row in enumerate(pages):
             page_table[i, : len(row)] = torch.tensor(row, dtype=torch.int32)

@@ -1,11 +1,14 @@
 """Find the kernels to use on this machine: the fastest that are bitwise identical to the fixed-order kernel.
 
-That tensor cores sum in the same order for every tile, and that a library does not split K at some number of rows, are
-observations, which a new GPU, driver or library may break. So they are checked: for the shapes of a model's products,
-cuBLAS and tiles against the fixed-order kernel, bit for bit, at every checked row count; the tiles of a mixture's
-experts against each other; and decoded and prefilled attention and gated delta nets against the packed row's, of
-attention also the float32 log-sum-exp, where a difference shows a thousand times as often. What differs is not used.
-Findings are cached on disk by device, driver and versions.
+It is an observation that tensor cores sum in the same order for every tile, and that a library does not split K at some
+number of rows. A new GPU, driver or library may break it, so it is checked bit for bit on the shapes of a model:
+
+- cuBLAS and tiles against the fixed-order kernel, at every checked number of rows;
+- tiles of a mixture's experts against each other;
+- decoded and prefilled attention and gated delta nets against the packed row's; of attention also the float32
+  log-sum-exp, which shows a difference a thousand times as often.
+
+Kernels that differ are not used. Findings are cached on disk by device, driver and versions.
 """
 
 import hashlib
@@ -244,7 +247,7 @@ def _experts(decoder: Any) -> list[ExpertsProblem]:
 
 
 def machine(device: torch.device) -> dict[str, str]:
-    """What cached findings depend on."""
+    """The device, driver and versions that cached findings depend on."""
     sources = b"".join(
         Path(m.__file__ or "").read_bytes()
         for m in (linear, attention, paged_attention, attention_check, experts_check, delta_net, delta_check)
@@ -364,10 +367,9 @@ def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearF
 
 
 def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:
-    """At which checked numbers of rows one kernel for product and gate is faster than two, and bitwise equal to them.
+    """Numbers of rows at which one kernel for product and gate is faster than two, and bitwise equal to them.
 
-    Args:
-        shape: with a gate; the shape without one has its plan already.
+    The plan of the shape without a gate must exist.
     """
     finding, plan = LinearFinding(), Plan({})
     if not shape.on_hopper or shape.dtype == torch.float32:
@@ -501,7 +503,7 @@ def _copies(weight: Tensor) -> list[Tensor]:
 
 
 def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], calls: int) -> float:
-    """Time of one call, in a CUDA graph of several; the minimum of three replays."""
+    """Time of one call: the minimum of three replays of a CUDA graph of several calls."""
     turn: Iterator[Tensor] = cycle(weights)
     stream, graph = side_stream(weights[0].device), torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
@@ -524,7 +526,7 @@ def _microseconds(call: Callable[[Tensor], object], weights: Sequence[Tensor], c
 
 
 def _differs(a: Tensor, b: Tensor) -> Tensor:
-    """Whether any bit differs; a tensor on the device."""
+    """Whether any bit differs, as a tensor on the device."""
     kind = {2: torch.int16, 4: torch.int32}[a.element_size()]
     return (a.view(kind) != b.view(kind)).any()
 
@@ -533,7 +535,7 @@ def _differs(a: Tensor, b: Tensor) -> Tensor:
 
 
 def way_name(way: Way) -> str:
-    """In words.
+    """The name of a kernel in reports.
 
     Example:
         >>> way_name(Tile(16, 64, 128, 4, 6, swapped=True, tma=True)), way_name("cublas")
@@ -546,7 +548,7 @@ def way_name(way: Way) -> str:
 
 
 def shape_name(shape: Shape) -> str:
-    """In words.
+    """The name of a shape in reports.
 
     Example:
         >>> shape_name(Shape(1152, 896, torch.bfloat16, torch.bfloat16, True, torch.device("cpu")))

@@ -11,28 +11,14 @@ from logitless.objective.advantage.batch_relative import (
     Gdpo,
     Gpg,
     ReinforcePPBaseline,
-    batch_standardized,
     combine_rewards,
-    gdpo,
-    gpg,
-    reinforce_pp_baseline,
-    whiten,
 )
-from logitless.objective.advantage.by_column import (
-    Hierarchical,
-    OptimalValue,
-    Rae,
-    hierarchical,
-    optimal_value,
-    rae,
-)
+from logitless.objective.advantage.by_column import Hierarchical, OptimalValue, Rae
 from logitless.objective.advantage.estimator import (
-    EPSILON,
     AdvantageInputs,
     AdvantageOutput,
     Estimator,
     OnePerCompletion,
-    clip,
     num_clipped,
 )
 from logitless.objective.advantage.group_relative import (
@@ -46,22 +32,12 @@ from logitless.objective.advantage.group_relative import (
     Raw,
     Remax,
     Robust,
-    group_centered,
-    group_standardized,
     has_signal,
-    leave_one_out,
-    length_weighted,
-    max_rl,
-    pass_at_k,
-    percentile,
-    raw,
-    remax,
-    robust,
 )
-from logitless.objective.advantage.token_baseline import OptimalToken, optimal_token
-from logitless.objective.advantage.token_returns import Gae, ReinforcePP, gae, reinforce_pp
-from logitless.objective.advantage.turns import GroupTurns, group_turns
-from logitless.objective.ranges import discounted_returns, pay_at_last_token, turn_index
+from logitless.objective.advantage.token_baseline import OptimalToken
+from logitless.objective.advantage.token_returns import Gae, ReinforcePP
+from logitless.objective.advantage.turns import GroupTurns
+from logitless.objective.ranges import turn_index
 
 Advantage = (
     Raw
@@ -88,7 +64,6 @@ Advantage = (
 )
 
 __all__ = [
-    "EPSILON",
     "Advantage",
     "AdvantageInputs",
     "AdvantageOutput",
@@ -115,33 +90,8 @@ __all__ = [
     "ReinforcePPBaseline",
     "Remax",
     "Robust",
-    "batch_standardized",
-    "clip",
     "combine_rewards",
-    "discounted_returns",
-    "gae",
-    "gdpo",
-    "gpg",
-    "group_centered",
-    "group_standardized",
-    "group_turns",
     "has_signal",
-    "hierarchical",
-    "leave_one_out",
-    "length_weighted",
-    "max_rl",
     "num_clipped",
-    "optimal_token",
-    "optimal_value",
-    "pass_at_k",
-    "pay_at_last_token",
-    "percentile",
-    "rae",
-    "raw",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-    "remax",
-    "robust",
     "turn_index",
-    "whiten",
 ]

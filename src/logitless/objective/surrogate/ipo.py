@@ -148,11 +148,7 @@ class KPop(PolicyLoss):
 
 
 def check_weight(beta: float) -> None:
-    """Check the weight of the squared log ratio.
-
-    Raises:
-        ConfigurationError: it is negative.
-    """
+    """Raises ConfigurationError for a negative weight of the squared log ratio."""
     if beta < 0:
         raise ConfigurationError(needed="beta of at least 0", given=str(beta), remedy="Use 1e-3, or 0 for no penalty.")
 

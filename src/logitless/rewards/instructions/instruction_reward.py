@@ -51,7 +51,6 @@ class InstructionReward(TextReward):
                 require(constraint.instruction.needs)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         rows = self._constraints(batch.columns)
         slow = [row for row, found in enumerate(rows) if any(constraint.may_backtrack for constraint in found)]
         verdicts = self._verdicts_of_workers(slow, texts, batch) if slow else {}

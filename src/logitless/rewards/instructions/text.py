@@ -230,14 +230,7 @@ def first_tag(tokens: Sequence[str]) -> str:
 
 
 def require(needs: Iterable[str]) -> None:
-    """Check that the packages for these needs are installed; the tagger's data is not checked.
-
-    Raises:
-        UnavailableError: one is absent.
-
-    Example:
-        >>> require(("sentences", "stop words"))
-    """
+    """Raises UnavailableError unless the packages for these needs are installed; the tagger's data is not checked."""
     for need in needs:
         if need in PACKAGES:
             _module(PACKAGES[need])

@@ -39,7 +39,6 @@ class Exact(TextReward):
             _accepted(value, self.column, row)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         verdicts = []
         for row, (text, value) in enumerate(zip(texts, column(batch.columns, self.column), strict=True)):
             given = text if self.answer_tag is None else tagged(text, self.answer_tag)

@@ -38,7 +38,6 @@ class MinimumLength(TextReward):
         check_at_least_one(minimum=self.minimum)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         return [Verdict.graded(float(length >= self.minimum)) for length in lengths(texts, batch, self.unit)]
 
 
@@ -71,7 +70,6 @@ class Relevance(TextReward):
             )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         verdicts = []
         for text, prompt in zip(texts, batch.prompts, strict=True):
             words = set(_LONG_WORD.findall(prompt_text(prompt).lower()))

@@ -35,7 +35,6 @@ class Length(TextReward):
         check_at_least_one(cap=self.cap)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         return [Verdict.graded(float(min(length, self.cap))) for length in lengths(texts, batch, self.unit)]
 
 

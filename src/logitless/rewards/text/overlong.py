@@ -44,7 +44,6 @@ class Overlong(TextReward):
             )
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text; the caller must give ``completion_ids``."""
         free = self.max_length - self.buffer
         counts = lengths(texts, batch, "tokens")
         return [Verdict.graded(max(-1.0, min(0.0, (free - count) / self.buffer))) for count in counts]

@@ -52,7 +52,6 @@ class Regex(PooledReward):
                 _check_pattern(pattern, f"row {row} of column {self.column!r}")
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:
-        """One verdict a text."""
         patterns = [self.pattern] * len(texts) if self.column is None else column(batch.columns, self.column)
         flags = (re.IGNORECASE if self.ignore_case else 0) | (re.DOTALL if self.dot_all else 0)
         items = [(pattern, int(flags), self.whole, text) for pattern, text in zip(patterns, texts, strict=True)]

@@ -32,7 +32,6 @@ class Repetition(TextReward):
         check_at_least_one(ngram=self.ngram)
 
     def grade(self, texts: Sequence[str], batch: Batch) -> list[Verdict]:  # noqa: ARG002
-        """One verdict a text."""
         return [Verdict.graded(self._score(text.lower().split())) for text in texts]
 
     def _score(self, words: Sequence[str]) -> float:

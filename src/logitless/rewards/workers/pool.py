@@ -64,10 +64,6 @@ class Outcome:
         value: the task's return value, through JSON; None unless ``done``.
         message: why there is no value.
         traceback: of the exception, if it raised one.
-
-    Example:
-        >>> Outcome("timeout", message="over 2 s").value is None
-        True
     """
 
     status: OutcomeStatus
@@ -353,12 +349,7 @@ class WorkerPool:
 
 
 def program_pool() -> WorkerPool:
-    """The shared pool that runs programs, with the machine's sandbox layers detected.
-
-    Example:
-        >>> program_pool() is shared_pool("programs")
-        True
-    """
+    """The shared pool that runs programs, with the machine's sandbox layers detected."""
     pool = shared_pool("programs")
     pool.load(FIND_LAYERS, call=True)
     return pool

@@ -58,11 +58,7 @@ class PooledReward(TextReward):
             )
 
     def check_one_source(self, option: str, column: str | None) -> None:
-        """Check that either an option is given, for all rows, or a column with a value for each row.
-
-        Raises:
-            ConfigurationError: both or neither is given.
-        """
+        """Raises ConfigurationError unless exactly one is given: the option, for all rows, or a column."""
         given = getattr(self, option) is not None
         if given == (column is not None):
             raise ConfigurationError(
@@ -195,14 +191,7 @@ def _verdict_in(answer: Any, ungradable_score: float | None) -> Verdict:
 
 
 def require(module: str, package: str) -> None:
-    """Check that an optional package is installed.
-
-    Raises:
-        UnavailableError: it is not.
-
-    Example:
-        >>> require("json", "the standard library")
-    """
+    """Raises UnavailableError unless an optional package is installed."""
     if importlib.util.find_spec(module) is None:
         raise UnavailableError(
             needed=f"the package {package}",

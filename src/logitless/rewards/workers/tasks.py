@@ -75,11 +75,7 @@ def missing_arguments(function: Any, names: Sequence[str]) -> list[str]:
 
 
 def missing_arguments_at(path: str, names: Sequence[str]) -> list[str]:
-    """``missing_arguments`` of the function at an import path.
-
-    Raises:
-        TypeError: it is a class.
-    """
+    """``missing_arguments`` of the function at an import path; raises TypeError for a class."""
     function = resolve(path)
     if inspect.isclass(function):
         raise TypeError("a class is there")

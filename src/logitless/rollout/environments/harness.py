@@ -54,10 +54,6 @@ class Harness:
 
     Raises:
         ConfigurationError: neither or both of function and command, or a limit that is not positive.
-
-    Example:
-        >>> Harness(command=("python", "solve.py")).concurrency
-        16
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
@@ -131,17 +127,15 @@ class HarnessEpisodes:
     """Runs a harness against a server that serves one batch of episodes.
 
     Args:
+        harness: its ``concurrency``, ``format`` and ``template`` are used.
         drive: runs one episode.
         tokenizer: of the policy.
-        concurrency, format, template: see ``Harness``.
         chat_template_kwargs: further variables of the tokenizer's chat template.
     """
 
+    harness: Harness
     drive: Drive
     tokenizer: "PreTrainedTokenizerBase"
-    concurrency: int = 16
-    format: Format = "tool_call"
-    template: str | None = None
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def episodes(
@@ -181,12 +175,12 @@ class HarnessEpisodes:
                 options,
                 seed=seed,
                 limits=limits,
-                format=self.format,
-                template=self.template,
+                format=self.harness.format,
+                template=self.harness.template,
                 chat_template_kwargs=self.chat_template_kwargs,
                 own_settings=False,
             ) as server,
-            ThreadPoolExecutor(max_workers=self.concurrency) as threads,
+            ThreadPoolExecutor(max_workers=self.harness.concurrency) as threads,
         ):
             samples = [(prompt, g) for prompt in prompts for g in range(num_samples)]
             try:

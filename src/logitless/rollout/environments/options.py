@@ -94,12 +94,8 @@ def environment_of(
     if options is None:
         return SingleTurn()
     if isinstance(options, Harness):
-        importlib.import_module(
-            "logitless.http_server"
-        )  # raises here, not at the first block, if its packages are absent
-        return HarnessEpisodes(
-            options.drive(), tokenizer, options.concurrency, options.format, options.template, chat_template_kwargs
-        )
+        importlib.import_module("logitless.http_server")  # raises here if it is absent, not at the first block
+        return HarnessEpisodes(options, options.drive(), tokenizer, chat_template_kwargs)
     inner = options.made() if isinstance(options, OwnEnvironment) else options
     turns = ChatTurns(tokenizer, template=options.template, chat_template_kwargs=chat_template_kwargs)
     if isinstance(inner, ToolEnvironment):

@@ -55,11 +55,7 @@ class GuessingGame:
             )
 
     def start(self, prompt: Prompt, *, seed: int) -> _Game:  # noqa: ARG002 - the number is the row's
-        """A game with the row's number.
-
-        Raises:
-            DataError: the row has none.
-        """
+        """A game with the row's number; raises DataError if the row has none."""
         return _Game(_secret(prompt.columns, self.column, prompt.id))
 
     def reply(self, state: _Game, turn: Completion) -> Reply:

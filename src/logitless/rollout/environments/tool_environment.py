@@ -113,11 +113,5 @@ class ToolEnvironment:
 
 
 def tools_of(environment: Any) -> list[dict[str, Any]] | None:
-    """The tool schemas for the policy's chat template: the environment's ``schemas``, if it has any.
-
-    Example:
-        >>> from logitless.rollout.environment import SingleTurn
-        >>> tools_of(SingleTurn()) is None
-        True
-    """
+    """The tool schemas for the policy's chat template: the environment's ``schemas``, if it has any."""
     return getattr(environment, "schemas", None)

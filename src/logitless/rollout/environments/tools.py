@@ -28,10 +28,6 @@ class Result:
     Args:
         text: for the policy to read.
         failure: why there is no text, if the machine failed.
-
-    Example:
-        >>> Result("4").failure
-        ''
     """
 
     text: str = ""
@@ -151,11 +147,7 @@ class Python(Tool):
     sandbox: SandboxOption = "required"
 
     def check(self) -> None:
-        """Check that there is a sandbox, unless the recipe does without.
-
-        Raises:
-            UnavailableError: there is none.
-        """
+        """Check that there is a sandbox, unless the recipe does without."""
         require_sandbox("program", self.sandbox)
 
     def run_texts(self, texts: Sequence[str]) -> list[Result]:

@@ -49,7 +49,7 @@ from logitless.rollout.completions import (
 )
 from logitless.rollout.engine import Updates, Weights
 from logitless.rollout.gpu.page_pool import Pool, PromptPages, pages_for, pages_within
-from logitless.rollout.gpu.schedule import Reading, Row, Schedule
+from logitless.rollout.gpu.schedule import PromptChunk, Row, Schedule
 from logitless.rollout.gpu.state_memory import prompt_slots, slot_bytes, slots_for
 from logitless.rollout.gpu.steps import (
     BUCKETS,
@@ -180,7 +180,7 @@ class GpuEngine:
             self._check_model(wanted, rows)
             while any(wanted.unfinished):
                 try:
-                    _Session(self, wanted, max_rows=rows, read_at_once=tokens, part=part).run()
+                    _Session(self, wanted, max_rows=rows, prefill_tokens=tokens, part=part).run()
                     continue
                 except torch.OutOfMemoryError as error:
                     if rows == 1:
@@ -195,7 +195,7 @@ class GpuEngine:
         return [[wanted.done[p, g] for g in range(num_samples)] for p in range(len(prompts))]
 
     def _steps_for(self, max_rows: int, max_pages: int, group_size: int) -> Steps:
-        """The state and graphs of the call before; new ones if they are too small or the model was moved."""
+        """The state and graphs of the previous call; new ones if they are too small or the model was moved."""
         wanted = {"max_rows": max_rows, "max_pages": max_pages, "group_size": group_size}
         kept = self._steps
         if kept is None or not kept.serves(**wanted):
@@ -265,15 +265,7 @@ class GpuEngine:
 
 @dataclass
 class _Wanted:
-    """The arguments of a call of ``sample``, and the completions that are finished.
-
-    Args:
-        prompts, num_samples, options, seed: of the call.
-        ends: tokens that end a completion.
-        adapters: of the prompts.
-        updates: of the engine.
-        done: finished completions by (prompt, sample).
-    """
+    """A call of ``sample``: its arguments, and the completions that are finished, by (prompt, sample)."""
 
     prompts: Sequence[Prompt]
     num_samples: int
@@ -286,10 +278,7 @@ class _Wanted:
 
     @property
     def sampling(self) -> TokenSampling:
-        """How tokens are sampled and what ends a completion; lengths and stop strings are the host's.
-
-        Calls that differ in these alone share graphs.
-        """
+        """The sampling options that a graph depends on. The host handles lengths and stop strings."""
         options = replace(self.options, max_new_tokens=max(1, self.options.min_new_tokens), stop=())
         return TokenSampling(options, self.ends)
 
@@ -310,13 +299,15 @@ class _Wanted:
         return [[g for g in range(self.num_samples) if (p, g) not in self.done] for p in range(len(self.prompts))]
 
     def version(self, prompt: int, sample: int, token: int) -> int | None:
-        """The version that has to draw a token; None: whichever is loaded."""
+        """The version of the weights that must sample a token; None for whichever is loaded."""
         updates = self.updates
         return None if updates is None else updates.version(self.prompts[prompt].id, sample, token)
 
     @property
     def to_begin(self) -> tuple[int | None, list[list[int]]]:
-        """The oldest version that has to draw a first token, and the missing samples of each prompt that it begins."""
+        """The oldest version that must sample a first token, and the missing samples of each prompt that begin with
+        it.
+        """
         left = [[(g, self.version(p, g, 0)) for g in samples] for p, samples in enumerate(self.unfinished)]
         first = min((version for of in left for _, version in of if version is not None), default=None)
         return first, [[g for g, version in of if version == first] for of in left]
@@ -324,14 +315,14 @@ class _Wanted:
 
 @dataclass
 class _Round:
-    """Steps that the device is running: their rows, the version of the weights, and a call that waits for them."""
+    """A round on the device: its rows, the version of its weights, and a call that waits for the results."""
 
     rows: list[Row]
     version: int
     wait: Callable[[], Log]
 
 
-class _Read(NamedTuple):
+class _ToPrefill(NamedTuple):
     """Tokens to prefill: a chunk, all tokens of its sequence, and the index of its prompt."""
 
     tokens: np.ndarray
@@ -340,7 +331,7 @@ class _Read(NamedTuple):
 
 
 class _Session:
-    """Samples all missing completions that one version begins, with a pool of pages that is freed at the end.
+    """Samples all missing completions that begin with one version, with a pool of pages that is freed at the end.
 
     The host is a round behind: while the device runs a round, the host handles the results of the one before. A
     finished row is therefore empty for up to a round before another takes its place.
@@ -349,12 +340,14 @@ class _Session:
         engine: that samples.
         wanted: the call.
         max_rows: completions decoded at once.
-        read_at_once: prompt tokens to prefill in a round.
+        prefill_tokens: prompt tokens to prefill in a round.
         part: after running out of memory, allocate the pages of ``part * max_rows`` rows divided by ``part``, but no
             fewer than one completion needs. So half the rows get half the pages, not a quarter.
     """
 
-    def __init__(self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, read_at_once: int, part: int = 1) -> None:
+    def __init__(
+        self, engine: GpuEngine, wanted: _Wanted, *, max_rows: int, prefill_tokens: int, part: int = 1
+    ) -> None:
         self.engine, self.wanted, self.model = engine, wanted, engine._model
         self.options, self.sampling = wanted.options, wanted.sampling
         (self.first, missing), new = wanted.to_begin, wanted.options.max_new_tokens
@@ -377,10 +370,10 @@ class _Session:
         self.num_pages = num_pages = max(num_pages // part, *(need.to_begin for need in needs))
         self.schedule = Schedule(
             self.lengths, missing, max_new_tokens=new, pool=Pool(num_pages), max_rows=max_rows,
-            read_at_once=read_at_once, unit=1 if steps.states is None else CHUNK,
+            prefill_tokens=prefill_tokens, unit=1 if steps.states is None else CHUNK,
             num_states=None if steps.states is None else prompt_slots(steps.max_rows),
         )  # fmt: skip
-        self.read_at_once = read_at_once
+        self.prefill_tokens = prefill_tokens
         self.placed: Place | None = None
         self.count = 0
         self.ended: set[Row] = set()
@@ -416,7 +409,7 @@ class _Session:
                 return None
             self._update(self.wanted.updates)
         if self.first in (None, self.engine._version):
-            self._read(self.schedule.read())
+            self._prefill_prompts(self.schedule.next_chunks())
             if new := self.schedule.begin():
                 self._begin(new)
                 self.placed = None  # a slot may have other pages now
@@ -434,52 +427,52 @@ class _Session:
         return [row for row in self.schedule.rows if self.launched[row.slot] < self.limit[row.slot]]
 
     def _version(self, row: Row) -> int | None:
-        """The version that has to draw a row's next round."""
+        """The version that must sample a row's next round."""
         return self.wanted.version(row.prompt, row.sample, int(self.launched[row.slot]))
 
     def _needed(self) -> set[int | None]:
         return {self._version(row) for row in self._under_way()} or {self.first}
 
     def _update(self, updates: Updates) -> None:
-        """Load the weights that are due. Samples that have not started read their prompt again."""
-        self.schedule.read_again()
+        """Load the weights that are due. Prompts of samples that have not started are prefilled again."""
+        self.schedule.prefill_again()
         updates.load()
         if not updates.recompute:
             return
-        reads, prompts_read = list[_Read](), set[int]()
+        parts, prompts_done = list[_ToPrefill](), set[int]()
         for row in self.schedule.rows:
             prompt, known, start = self.wanted.prompts[row.prompt].token_ids, int(self.sampled[row.slot]), 0
             if self.steps.states is None:  # a state is of the whole sequence, pages are shared
                 start = row.shared * PAGE
-                if start and row.pages[0] not in prompts_read:
-                    prompts_read.add(row.pages[0])
-                    reads.append(_Read(prompt, Chunk(0, start, row.pages), row.prompt))
+                if start and row.pages[0] not in prompts_done:
+                    prompts_done.add(row.pages[0])
+                    parts.append(_ToPrefill(prompt, Chunk(0, start, row.pages), row.prompt))
             length = len(prompt) + known - 1 - start  # the last token is the next step's
             if length > 0:
                 ids = np.concatenate([prompt, self.tokens[row.slot, :known]])
-                reads.append(_Read(ids, Chunk(start, length, row.pages, row.slot), row.prompt))
-        for part in _parts(reads, max(self.read_at_once, CHUNK)):
+                parts.append(_ToPrefill(ids, Chunk(start, length, row.pages, row.slot), row.prompt))
+        for part in _parts(parts, max(self.prefill_tokens, CHUNK)):
             self._prefill(part)
 
-    def _read(self, readings: Sequence[Reading]) -> None:
+    def _prefill_prompts(self, chunks: Sequence[PromptChunk]) -> None:
         """Prefill chunks of prompts into their pages."""
         first = self.steps.max_rows + 1  # slots of prompts are behind those of rows and the empty one
         prompts = self.wanted.prompts
         self._prefill(
             [
-                _Read(prompts[r.prompt].token_ids, Chunk(r.start, r.length, r.pages, first + r.state), r.prompt)
-                for r in readings
+                _ToPrefill(prompts[r.prompt].token_ids, Chunk(r.start, r.length, r.pages, first + r.state), r.prompt)
+                for r in chunks
             ]
         )
 
-    def _prefill(self, reads: Sequence[_Read]) -> None:
+    def _prefill(self, parts: Sequence[_ToPrefill]) -> None:
         """Prefill chunks of sequences."""
-        if not reads:
+        if not parts:
             return
-        ids = [tokens[chunk.start : chunk.start + chunk.length] for tokens, chunk, _ in reads]
-        adapter = np.repeat([self.wanted.adapters[read.prompt] for read in reads], [len(part) for part in ids])
+        ids = [tokens[chunk.start : chunk.start + chunk.length] for tokens, chunk, _ in parts]
+        adapter = np.repeat([self.wanted.adapters[each.prompt] for each in parts], [len(part) for part in ids])
         tokens, adapters = (torch.from_numpy(each).to(self.device) for each in (np.concatenate(ids), adapter))
-        self.steps.prefill(tokens, PrefillLayout([read.chunk for read in reads], self.device), adapters)
+        self.steps.prefill(tokens, PrefillLayout([each.chunk for each in parts], self.device), adapters)
 
     def _begin(self, rows: Sequence[Row]) -> None:
         prompts = self.wanted.prompts
@@ -518,7 +511,7 @@ class _Session:
         return Place(slots, self.steps.reach(reach), groups, tuple(self.wanted.adapters[row.prompt] for row in rows))
 
     def _take_results(self, of: _Round) -> None:
-        """Take over a round's results, and finish rows that have ended."""
+        """Keep the results of a round, and finish rows that have ended."""
         log = of.wait()
         rows = [(i, row) for i, row in enumerate(of.rows) if row not in self.ended]
         if not rows:
@@ -574,7 +567,7 @@ class _Session:
             self.schedule.end(row)
 
     def _cut(self, rows: Sequence[Row], before: Sequence[int]) -> list[int]:
-        """The number of tokens up to the one that completes a stop string, that one included; 0 without any."""
+        """The number of tokens up to the one that completes a stop string, inclusive; 0 if no string is complete."""
         cut = [0] * len(rows)
         if not self.options.stop:
             return cut
@@ -611,15 +604,15 @@ class _Session:
         )
 
 
-def _parts(reads: Iterable[_Read], most: int) -> Iterator[list[_Read]]:
-    """The chunks in parts of at most so many tokens; a chunk may be divided, at a multiple of ``CHUNK``."""
-    part, room = list[_Read](), most
-    for read in reads:
-        start, end = read.chunk.start, read.chunk.start + read.chunk.length
+def _parts(parts: Iterable[_ToPrefill], most: int) -> Iterator[list[_ToPrefill]]:
+    """The chunks in parts of at most ``most`` tokens; a chunk may be divided, at a multiple of ``CHUNK``."""
+    part, room = list[_ToPrefill](), most
+    for whole in parts:
+        start, end = whole.chunk.start, whole.chunk.start + whole.chunk.length
         while start < end:
             length = end - start if end - start <= room else room - room % CHUNK
             if length:
-                part.append(read._replace(chunk=read.chunk._replace(start=start, length=length)))
+                part.append(whole._replace(chunk=whole.chunk._replace(start=start, length=length)))
             start, room = start + length, room - length
             if start < end:
                 yield part

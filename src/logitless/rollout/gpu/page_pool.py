@@ -8,7 +8,7 @@ from logitless.models.row_invariant.paged_attention import PAGE
 
 
 def pages_for(positions: int) -> int:
-    """The number of pages for so many positions.
+    """The number of pages that hold so many positions.
 
     Example:
         >>> pages_for(0), pages_for(64), pages_for(65)
@@ -40,7 +40,6 @@ class PromptPages:
 
     @classmethod
     def of(cls, prompt: int, max_new_tokens: int) -> "PromptPages":
-        """The numbers for a prompt of so many tokens."""
         stored = prompt - 1
         shared = stored // PAGE
         positions = prompt + max_new_tokens - 1  # the last new token is not an input
@@ -48,7 +47,7 @@ class PromptPages:
 
     @property
     def to_begin(self) -> int:
-        """Pages with which the first sample can finish."""
+        """Pages that the prompt and its first sample need."""
         return self.shared + self.ends_within + self.own
 
 
@@ -75,7 +74,6 @@ class Pool:
 
     @property
     def free(self) -> int:
-        """Number of free pages."""
         return len(self._free)
 
     def take(self, count: int) -> tuple[int, ...] | None:
@@ -87,11 +85,7 @@ class Pool:
         return pages
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Free these pages.
-
-        Raises:
-            ValueError: one is free already.
-        """
+        """Free these pages; raises ValueError if one is free already."""
         if not self._taken.issuperset(pages) or len(set(pages)) < len(pages):
             raise ValueError(f"pages {pages} are not taken")
         self._taken.difference_update(pages)

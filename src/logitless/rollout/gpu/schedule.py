@@ -1,8 +1,7 @@
 """Continuous batching: which prompts to prefill next, which samples to start, and their pages. No tensors.
 
-A round is ``read`` (prefill chunks), ``begin`` (samples that start: their prompt is prefilled and there is room), some
-decoding steps, and ``end`` for each finished sample. The longest prompts start first, so that no long one runs alone at
-the end.
+A round is ``next_chunks`` (to prefill), ``begin`` (samples whose prompt is prefilled and that have room), some decoding
+steps, and ``end`` for each finished sample. The longest prompts start first, so that no long one runs alone at the end.
 
 There is no deadlock. A prompt starts only with the pages of a whole first sample, and only if each prompt started
 before it could still get the pages of another sample: so each has a sample that can finish. Samples start in order, as
@@ -17,7 +16,7 @@ from typing import NamedTuple
 from logitless.rollout.gpu.page_pool import Pool, PromptPages
 
 
-class Reading(NamedTuple):
+class PromptChunk(NamedTuple):
     """A chunk of a prompt, to prefill into its pages and its state."""
 
     prompt: int
@@ -37,7 +36,7 @@ class Row:
         pages: from position 0 on; the first ``shared`` are the prompt's.
         shared: number of pages shared with the prompt's other samples.
         copy: (page in which the prompt ends, this row's copy of it); None if the prompt ends with a page.
-        state: of the prompt; -1: none.
+        state: slot of the prompt's recurrent state; -1 without one.
     """
 
     prompt: int
@@ -60,7 +59,7 @@ class _Begun:
         first: pages reserved for the first sample, until it starts.
         waiting: samples that have not started.
         state: its number among prompts with waiting samples; -1: none.
-        read: prefilled tokens.
+        prefilled: number of its tokens that are prefilled.
         running: samples being decoded.
     """
 
@@ -70,7 +69,7 @@ class _Begun:
     first: tuple[int, ...]
     waiting: deque[int]
     state: int = -1
-    read: int = 0
+    prefilled: int = 0
     running: set[int] = field(default_factory=set)
 
 
@@ -83,15 +82,15 @@ class Schedule:
         max_new_tokens: of a sample.
         pool: with room for any one sample and its prompt.
         max_rows: samples decoded at once.
-        read_at_once: prompt tokens to prefill in a round.
-        unit: prompts are prefilled in multiples of so many tokens, but to their end; more than ``read_at_once`` if that
+        prefill_tokens: prompt tokens to prefill in a round.
+        unit: prompts are prefilled in multiples of so many tokens, but to their end; more than ``prefill_tokens`` if it
             is less.
         num_states: prompts that may have a state at once; None: prompts have none.
 
     Example:
-        >>> schedule = Schedule([3], [[0, 1]], max_new_tokens=4, pool=Pool(8), max_rows=1, read_at_once=16)
-        >>> schedule.read()
-        [Reading(prompt=0, start=0, length=2, pages=(0,), state=-1)]
+        >>> schedule = Schedule([3], [[0, 1]], max_new_tokens=4, pool=Pool(8), max_rows=1, prefill_tokens=16)
+        >>> schedule.next_chunks()
+        [PromptChunk(prompt=0, start=0, length=2, pages=(0,), state=-1)]
         >>> [row.sample for row in schedule.begin()], schedule.begin()
         ([0], [])
         >>> schedule.end(schedule.rows[0])
@@ -101,10 +100,10 @@ class Schedule:
 
     def __init__(
         self, lengths: Sequence[int], samples: Sequence[Sequence[int]], *, max_new_tokens: int, pool: Pool,
-        max_rows: int, read_at_once: int, unit: int = 1, num_states: int | None = None,
+        max_rows: int, prefill_tokens: int, unit: int = 1, num_states: int | None = None,
     ) -> None:  # fmt: skip
         self._lengths, self._samples, self._new, self._pool = lengths, list(samples), max_new_tokens, pool
-        self._read_at_once, self._unit = max(unit, read_at_once), unit
+        self._prefill_tokens, self._unit = max(unit, prefill_tokens), unit
         self._states = None if num_states is None else list(range(num_states))[::-1]
         order = sorted((p for p in range(len(lengths)) if samples[p]), key=lambda p: (-lengths[p], p))
         self._waiting = deque(order)
@@ -117,12 +116,12 @@ class Schedule:
         """Whether a sample has not finished."""
         return bool(self._waiting or self._begun)
 
-    def read(self) -> list[Reading]:
-        """The next prefill chunks: at most ``read_at_once`` tokens, of prompts whose samples will have room."""
-        room = self._read_at_once
-        found: list[Reading] = []
+    def next_chunks(self) -> list[PromptChunk]:
+        """The next prefill chunks: at most ``prefill_tokens`` tokens, of prompts whose samples will have room."""
+        room = self._prefill_tokens
+        found: list[PromptChunk] = []
         for begun in self._begun:
-            room -= self._read(begun, room, found)
+            room -= self._next_chunk(begun, room, found)
         while room >= self._unit and self._waiting and self._wanted() and self._states != []:
             prompt = self._waiting[0]
             need = PromptPages.of(self._lengths[prompt], self._new)
@@ -136,16 +135,16 @@ class Schedule:
             state = -1 if not self._states or self._lengths[prompt] == 1 else self._states.pop()
             begun = _Begun(prompt, need, pages[:stored], pages[stored:], deque(self._samples[prompt]), state)
             self._begun.append(begun)
-            room -= self._read(begun, room, found)
+            room -= self._next_chunk(begun, room, found)
         return found
 
-    def _read(self, begun: _Begun, room: int, found: list[Reading]) -> int:
-        length = min(room, rest := self._lengths[begun.prompt] - 1 - begun.read)
+    def _next_chunk(self, begun: _Begun, room: int, found: list[PromptChunk]) -> int:
+        length = min(room, rest := self._lengths[begun.prompt] - 1 - begun.prefilled)
         if length < rest:
             length -= length % self._unit
         if length > 0:
-            found.append(Reading(begun.prompt, begun.read, length, begun.pages, begun.state))
-            begun.read += length
+            found.append(PromptChunk(begun.prompt, begun.prefilled, length, begun.pages, begun.state))
+            begun.prefilled += length
         return max(0, length)
 
     def _wanted(self) -> bool:
@@ -156,7 +155,7 @@ class Schedule:
         """The samples that start now; all chunks of their prompts must be prefilled before they run."""
         found: list[Row] = []
         for begun in self._begun:
-            if begun.read < self._lengths[begun.prompt] - 1:
+            if begun.prefilled < self._lengths[begun.prompt] - 1:
                 break
             while begun.waiting and self._slots:
                 own = begun.first or self._pool.take(begun.need.own)
@@ -164,27 +163,28 @@ class Schedule:
                     return found
                 begun.first = ()
                 found.append(self._row(begun, own))
-            if not begun.waiting and begun.state >= 0:  # every sample has its copy
-                assert self._states is not None
-                self._states.append(begun.state)
-                begun.state = -1
+            if not begun.waiting:  # every sample has its copy
+                self._free_state(begun)
         return found
 
-    def read_again(self) -> None:
-        """Let all samples that have not started read their prompt anew: other weights are about to draw them."""
+    def prefill_again(self) -> None:
+        """Have the prompts of all samples that have not started prefilled again, by other weights."""
         for begun in [each for each in reversed(self._begun) if each.waiting]:
             self._samples[begun.prompt] = list(begun.waiting)
             self._waiting.appendleft(begun.prompt)
             begun.waiting.clear()
             self._pool.give_back(begun.first)
             begun.first = ()
-            if begun.state >= 0:
-                assert self._states is not None
-                self._states.append(begun.state)
-                begun.state = -1
+            self._free_state(begun)
             if not begun.running:
                 self._pool.give_back(begun.pages)
                 self._begun.remove(begun)
+
+    def _free_state(self, begun: _Begun) -> None:
+        if begun.state >= 0:
+            assert self._states is not None
+            self._states.append(begun.state)
+            begun.state = -1
 
     def _row(self, begun: _Begun, own: tuple[int, ...]) -> Row:
         shared = begun.need.shared

@@ -60,24 +60,24 @@ class ShardedGpuEngine:
 
     @property
     def shards(self) -> LayerShards:
-        """Of the copy, after ``share``."""
+        """The copy's shards, after ``share``."""
         assert self._shards is not None, "shared"
         return self._shards
 
     @property
     def exact(self) -> bool:
-        """As of ``ExactEngine``."""
         return self._exact and self.inner.exact
 
     def share(self, ranks: Ranks) -> None:
-        """Shard the copy over these ranks; before anything else."""
         self._shards = LayerShards(self.copy, decoder_layers(self.copy), ranks, self._device)
         if ranks.world > 1:
             decoder: Any = backbone(self.copy)
             decoder.row_invariant.shards = self._shards
 
     def load(self, weights: Weights, version: int) -> None:
-        """Copy the trained weights, the first time all; of FSDP2's shards a collective that gathers one at a time."""
+        """Copy the trained weights, the first time all of them. With FSDP2 a collective, which gathers one at a
+        time.
+        """
         named = dict(weights.module.named_parameters())
         if self._has_frozen:
             named = {name: p for name, p in named.items() if p.requires_grad}
@@ -85,7 +85,7 @@ class ShardedGpuEngine:
         self.receive(((name, whole(p.detach().to(kept[name].dtype))) for name, p in named.items()), version)
 
     def receive(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Copy weights by name, whole ones that need not exist at the same time; of a layer's a piece is kept."""
+        """Copy whole weights by name, one at a time; of a layer's weights this rank keeps its piece."""
         self.shards.load(tensors)
         self.inner.load(Weights.of(self.copy), version)
 
@@ -97,7 +97,7 @@ class ShardedGpuEngine:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Inside, ranks sample; at the end each serves the others until all have ended, also where it failed.
+        """Inside, ranks sample; at the end each serves layers until all have ended, even if it failed.
 
         Raises:
             LostRankError: another rank is gone.

@@ -79,11 +79,7 @@ class StateMemory:
         self._parts: list[Tensor] = []  # [layers, slots, ...] of each field
 
     def open(self) -> None:
-        """Allocate the slots, uninitialised but for the empty one.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory.
-        """
+        """Allocate the slots, uninitialised except for the empty one; raises OutOfMemoryError if they do not fit."""
         fields, rows = _fields(self.forms[0], self.dtype), (len(self.forms), slots_for(self.max_rows))
         sizes = [prod((*rows, *shape)) * kind.itemsize for shape, kind in fields]
         room = [-(-size // _ALIGNED) * _ALIGNED for size in sizes]
@@ -100,7 +96,6 @@ class StateMemory:
             self.slots.append(DeltaSlots(history, DeltaCache(high, low, *rest)))
 
     def close(self) -> None:
-        """Free the slots."""
         self.slots, self._parts = [], []
         self._memory.close()
 

@@ -1,7 +1,7 @@
 """Decoding steps on the device: their state, and the CUDA graphs that replay them.
 
-The state of a completion is in a slot while it is decoded. The rows of a step are the slots that the host named last,
-so that a small upload is enough when rows leave and join. There is one graph for each combination of number of rows,
+While a completion is decoded, its state is in a slot. The rows of a step are the slots that the host named last, so
+that a small upload is enough when rows leave and join. There is one graph for each combination of number of rows,
 reach and sampling options in use. It is captured at its first use, with every row empty, and kept from call to call
 while the memory that it refers to stays in place (for pages ``PageMemory`` ensures that).
 """
@@ -69,15 +69,15 @@ class Begin(NamedTuple):
     """A completion that starts.
 
     Args:
-        slot: of its state.
-        token: the last of its prompt.
-        position: of that token.
+        slot: where its state is kept.
+        token: the last token of its prompt, with its position.
+        position: of ``token``.
         last: position at which its last token is sampled.
         key: of its random numbers.
         pages: from position 0 on.
-        copy: (page in which its prompt ends, its own copy of it); None if the prompt ends with a page.
-        prompt: [L] its prompt's tokens.
-        state: of its prompt, among prompts that have one; -1: none.
+        copy: (page in which the prompt ends, this completion's copy of it); None if the prompt ends with a page.
+        prompt: [L] the prompt's tokens.
+        state: slot of the prompt's recurrent state among those of prompts; -1 without one.
         adapter: place in the model's stack of adapters, if it has one.
     """
 
@@ -97,10 +97,10 @@ class Place(NamedTuple):
     """The slots that are rows of the next steps, and the rows that share pages.
 
     Args:
-        slots: of the rows.
+        slots: one a row.
         reach: larger than any row's position in these steps.
         groups: (rows, number of leading pages that they share) of each group.
-        adapters: of the rows, as of ``Begin``; rows of one adapter are adjacent.
+        adapters: place of each row's adapter; rows of one adapter are adjacent.
     """
 
     slots: tuple[int, ...]
@@ -111,12 +111,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class TokenSampling:
-    """Sampling options and stop tokens.
-
-    Args:
-        options: of sampling.
-        stop_tokens: tokens that end a completion.
-    """
+    """Sampling options, and the tokens that end a completion."""
 
     options: SamplingOptions
     stop_tokens: tuple[int, ...]
@@ -126,9 +121,9 @@ class Log(NamedTuple):
     """The results of a round on the host, [steps, rows] each.
 
     Args:
-        token: sampled.
+        token: sampled tokens.
         flags: see ``kernels.step.end_kernel``.
-        logp: in the distribution sampled from.
+        logp: in the distribution that was sampled from.
         logp_policy, entropy: of the model's softmax at the temperature; NaN at temperature 0.
     """
 
@@ -208,11 +203,10 @@ class Steps:
 
     @property
     def num_steps(self) -> int:
-        """Steps in a round."""
         return STEPS
 
     def reach(self, positions: int) -> int:
-        """So many positions, rounded up to a number that graphs are made for."""
+        """``positions`` rounded up to a number that graphs are made for."""
         return _splits(positions) * SPLIT
 
     @property
@@ -233,7 +227,7 @@ class Steps:
     # --- pages
 
     def open(self, num_pages: int) -> None:
-        """Allocate so many pages and the slots of states, and empty every slot."""
+        """Allocate ``num_pages`` pages and the slots of states, and empty every slot."""
         shape = (num_pages * PAGE, self.heads.key, self.heads.width)
         part = shape[0] * shape[1] * shape[2] * self.dtype.itemsize
         parts = self.memory.open(part).view(self.dtype)
@@ -322,7 +316,7 @@ class Steps:
     def prefill(
         self, tokens: Int[Tensor, "T"], layout: PrefillLayout, adapter: Int[Tensor, "T"], num_layers: int | None = None
     ) -> None:
-        """Prefill chunks of prompts into their pages; ``adapter`` as of ``Begin``, of each token."""
+        """Prefill chunks of prompts into their pages; ``adapter`` is each token's place in the stack."""
         own = None if self.stack is None else self.stack.rows(adapter.int())
         prefill(self.model, tokens, layout, self.caches, num_layers=num_layers, adapters=own)
 
@@ -391,10 +385,10 @@ class Steps:
         step = self._step_for(rows, place, sampling)
         for _ in range(STEPS):
             step()
-        return self._read(len(place.slots), sampling.options, place.adapters)
+        return self._results(len(place.slots), sampling.options, place.adapters)
 
-    def _read(self, rows: int, options: SamplingOptions, adapters: Sequence[int]) -> Callable[[], Log]:
-        """Launch the scores and the copies to the host, behind the steps."""
+    def _results(self, rows: int, options: SamplingOptions, adapters: Sequence[int]) -> Callable[[], Log]:
+        """Launch the scores and the copies to the host, after the steps; returns a function that waits for them."""
         log = self.log[:, :, :rows].contiguous()
         scores = self._scores_of(log[:, 0], rows, options, adapters)
         self._turn = 1 - self._turn
@@ -433,7 +427,7 @@ class Steps:
         return torch.cat([sampled_from[None] if options.filters_distribution else policy[:1], policy])
 
     def _step_for(self, rows: int, place: Place, sampling: TokenSampling) -> Callable[[], None]:
-        """A step of so many rows: a graph, captured at its first use; without CUDA a function."""
+        """A step of ``rows`` rows: a graph, captured at its first use; without CUDA a function."""
         splits = place.reach // SPLIT
         groups = 0
         if place.groups and self._together(rows, splits):
@@ -549,12 +543,7 @@ class Steps:
 def logits_of(
     hidden: Float[Tensor, "R D"], head: LMHead, *, adapters: tuple[AdapterStack | None, Tensor | None] = (None, None)
 ) -> Float[Tensor, "R V"]:
-    """float32 logits, row-invariant; ``adapters`` are a stack and the place in it of each row.
-
-    Example:
-        >>> logits_of(torch.zeros(0, 4), LMHead(torch.zeros(3, 4))).shape
-        torch.Size([0, 3])
-    """
+    """float32 logits, row-invariant; ``adapters`` are a stack and the place in it of each row."""
     logits = product(hidden, head.weight.to(hidden.dtype), out_dtype=torch.float32)
     if head.lora_a is not None and head.lora_b is not None:
         low, tile = product(hidden, head.lora_a.to(hidden.dtype)), _tile_of_any_length(hidden)
@@ -580,7 +569,7 @@ def forms_of(model: nn.Module) -> tuple[list[AttentionForm], list[DeltaForm]]:
 
 
 def facts_of(model: nn.Module) -> tuple[Any, ...]:
-    """Address, shape, dtype and device of every parameter, and of adapters; graphs are valid while these stay."""
+    """Address, shape, dtype and device of every parameter, and of adapters: graphs are valid while they are equal."""
     decoder: Any = backbone(model)
     stack: AdapterStack | None = decoder.row_invariant.stack
     of_stack = () if stack is None else stack.facts
@@ -598,7 +587,7 @@ def bucket(rows: int) -> int:
 
 
 def _splits(reach: int) -> int:
-    """Splits of attention for so many positions, rounded up by at most a third to few different numbers."""
+    """Splits of attention for ``reach`` positions, rounded up by at most a third to one of few numbers."""
     splits = divided_up(reach, SPLIT)
     size = 1
     while size < splits:

@@ -20,8 +20,8 @@ class Sampled(NamedTuple):
 
     Args:
         token: a valid index, even for a row of NaN.
-        logp: in the distribution that was sampled from; None if that is the model's softmax at this temperature: the
-            head then computes it from the hidden states.
+        logp: in the distribution that was sampled from; None if that is the model's softmax at this temperature, which
+            the head computes from the hidden states.
         finite: whether the row's logits were finite.
     """
 

@@ -415,6 +415,6 @@ class EngineServer:
 
 
 def _same(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
-    """Whether a client's copy of a message is the message; space around the text and parsed tool calls may differ."""
+    """Whether a client's copy of a message equals ours; outer space and parsed tool calls may differ."""
     same_text = (theirs.get("content") or "").strip() == (ours.get("content") or "").strip()
     return theirs.get("role") == ours.get("role") and (same_text or bool(theirs.get("tool_calls")))

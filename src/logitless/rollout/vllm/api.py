@@ -228,10 +228,6 @@ def request_settings(options: SamplingOptions, ends: Sequence[int]) -> dict[str,
 
     Raises:
         InputError: a bias, or ``min_p`` beside ``top_p`` or ``top_k``: vLLM applies them in another order.
-
-    Example:
-        >>> request_settings(SamplingOptions(max_new_tokens=4, temperature=0.5), [2])["temperature"]
-        0.5
     """
     if options.min_p > 0 and (options.top_p < 1 or options.top_k is not None):
         raise InputError(

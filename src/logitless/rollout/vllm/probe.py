@@ -118,11 +118,6 @@ def probe_prompt(tokenizer: PreTrainedTokenizerBase, length: int) -> tuple[int, 
     Args:
         tokenizer: its special tokens are not used.
         length: tokens.
-
-    Example:
-        >>> from logitless.models.char_tokenizer import character_tokenizer
-        >>> probe_prompt(character_tokenizer("abc"), 4) == probe_prompt(character_tokenizer("abc"), 4)
-        True
     """
     ordinary = sorted(set(tokenizer.get_vocab().values()) - set(tokenizer.added_tokens_decoder))
     return tuple(np.random.default_rng(0).choice(ordinary, length).tolist())

@@ -77,7 +77,6 @@ class VllmServerEngine:
 
     @property
     def num_servers(self) -> int:
-        """Number of servers."""
         return len(self._watched)
 
     def take_share(self, place: int, of: int) -> None:
@@ -88,7 +87,6 @@ class VllmServerEngine:
 
     @property
     def prompts_at_once(self) -> int:
-        """Prompts that are sampled at the same time."""
         return self._at_once * len(self._watched)
 
     # --- weights
@@ -165,7 +163,7 @@ class VllmServerEngine:
                 self._probed(watched)
 
     def _has_missed_a_push(self, watched: _Watched, restarts: int) -> bool:
-        """Whether a request that began at so many restarts may have reached a server without the weights."""
+        """Whether a request that began after ``restarts`` restarts may have reached a server without the weights."""
         with watched.lock:  # waits for another thread's push, which is counted then
             return watched.restarts != restarts or self._sync.held(watched.server) == "fresh"
 

@@ -130,7 +130,7 @@ class WeightFolders:
         return written
 
     def _write_shorter(self, folder: Path, now: dict[str, Tensor]) -> Written:
-        """Write a difference if there is a version before and it is shorter; else write all weights."""
+        """Write a difference to the version before if that is shorter, else all weights."""
         before, self._last = self._last, {name: tensor.clone() for name, tensor in now.items()}
         num_weights, whole = sum(t.numel() for t in now.values()), sum(t.nbytes for t in now.values())
         num_changed = None

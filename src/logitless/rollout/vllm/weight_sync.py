@@ -9,11 +9,12 @@ All weights have names, so that a server is recognised that was restarted or got
 import shutil
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
@@ -46,30 +47,37 @@ class Push:
     seconds: float
 
 
-@runtime_checkable
-class WeightSync(Protocol):
-    """Transfers the policy's weights to servers."""
+class WeightSync(ABC):
+    """Transfers the policy's weights to servers through a folder.
 
+    Args:
+        root: parent of the folders; None for a private one, removed on ``close``.
+    """
+
+    def __init__(self, root: Path | None) -> None:
+        self._remove: Callable[[], object] | None = None
+        if root is None:
+            root, self._remove = private_folder(self)
+        root.mkdir(parents=True, exist_ok=True)
+        self._root = root
+
+    @abstractmethod
     def model(self) -> str:
         """The model's name in requests."""
-        ...
 
+    @abstractmethod
     def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
         """Transfer weights; all servers hold them when it returns."""
-        ...
 
+    @abstractmethod
     def again(self, server: VllmServer) -> None:
         """Transfer the last weights again, to a server that was restarted."""
-        ...
 
+    @abstractmethod
     def held(self, server: VllmServer) -> Held:
         """What the server holds now."""
-        ...
 
-    def keep_apart(self, client: int) -> None:
-        """Share no folder with the run's other clients; ``client`` is this one's number."""
-        ...
-
+    @abstractmethod
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:
         """The version of the weights that sampled each token of a sample.
 
@@ -82,11 +90,17 @@ class WeightSync(Protocol):
             PassingFault: weights that the server was started with.
             EngineError: another client's weights.
         """
-        ...
+
+    def keep_apart(self, client: int) -> None:
+        """Write into a folder for this client alone, one of the run's several; a private folder is that already."""
+        if self._remove is None:
+            self._root = self._root / f"client-{client}"
+            self._root.mkdir(parents=True, exist_ok=True)
 
     def close(self) -> None:
-        """Remove folders and close connections."""
-        ...
+        """Remove a private folder."""
+        if self._remove is not None:
+            self._remove()
 
 
 _LOADING = "-loading"
@@ -128,29 +142,7 @@ class Names:
         return int(version)
 
 
-class _InAFolder:
-    """Base of transfers through folders, in a given folder or in a private one, which is removed at the end."""
-
-    def __init__(self, root: Path | None) -> None:
-        self._remove: Callable[[], object] | None = None
-        if root is None:
-            root, self._remove = private_folder(self)
-        root.mkdir(parents=True, exist_ok=True)
-        self._root = root
-
-    def keep_apart(self, client: int) -> None:
-        """Write into a folder for this client alone, as a private folder is already."""
-        if self._remove is None:
-            self._root = self._root / f"client-{client}"
-            self._root.mkdir(parents=True, exist_ok=True)
-
-    def close(self) -> None:
-        """Remove a private folder."""
-        if self._remove is not None:
-            self._remove()
-
-
-class FolderSync(_InAFolder):
+class FolderSync(WeightSync):
     """Weights through a folder that trainer and servers both see.
 
     Args:
@@ -184,7 +176,6 @@ class FolderSync(_InAFolder):
         self._names, self._folder = Names(), Path()
 
     def model(self) -> str:
-        """The server's name of the model."""
         return self._served
 
     def push(self, servers: Sequence[VllmServer], weights: Weights, version: int) -> Push:
@@ -224,11 +215,9 @@ class FolderSync(_InAFolder):
         self._patience.until_done(load, what="the policy's weights loaded", where=server.url)
 
     def held(self, server: VllmServer) -> Held:
-        """What the server holds, by the name of its weights."""
         return self._names.held(server.weights_name())
 
     def versions(self, server: VllmServer, model: str, names: Sequence[str]) -> tuple[int, ...]:  # noqa: ARG002
-        """The versions in the names of weights."""
         return tuple(self._names.version_of(name, server) for name in names)
 
     def held_patiently(self, server: VllmServer) -> Held:
@@ -236,12 +225,11 @@ class FolderSync(_InAFolder):
         return self._patience.until_done(lambda: self.held(server), what="the name of its weights", where=server.url)
 
     def keep_apart(self, client: int) -> None:
-        """Write into a folder for this client alone, as a private folder is already."""
         super().keep_apart(client)
         self._folders.root = self._root
 
 
-class AdapterSync(_InAFolder):
+class AdapterSync(WeightSync):
     """A LoRA adapter alone, each version under a name of its own, so that a cache of one is never used for another.
 
     The server must hold the base model that the adapter is trained on; the probe checks that.
@@ -325,11 +313,7 @@ class AdapterSync(_InAFolder):
 
 
 def refuse_others(held: Held, server: VllmServer) -> None:
-    """Raise if the server holds another client's weights.
-
-    Raises:
-        EngineError: it does.
-    """
+    """Raises EngineError if the server holds another client's weights."""
     if held == "other":
         raise others_weights(server.weights_name(), server)
 
