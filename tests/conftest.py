@@ -111,6 +111,16 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """No garbage is looked for while tests are collected: nearly all that is made then stays until the end."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_fixture_setup(fixturedef):
     """What several tests share is made as each of them would make it, whichever comes first."""
     if fixturedef.scope != "function":
