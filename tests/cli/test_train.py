@@ -201,8 +201,13 @@ def test_a_run_ends_with_0_and_a_taken_name_with_2_untouched(tmp_path, capsys):
     capsys.readouterr()
 
 
+OTHER_SIGNALS = [(signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+
+
 @pytest.mark.parametrize(
-    ("number", "wanted"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda n: str(n)
+    ("number", "wanted"),
+    [(signal.SIGINT, 130), *(pytest.param(*each, marks=pytest.mark.slow) for each in OTHER_SIGNALS)],
+    ids=lambda n: str(n),
 )
 def test_a_run_that_a_signal_stopped_ends_with_the_status_that_shells_expect_and_its_resume_with_0(
     tmp_path, capsys, monkeypatch, number, wanted

@@ -180,7 +180,7 @@ TEXTS = st.lists(st.integers(0, 2), max_size=7)
 """Of so few different tokens that many begin alike."""
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     groups=st.lists(st.tuples(TEXTS.filter(len), st.lists(TEXTS, min_size=1, max_size=5)), min_size=1, max_size=5),
     least=st.integers(1, 3),

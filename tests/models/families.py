@@ -4,8 +4,11 @@
 (``make docs``).
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+import pytest
 
 Served = Literal["probed", "named", "untested", "no"]
 SMALL: dict[str, Any] = {
@@ -200,6 +203,17 @@ SERVED: dict[str, Served] = {
 TRAINED = tuple(family for family in FAMILIES if family.refused is None)
 FAMILY = {family.model_type: family for family in reversed(FAMILIES)}
 REFUSED = tuple(family for family in FAMILIES if family.refused is not None)
+
+
+def one_of_each_kind(families: Iterable[Family]) -> list[Any]:
+    """Parameters of a test: the first family with its parts and attention; the others with the same ones are slow."""
+    kinds, parameters = set(), []
+    for family in families:
+        kind = (family.parts, family.attention)
+        marks = [pytest.mark.slow] if kind in kinds else []
+        parameters.append(pytest.param(family, marks=marks, id=family.model_type))
+        kinds.add(kind)
+    return parameters
 
 
 @dataclass(frozen=True, eq=False)

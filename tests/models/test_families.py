@@ -19,7 +19,7 @@ from logitless.models.loading import disable_dropout, load_model
 from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.types import Completion, PackedInputs, Prompt, SharedInputs
-from tests.models.families import REFUSED, TRAINED, Family
+from tests.models.families import REFUSED, TRAINED, Family, one_of_each_kind
 from tests.models.in_float64 import in_float64, recomputed_in_float64
 
 GROUPS = ((4, (3, 1, 7)), (1, (1, 4)))  # tokens of prompts and completions: sequences of 6, 4, 10, 1 and 4 tokens
@@ -128,6 +128,7 @@ def truth_of(family: Family) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 families = pytest.mark.parametrize("family", TRAINED, ids=lambda family: family.model_type)
+kinds = pytest.mark.parametrize("family", one_of_each_kind(TRAINED))
 
 
 @families
@@ -140,7 +141,7 @@ def test_a_packed_row_is_its_sequences_run_alone_by_transformers_with_all_gradie
     check_equal(values, gradients(model, [values], [weight_of(values)]), *truth_of(family))
 
 
-@families
+@kinds
 def test_micro_batches_cut_anywhere_add_up_to_the_gradient_of_the_whole(family):
     model, rows = loaded(family), inputs()
     expected, truth = truth_of(family)
@@ -153,7 +154,7 @@ def test_micro_batches_cut_anywhere_add_up_to_the_gradient_of_the_whole(family):
         check_equal(values, found, torch.cat([per_sequence[s] for part in cut for s in part]), truth)
 
 
-@families
+@kinds
 def test_recomputed_layers_give_the_same_gradients(family):
     model, rows = loaded(family), shared(family, inputs())
     model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": recomputed_in_float64})
@@ -165,7 +166,7 @@ def test_recomputed_layers_give_the_same_gradients(family):
         model.eval().gradient_checkpointing_disable()
 
 
-@families
+@kinds
 def test_a_row_with_lora_on_linear_layers_and_experts_is_its_sequences_run_alone_with_it(family):
     rows = inputs()
     ours, theirs = (adapted(family, each) for each in (loaded, plain))

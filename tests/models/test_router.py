@@ -96,7 +96,7 @@ def test_a_token_counts_once_for_each_sequence_that_shares_it():
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns of itself
-@pytest.mark.parametrize("way", ["checkpointing", "compiled"])
+@pytest.mark.parametrize("way", ["checkpointing", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_recomputed_and_compiled_layers_say_the_same_with_the_same_gradient(way):
     found = []
     for changed in (False, True):

@@ -1,11 +1,10 @@
 """Checks of what an objective is given."""
 
 import math
+from itertools import product
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from jaxtyping import Float
 from torch import Tensor
 
@@ -68,34 +67,31 @@ UNBOUNDED = [
 ]
 
 
+LOG_RATIOS = [sign * size for size in (0.0, 1.0, 20.0, 88.0, 89.0, 100.0, 720.0, 1e4) for sign in (1, -1)]
+CASES = list(product(LOG_RATIOS, [0.0, 1.0, -1.0, -1e4, 1e4], [0.0, 100.0, -100.0, math.inf]))
+"""Of a token each, in a sequence of its own: log ratio, advantage, and what the sampler's is further away."""
+
+
 @pytest.mark.parametrize("surrogate", [*SURROGATES, *UNBOUNDED], ids=str)
-@given(
-    log_ratio=st.sampled_from([0.0, 1.0, 20.0, 88.0, 89.0, 100.0, 720.0, 1e4]).flatmap(
-        lambda size: st.sampled_from([size, -size])
-    ),
-    advantage=st.sampled_from([0.0, 1.0, -1.0, -1e4, 1e4]),
-    sampler=st.sampled_from([0.0, 100.0, -100.0, math.inf]),
-    dtype=st.sampled_from([torch.float32, torch.float64]),
-    correction=st.sampled_from([None, SamplerCorrection(max=2.0), SamplerCorrection(mode="mask")]),
-)
-def test_no_ratio_and_no_infinite_bound_makes_a_loss_or_gradient_nan(
-    surrogate, log_ratio, advantage, sampler, dtype, correction
-):
-    logp = torch.tensor([-1.0 + min(log_ratio, 0.0)], dtype=dtype)
+@pytest.mark.parametrize("correction", [None, SamplerCorrection(max=2.0), SamplerCorrection(mode="mask")], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_no_ratio_and_no_infinite_bound_makes_a_loss_or_gradient_nan(surrogate, dtype, correction):
+    log_ratio, advantage, sampler = torch.tensor(CASES, dtype=dtype).T
+    logp = -1.0 + log_ratio.clamp(max=0.0)
     batch = batch_of(
-        1,
-        advantage=torch.tensor([advantage], dtype=dtype),
-        token_weight=torch.ones(1, dtype=dtype),
+        list(range(len(CASES))),
+        advantage=advantage,
+        token_weight=torch.ones_like(logp),
         logp_old=logp - log_ratio,
         logp_sampler=logp - log_ratio - sampler,
         logp_ref=logp,
-        selected=[False],
+        selected=[False] * len(CASES),
     )
     output = Objective(surrogate=surrogate, correction=correction)(logp.requires_grad_(), None, batch)
-    assert not output.loss.isnan()
+    assert not output.token_loss.isnan().any()
     assert not output.grad_logp.isnan().any()
-    if advantage == 0 and surrogate.reads_advantage and not isinstance(surrogate, Dro | Ipo | KPop):
-        assert output.grad_logp.tolist() == [0.0]
+    if surrogate.reads_advantage and not isinstance(surrogate, Dro | Ipo | KPop):
+        assert not output.grad_logp[advantage == 0].any()
 
 
 def test_trls_delta_may_be_infinite_and_then_bounds_nothing():

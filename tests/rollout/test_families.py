@@ -10,14 +10,14 @@ from logitless.models.char_tokenizer import character_tokenizer
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
 from logitless.types import Prompt
-from tests.models.families import TRAINED
+from tests.models.families import TRAINED, one_of_each_kind
 from tests.models.in_float64 import in_float64
 from tests.models.test_families import loaded, logits
 from tests.rounding import of_roundings
 
 LENGTHS = (4, 1, 9, 4, 2)
 SAMPLED = [family for family in TRAINED if family.attention == "packed"]  # the cache of sparse attention is refused
-families = pytest.mark.parametrize("family", SAMPLED, ids=lambda family: family.model_type)
+families = pytest.mark.parametrize("family", one_of_each_kind(SAMPLED))
 
 
 @pytest.fixture(autouse=True)

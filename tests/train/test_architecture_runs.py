@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from logitless.cli.main import main
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.saved_policy import load_policy
-from tests.models.families import DELTA_NET, FAMILY, IMAGE_MODELS, TRAINED
+from tests.models.families import DELTA_NET, FAMILY, IMAGE_MODELS, TRAINED, one_of_each_kind
 from tests.train.interrupting import stopped_at
 from tests.train.tiny import assert_same_run, finished_run, start, steps_of, tiny_raw, tiny_recipe
 
@@ -31,7 +31,8 @@ def check_export(run: RunFolder, target: Path, kind: str) -> None:
     torch.testing.assert_close(plain(input_ids=ids).logits, policy(input_ids=ids).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.slow)], ids=["full", "lora"])
+@pytest.mark.slow  # an image model's hybrid is trained and exported below
+@pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora"])
 def test_a_hybrid_is_trained_resumed_and_exported(tmp_path, lora):
     config = FAMILY["qwen3_5_text"].config | ENDS
     options = {"model__source": config, "model__lora": lora, "model__gradient_checkpointing": True}
@@ -62,7 +63,7 @@ def test_the_language_model_of_an_image_model_is_trained_and_exported(tmp_path):
 SAMPLED_HERE = [family for family in TRAINED if family.attention == "packed"]
 
 
-@pytest.mark.parametrize("family", SAMPLED_HERE, ids=lambda family: family.model_type)
+@pytest.mark.parametrize("family", one_of_each_kind(SAMPLED_HERE))
 def test_a_dry_run_plans_every_architecture(family, tmp_path, capsys):
     config = (
         family.config

@@ -40,7 +40,9 @@ def teacher_in(folder, alphabet=ALPHABET, **config):
     return str(folder / "teacher")
 
 
-@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jensen_shannon"])
+@pytest.mark.parametrize(
+    "kind", ["jensen_shannon", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("forward_kl", "reverse_kl"))]
+)
 def test_a_run_without_rewards_comes_near_its_teacher(tmp_path, kind):
     teacher = {"source": teacher_in(tmp_path), "divergence": kind}
     steps = steps_of(finished_run(tmp_path, **LONGER, teacher=teacher))

@@ -60,7 +60,11 @@ def whole(tmp_path_factory) -> RunFolder:
 
 
 # The calls of a run: load, evaluate; then for each block sample, load, evaluate.
-@pytest.mark.parametrize("calls", [5, 6, 7], ids=["sampling block 2", "loading after it", "evaluating after it"])
+@pytest.mark.parametrize(
+    "calls",
+    [5, pytest.param(6, marks=pytest.mark.slow), 7],
+    ids=["sampling block 2", "loading after it", "evaluating after it"],
+)
 def test_a_run_whose_engine_is_gone_goes_on_bitwise_from_where_it_was(whole, tmp_path, calls):
     with pytest.raises(EngineError, match="a server"):
         start(tiny_recipe(tmp_path, **OFTEN), open_engines=_unreliable(calls))

@@ -32,7 +32,7 @@ def test_a_mixture_trains_without_a_word_about_its_routers_and_says_how_they_are
     assert "loss/router" not in first
 
 
-@pytest.mark.parametrize("micro_batch", [13, 1000])
+@pytest.mark.parametrize("micro_batch", [13, pytest.param(1000, marks=pytest.mark.slow)])
 def test_the_load_balancing_loss_is_part_of_what_is_differentiated(tmp_path, micro_batch):
     """The first step's loss is a sum of means of which the KL, and the policy's with its ratio of 1, are known."""
     changes = {**ONE_EPOCH, **MIXTURE, "kl": None, "train__tokens_per_micro_batch": micro_batch}
@@ -71,7 +71,7 @@ def test_a_load_balancing_loss_evens_the_load(tmp_path):
     assert even[-1]["router/load_max"] < apart[-1]["router/load_max"]
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+@pytest.mark.parametrize("lora", [None, pytest.param({"rank": 2}, marks=pytest.mark.slow)])
 def test_a_frozen_router_ends_as_it_began(tmp_path, lora):
     changes = {**ONE_EPOCH, **MIXTURE, "model__lora": lora}
     begun = dict(tiny_model(tiny_recipe(tmp_path, **changes)).named_parameters())
@@ -140,6 +140,7 @@ def assert_learnt(records):
     assert records[-1]["router/load_min"] > 0.3
 
 
+@pytest.mark.slow
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
     run, complete = start(load_recipe(RECIPE, of_three_letters(tmp_path)))
     assert complete

@@ -99,7 +99,9 @@ def drawn(run):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("in_flight", "sampling", "other"), [("keep", 1, 0), ("recompute", 2, 1)])
+@pytest.mark.parametrize(
+    ("in_flight", "sampling", "other"), [pytest.param("keep", 1, 0, marks=pytest.mark.slow), ("recompute", 2, 1)]
+)
 def test_what_was_drawn_by_several_versions_is_drawn_again_on_other_processes(
     tmp_path, in_flight, sampling, other, device
 ):

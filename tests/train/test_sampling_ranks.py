@@ -84,7 +84,14 @@ def assert_same(one, other):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("staleness", "sampling", "more"), [(0, 1, {}), (1, "auto", {}), (3, 1, CENTRED)])
+@pytest.mark.parametrize(
+    ("staleness", "sampling", "more"),
+    [
+        pytest.param(0, 1, {}, marks=pytest.mark.slow),
+        (1, "auto", {}),
+        pytest.param(3, 1, CENTRED, marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_on_two_processes_is_the_run_on_one_in_every_bit(tmp_path, staleness, sampling, more, device):
     changes = {"rollout__staleness": staleness, "device": device, **more}
     alone = in_turns(tmp_path / "alone", **changes)
@@ -127,7 +134,7 @@ def test_an_adapter_after_a_warm_start_is_sent_with_the_base_that_it_was_merged_
     assert_same(in_turns(tmp_path / "alone", **changes), beside(tmp_path / "beside", **changes))
 
 
-@pytest.mark.parametrize(("stop_at", "more"), [(4, {}), (6, CENTRED)])
+@pytest.mark.parametrize(("stop_at", "more"), [pytest.param(4, {}, marks=pytest.mark.slow), (6, CENTRED)])
 def test_what_was_stopped_beside_samplers_goes_on_in_turns_and_is_the_same_run(tmp_path, stop_at, more):
     changes = {"rollout__staleness": 2, **more}
     stopped = tmp_path / "stopped"

@@ -102,7 +102,11 @@ def test_a_signal_ends_the_wait_of_a_later_push_and_the_resumed_run_ends_as_one_
     assert_same_end(whole, resumed)
 
 
-@pytest.mark.parametrize(("evaluation", "block"), [(1, 0), (2, 2), (3, 3)], ids=["first", "amid the run", "last"])
+@pytest.mark.parametrize(
+    ("evaluation", "block"),
+    [(1, 0), pytest.param(2, 2, marks=pytest.mark.slow), (3, 3)],
+    ids=["first", "amid the run", "last"],
+)
 def test_a_signal_ends_an_evaluation_on_a_dead_server_and_the_resumed_run_makes_it_first(
     tmp_path, whole, evaluation, block
 ):

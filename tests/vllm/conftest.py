@@ -41,8 +41,9 @@ PROMPT = probe_prompt(TOKENIZER, 200)  # longer than a block of the cache, which
 
 def pytest_collection_modifyitems(items):
     """All tests of this folder need vLLM."""
+    folder = str(Path(__file__).parent) + "/"
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if str(item.path).startswith(folder):
             item.add_marker(pytest.mark.vllm)
             item.add_marker(pytest.mark.timeout(900))
 

@@ -19,6 +19,7 @@ __all__ = ["interpreted_head"]  # a fixture of every test here
 
 ASKED = [PROMPTS[2], PROMPTS[0]]
 ARRIVE = {3: 1, 8: 2}
+SLOW = [("qwen3", False), ("qwen3_5", False), ("qwen3_5", True)]
 
 
 def mismatched(versions, groups):
@@ -36,8 +37,10 @@ def versions_of(completion):
     return completion.length * [completion.weights_version] if (v := completion.token_versions) is None else v.tolist()
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("name", ["qwen3", pytest.param("qwen3_5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "recompute"),
+    [("qwen3", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
+)
 def test_recomputed_keys_give_training_s_bits_kept_ones_do_not_and_a_record_draws_both_again(name, recompute):
     options = SamplingOptions(max_new_tokens=2 * steps.STEPS + 2, temperature=0.8)
     versions = Versions(model_of(name, end_bias=-2.0))

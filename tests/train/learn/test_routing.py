@@ -156,7 +156,9 @@ def test_without_a_router_loss_or_with_frozen_routers_a_batch_has_transformers_o
         torch.testing.assert_close(gradient[key], theirs_of, rtol=0, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe"])  # softmax; sigmoid with a correction bias
+@pytest.mark.parametrize(
+    "name", [pytest.param("qwen3_moe", marks=pytest.mark.slow), "glm4_moe"]
+)  # softmax; sigmoid with a correction bias
 def test_exact_layers_have_the_gradients_of_transformers_ones_recomputed_or_not_and_repeat_them_in_every_bit(name):
     pytest.importorskip("triton")
     from logitless.models.row_invariant.layers import install_row_invariant
