@@ -207,7 +207,8 @@ REFUSED = tuple(family for family in FAMILIES if family.refused is not None)
 
 def one_of_each_kind(families: Iterable[Family]) -> list[Any]:
     """Parameters of a test: the first family with its parts and attention; the others with the same ones are slow."""
-    kinds, parameters = set(), []
+    kinds: set[tuple[str, str]] = set()
+    parameters: list[Any] = []
     for family in families:
         kind = (family.parts, family.attention)
         marks = [pytest.mark.slow] if kind in kinds else []
