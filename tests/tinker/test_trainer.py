@@ -319,7 +319,7 @@ def test_a_mixture_of_experts_is_refused_in_words():
         Trainer(model, character_tokenizer("abcdefgh"), row_invariant=False)
 
 
-@with_both_layers(pytest.mark.timeout(600))
+@with_both_layers(pytest.mark.slow)
 def test_a_prompt_of_all_positions_has_the_scores_of_a_shorter_one_and_samples_without_a_token(row_invariant):
     trainer = trainer_of(row_invariant)
     adapter = trained(trainer, trainer.create(SHAPES[0], seed=1), seed=1)
