@@ -317,3 +317,18 @@ def test_a_mixture_of_experts_is_refused_in_words():
     model = load_model(next(iter(MIXTURES.values())), random_weights=True)
     with pytest.raises(UnavailableError, match="a mixture of experts"):
         Trainer(model, character_tokenizer("abcdefgh"), row_invariant=False)
+
+
+@with_both_layers(pytest.mark.slow)
+def test_a_prompt_of_all_positions_has_the_scores_of_a_shorter_one_and_samples_without_a_token(row_invariant):
+    trainer = trainer_of(row_invariant)
+    adapter = trained(trainer, trainer.create(SHAPES[0], seed=1), seed=1)
+    tokens = tuple(np.random.default_rng(0).integers(3, 11, size=trainer.limit).tolist())
+    options, weights = SamplingOptions(max_new_tokens=1), adapter.snapshot()
+    whole = Request("a", tokens, 2, options, 1, only_scores=True, scores_prompt=True)
+    shorter = Request("a", tokens[:-1], 2, options, 1, scores_prompt=True)
+    [(sequences, scores)], [(sampled, expected)] = (trainer.sample([(weights, each)]) for each in (whole, shorter))
+    assert [(len(each.tokens), len(each.logprobs), each.stopped) for each in sequences] == [(0, 0, False)] * 2
+    assert [len(each.tokens) for each in sampled] == [1, 1]
+    assert np.allclose(scores.logprobs[1:-1], expected.logprobs[1:], rtol=0, atol=0 if row_invariant else 1e-5)
+    assert -30 < scores.logprobs[-1] < 0

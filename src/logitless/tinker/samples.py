@@ -18,11 +18,11 @@ class Request:
         id: together with ``seed`` it determines the random numbers.
         tokens: the prompt's.
         num_samples, options, seed: see ``Engine.sample``.
-        only_scores: whether the prompt takes all of the model's positions, so that its samples have no token.
         scores_prompt: whether the prompt's log-probs are wanted.
         scores_last: only for so many last tokens of the prompt; None for all.
         top_prompt, top_sampled: how many likeliest tokens are wanted at each position of the prompt, and of samples.
         targets: token ids to score at the prompt's positions.
+        only_scores: whether the prompt takes all of the model's positions, so that its samples have no token.
     """
 
     id: str
@@ -30,12 +30,12 @@ class Request:
     num_samples: int
     options: SamplingOptions
     seed: int
-    only_scores: bool = False
     scores_prompt: bool = False
     scores_last: int | None = None
     top_prompt: int = 0
     top_sampled: int = 0
     targets: wire.Targets | None = None
+    only_scores: bool = False
 
     @property
     def shared(self) -> tuple[Any, ...]:
@@ -105,10 +105,10 @@ def request_of(request: wire.Sample, *, place: str, seed: int, vocabulary: int, 
         request.num_samples,
         options,
         seed if params.seed is None else params.seed,
-        only_scores,
         bool(request.prompt_logprobs),
         last,
         request.topk_prompt_logprobs,
         request.topk_sample_logprobs,
         targets,
+        only_scores,
     )
