@@ -156,3 +156,6 @@ def test_an_engine_gpu_that_is_named_is_refused_beside_what_its_layers_would_lea
     model = load_model(recipe.model.source, random_weights=True)
     with pytest.raises(UnavailableError, match=f"{given}.*Set rollout.engine: transformers, or auto"):
         resolved(recipe, model, Arrangement())
+    sampling = {"parallel__sampling_shards": 1, f"model__{key}": value}
+    copied = Placed(tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **sampling), model)
+    assert given in unmet(GPU_RULES, copied)[-1].given  # a copy is made with them
