@@ -5,7 +5,7 @@ export TOKENIZERS_PARALLELISM := false
 # Tests start hundreds of processes, which would all compile the package.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test fast test-slow test-tinker test-vllm lint docs site mutation clean
+.PHONY: demo test fast test-slow test-tinker test-vllm test-vllm-slow lint docs site mutation clean
 
 .venv/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("logitless needs Python 3.11 or newer; set PYTHON=python3.11") if sys.version_info < (3, 11) else None'
@@ -53,7 +53,10 @@ VLLM := .venv-vllm/bin
 	touch $@
 
 test-vllm: .venv-vllm/.installed
-	$(VLLM)/python -m pytest -m vllm tests/vllm
+	$(VLLM)/python -m pytest -m 'vllm and not slow' tests/vllm
+
+test-vllm-slow: .venv-vllm/.installed
+	$(VLLM)/python -m pytest -m 'vllm and slow' tests/vllm
 
 # The cookbook is installed without its dependencies: it asks for a tml-renderers that Python 3.11 does not have, and its
 # recipes here do not use it. The SDK of before lies in a folder of its own.

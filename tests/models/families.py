@@ -190,7 +190,7 @@ FAMILIES = (
 
 _NAMED = (
     "gemma3n_text", "cohere2", "ernie4_5_moe", "llama4_text",  # of the same files it computes something else on a CPU
-    "gpt_oss",  # takes no new weights for its experts
+    "gpt_oss", "minimax_m2",  # takes no new weights for its experts; does not begin to load new ones
     "glm4_moe_lite", "deepseek_v2", "deepseek_v3", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",  # 16 bits alone
     "mimo_v2_flash", "lfm2", "lfm2_moe", "falcon_h1", "jamba", "granitemoehybrid", "zamba2",  # kernels for GPUs
 )  # fmt: skip

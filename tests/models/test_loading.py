@@ -166,7 +166,6 @@ def test_attention_that_transformers_lacks_for_a_model_is_refused_by_name_and_no
     config = FAMILY["gpt_oss"].config  # its sinks are in no SDPA
     with pytest.raises(UnavailableError, match=r"gpt_oss; given attention 'sdpa'.*Leave attention at .packed"):
         load_model(config, random_weights=True, attention="sdpa")
-    assert load_model(config, random_weights=True, attention="eager").num_parameters() > 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "phi", "falcon"])

@@ -54,5 +54,7 @@ def served_config(family: Family) -> dict[str, Any]:
     return {**family.config, **wider, **ends, **OTHERWISE.get(family.model_type, {})}
 
 
-PROBED = [family for family in FAMILIES if family.served == "probed"]
-TAKEN = [family for family in FAMILIES if family.served in ("probed", "named")]
+_PROBED = [family for family in FAMILIES if family.served == "probed"]
+MIXTURES = [family for family in _PROBED if "experts" in family.parts]
+DENSE = [family for family in _PROBED if "experts" not in family.parts]
+NAMED = [family for family in FAMILIES if family.served == "named"]

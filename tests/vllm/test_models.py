@@ -14,15 +14,15 @@ from logitless.rollout.vllm.weight_folder import WeightFolders
 from tests.models.families import FAMILY, OTHER_NAMES, TRAINED, Family
 from tests.vllm.conftest import PROMPT, TOKENIZER
 from tests.vllm.one_process import OneProcess
-from tests.vllm.served import PROBED, TAKEN, served_config
+from tests.vllm.served import DENSE, MIXTURES, NAMED, served_config
 
 PLAIN = Probe(PROMPT, max_difference=1e-4)
 """Of two implementations in float32: about 60 roundings of sums of 64 to 128 terms, at logits of about 5."""
 
 
 def by_name(families):
-    """As a parameter of tests; families with the same model type are told apart by number."""
-    return pytest.mark.parametrize("family", families, ids=[each.models for each in families])
+    """As a parameter of tests."""
+    return pytest.mark.parametrize("family", families, ids=lambda family: family.models)
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_vllm_has_the_architectures_that_the_table_says():
     assert unknown | set(OTHER_NAMES) == {each.model_type for each in TRAINED if each.served == "no"}
 
 
-@by_name(TAKEN)
+@by_name(DENSE + NAMED)
 def test_its_class_takes_each_weight_that_is_sent_by_its_name_and_shape_and_needs_no_other(family, process, tmp_path):
     model = model_of(family, 1)
     weights = sent(model, tmp_path / "weights")
@@ -85,7 +85,7 @@ def test_its_class_takes_each_weight_that_is_sent_by_its_name_and_shape_and_need
     assert abs(more) <= {"gemma4_text": 4096}.get(family.model_type, 0)
 
 
-@by_name(PROBED)
+@by_name([*MIXTURES, *(pytest.param(family, marks=pytest.mark.slow) for family in DENSE)])
 def test_weights_that_are_sent_are_what_it_computes_with(family, process, tmp_path):
     process.call("open", folder=saved(model_of(family, 99), tmp_path / "model"))
     for version in (1, 2):

@@ -457,7 +457,7 @@ def _check_attention_of_transformers(config: Any, attention: Attention) -> None:
         raise UnavailableError(
             needed=f"attention that transformers has for {config.model_type}",
             given=f"attention {attention!r}",
-            remedy='Leave attention at "packed", or set it to "eager".',
+            remedy='Leave attention at "packed".',
         )
 
 
