@@ -204,12 +204,7 @@ def require(condition: Tensor, *, needed: str, given: str, remedy: str) -> None:
 
 
 def logits_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of logits, log-probs and entropies for hidden states of this dtype.
-
-    Example:
-        >>> logits_dtype(torch.bfloat16)
-        torch.float32
-    """
+    """The dtype of logits, log-probs and entropies for hidden states of this dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 

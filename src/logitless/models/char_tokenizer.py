@@ -12,8 +12,6 @@ def character_tokenizer(
     alphabet: str,
     *,
     removed: Sequence[str] = (),
-    pad_token: str = "<pad>",
-    bos_token: str = "<bos>",
     eos_token: str = "<eos>",
 ) -> PreTrainedTokenizerFast:
     """A tokenizer with one token per character, in the format that ``AutoTokenizer`` reads.
@@ -24,7 +22,7 @@ def character_tokenizer(
     Args:
         alphabet: every character of the task, each once.
         removed: texts that are deleted before encoding, in this order, such as the fixed part of an instruction.
-        pad_token, bos_token, eos_token: the special tokens.
+        eos_token: text of EOS.
 
     Returns:
         A tokenizer; ``save_pretrained(folder)`` writes it.
@@ -46,6 +44,7 @@ def character_tokenizer(
             given=f"{twice} more than once" if twice else "an empty one",
             remedy="List every character of the task exactly once.",
         )
+    pad_token, bos_token = "<pad>", "<bos>"
     special = [pad_token, bos_token, eos_token]
     vocabulary = {token: index for index, token in enumerate([*special, *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=None))

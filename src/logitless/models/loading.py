@@ -492,13 +492,7 @@ def _check_attention_interface(config: Any) -> None:
 
 
 def positions(config: Any) -> int | None:
-    """Number of positions of a model, a scaled rotary embedding's included; None if there is no limit.
-
-    Example:
-        >>> from transformers import LlamaConfig
-        >>> positions(LlamaConfig(max_position_embeddings=512))
-        512
-    """
+    """Number of positions of a model, a scaled rotary embedding's included; None if there is no limit."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None

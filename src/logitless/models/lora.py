@@ -90,36 +90,9 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
     if is_peft(model):
         model = merge_adapters(model)
     _check_tied_head(model, options)
-    return add_adapter(model, options, name="default", seed=seed)
-
-
-def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int = 0) -> nn.Module:
-    """As ``add_lora``, beside the adapters that the model has; only the new one is active and trainable.
-
-    Nothing is merged. An LM head that is tied to the embedding may be adapted; it cannot be merged later.
-
-    Args:
-        model: changed in place, before row-invariant layers are installed.
-        options: rank, scale and targets.
-        name: of the adapter, without a dot.
-        seed: of the A factors.
-
-    Raises:
-        ConfigurationError: as ``add_lora``, but for tied heads.
-    """
     peft = _peft()
     _check_modules_to_save(model, options)
-    modules: str | list[str] = options.targets if isinstance(options.targets, str) else list(options.targets)
-    parameters: list[str] | None = None
-    if expert_weights(model):
-        found = lora_targets(model, options.targets)
-        modules, parameters = list(found.modules), list(found.parameters) or None
-        if parameters and options.dropout:
-            raise ConfigurationError(
-                needed="no dropout in adapters of experts, which change their weights and have no input of their own",
-                given=f"dropout {options.dropout} and {', '.join(parameters)} among the targets",
-                remedy="Set model.lora.dropout: 0, or name targets outside of the experts.",
-            )
+    modules, parameters = _targets(model, options)
     config = peft.LoraConfig(
         r=options.rank,
         lora_alpha=options.alpha,
@@ -137,12 +110,7 @@ def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int 
             with warnings.catch_warnings():
                 # PEFT warns that a tied LM head cannot be merged with its adapter.
                 warnings.filterwarnings("ignore", message="(?s).*tie_word_embeddings")
-                if is_peft(model):
-                    model.add_adapter(name, config)  # type: ignore[operator]
-                    model.set_adapter(name)  # type: ignore[operator]
-                    adapted = model
-                else:
-                    adapted = peft.get_peft_model(model, config, adapter_name=name)
+                adapted: nn.Module = peft.get_peft_model(model, config)
         except ValueError as error:
             raise ConfigurationError(
                 needed="targets that name linear modules of the model",
@@ -153,7 +121,21 @@ def add_adapter(model: nn.Module, options: LoraOptions, *, name: str, seed: int 
         if ".modules_to_save." in path:
             parameter.data = parameter.data.float()
     _set_dropout(adapted)
-    return adapted  # type: ignore[no-any-return]
+    return adapted
+
+
+def _targets(model: nn.Module, options: LoraOptions) -> tuple[str | list[str], list[str] | None]:
+    """PEFT's ``target_modules`` and ``target_parameters``."""
+    if not expert_weights(model):
+        return options.targets if isinstance(options.targets, str) else list(options.targets), None
+    found = lora_targets(model, options.targets)
+    if found.parameters and options.dropout:
+        raise ConfigurationError(
+            needed="no dropout in adapters of experts, which change their weights and have no input of their own",
+            given=f"dropout {options.dropout} and {', '.join(found.parameters)} among the targets",
+            remedy="Set model.lora.dropout: 0, or name targets outside of the experts.",
+        )
+    return list(found.modules), list(found.parameters) or None
 
 
 _READ_BY_WEIGHT = {

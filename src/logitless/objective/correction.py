@@ -184,9 +184,6 @@ class SamplerCorrection:
 
         Raises:
             ConfigurationError: one of them is on.
-
-        Example:
-            >>> SamplerCorrection(max=2.0).check_sampling(top_p=1.0)
         """
         used = {
             "top_p": top_p < 1,

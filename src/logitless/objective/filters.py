@@ -288,10 +288,6 @@ class SamplerRejection(TokenFilter):
         ConfigurationError: bounds out of order, a ``min`` for another measure, or ``sequence_max`` of k1.
 
     Source: verl's rollout correction, where rejected tokens leave the denominator, too.
-
-    Example:
-        >>> SamplerRejection(measure="k2", over="sequence_max", max=0.02).name
-        'sampler_rejection'
     """
 
     max: float

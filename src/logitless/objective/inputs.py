@@ -38,16 +38,7 @@ _REMEDIES = {
 
 
 def required(value: Tensor | None, name: str) -> Tensor:
-    """The tensor, or an error that names what is missing.
-
-    Raises:
-        InputError: the value is None.
-
-    Example:
-        >>> import torch
-        >>> required(torch.ones(1), "logp_old")
-        tensor([1.])
-    """
+    """The tensor; raises InputError, which names what is missing, if it is None."""
     if value is None:
         raise InputError(
             needed=f"{name} for every token",
@@ -66,10 +57,6 @@ def check_knobs(part: Any, *finite: str) -> None:
 
     Raises:
         ConfigurationError: a value that its field's ``Literal`` does not list, NaN, or an infinite one of ``finite``.
-
-    Example:
-        >>> from logitless.objective.ratio import SequenceRatio
-        >>> check_knobs(SequenceRatio("mean"))
     """
     for name, hint in get_type_hints(type(part)).items():
         hints = [hint, *get_args(hint)]
@@ -170,15 +157,7 @@ def shapes_of(hints: Mapping[str, Any]) -> dict[str, tuple[tuple[str, ...], ...]
 
 
 def check_shapes(values: Mapping[str, Any], shapes: Mapping[str, tuple[tuple[str, ...], ...]]) -> None:
-    """Refuse tensors that do not have their shape.
-
-    Raises:
-        InputError: the first tensor of another rank, or of another length than a tensor before it.
-
-    Example:
-        >>> import torch
-        >>> check_shapes({"logp": torch.ones(3)}, {"logp": (("N",),)})
-    """
+    """Raises InputError for the first tensor of another rank, or of another length than a tensor before it."""
     lengths: dict[str, int] = {}
     for name, allowed in shapes.items():
         value = values.get(name)

@@ -147,12 +147,7 @@ class SingleTurn:
 
 
 def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
-    """The environment's reply to each turn, in one call if it supports that.
-
-    Example:
-        >>> replies_of(SingleTurn(), [None], [Completion("7", (4,), "4", "stop")])
-        [Reply(reward=0.0, messages=(), token_ids=(), failure='')]
-    """
+    """The environment's reply to each turn, in one call if it supports that."""
     if isinstance(environment, BatchedEnvironment):
         replies = environment.replies(states, turns)
     else:

@@ -33,10 +33,6 @@ class SamplingOptions:
 
     Raises:
         ConfigurationError: a value out of range, or a filter beside temperature 0, where it would do nothing.
-
-    Example:
-        >>> SamplingOptions(max_new_tokens=64, top_p=0.9).filters_distribution
-        True
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}

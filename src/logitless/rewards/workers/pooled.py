@@ -152,13 +152,11 @@ def verdict_of(outcome: Outcome, ungradable_score: float | None = 0.0, blameless
 
 
 def hit_deadline(verdict: Verdict) -> bool:
-    """Whether a completion was not graded because of a deadline, by the verdict's message.
+    """Whether a deadline kept a completion from being graded, by the verdict's message.
 
     Example:
         >>> hit_deadline(Verdict(score=0.0, status="ungradable", message="timeout: over 2 s (signal SIGKILL)"))
         True
-        >>> hit_deadline(Verdict(score=0.0, status="ungradable", message="5000000 characters, over 1000000"))
-        False
     """
     return verdict.status in ("timeout", "ungradable") and _OVER_DEADLINE.search(verdict.message) is not None
 

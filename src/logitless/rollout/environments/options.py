@@ -27,10 +27,6 @@ class OwnEnvironment:
             `reply`.
         options: keyword arguments of the factory.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template.
-
-    Example:
-        >>> OwnEnvironment(factory="logitless.rollout.environment:SingleTurn").made()
-        <logitless.rollout.environment.SingleTurn object at ...>
     """
 
     __pydantic_config__: ClassVar[dict[str, str]] = {"extra": "forbid"}
