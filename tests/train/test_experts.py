@@ -140,7 +140,6 @@ def assert_learnt(records):
     assert records[-1]["router/load_min"] > 0.3
 
 
-@pytest.mark.slow
 def test_a_mixture_learns_the_quickstarts_task_in_words_of_three_letters(tmp_path):
     run, complete = start(load_recipe(RECIPE, of_three_letters(tmp_path)))
     assert complete
