@@ -188,7 +188,9 @@ def test_an_option_that_nothing_could_be_served_with_is_refused_before_the_model
     assert f"{wrong[0]} of at least 1" in capsys.readouterr().err
 
 
+@pytest.mark.tinker  # without the SDK the command line refuses before it looks for the folder
 def test_a_folder_that_cannot_be_had_is_refused_before_the_model_is_loaded(tmp_path, capsys):
+    pytest.importorskip("tinker", reason="the Tinker SDK is not installed: make test-tinker")
     (tmp_path / "file").touch()
     assert main(["serve-tinker", "no-such-model", "--folder", str(tmp_path / "file")]) == 1
     assert "Name another --folder" in capsys.readouterr().err
