@@ -13,7 +13,6 @@ from torch import nn
 
 from logitless.errors import UnavailableError
 from logitless.installed import version_of
-from logitless.models.lm_head import backbone
 from logitless.models.mixers import recurrent_mixers
 
 _HOPPER = 9
@@ -22,10 +21,10 @@ _WRONG = (3, 4), (3, 7, 1)
 
 
 def check_delta_gradients(model: nn.Module, device: torch.device) -> None:
-    """Raises if a model that is to be trained has such layers on such a GPU.
+    """Raises if a model that is to be trained through transformers' layers has such layers on such a GPU.
 
     Args:
-        model: with the layers that it is trained with.
+        model: to be trained; it may still be elsewhere.
         device: that it is trained on.
 
     Raises:
@@ -36,7 +35,7 @@ def check_delta_gradients(model: nn.Module, device: torch.device) -> None:
         return
     found = tuple(map(int, re.findall(r"\d+", triton)[:3]))
     wrong = torch.cuda.get_device_capability(device)[0] == _HOPPER and _WRONG[0] <= found < _WRONG[1]
-    if not wrong or importlib.util.find_spec("tilelang") or hasattr(backbone(model), "row_invariant"):
+    if not wrong or importlib.util.find_spec("tilelang"):
         return
     if any(_is_gated_delta_net(mixer) for mixer in recurrent_mixers(model)):
         raise UnavailableError(

@@ -31,6 +31,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.packing import Packing, pack, share_prompts
 from logitless.errors import InputError, TrainingError, UnavailableError
 from logitless.head import likeliest_tokens, token_scores
+from logitless.models.delta_gradients import check_delta_gradients
 from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model
 from logitless.models.lora_targets import expert_weights
@@ -661,6 +662,8 @@ def open_trainer(
     reason = "layers: transformers" if layers == "transformers" else in_words(against_row_invariant(section, model))
     if reason and layers == "row_invariant":
         raise no_row_invariant(reason)
+    if reason:
+        check_delta_gradients(model, device)
     trainer = Trainer(model, tokenizer, row_invariant=not reason, **options)
     if not reason:
         return trainer, "row-invariant: log-probs of sampling and training are bitwise identical"

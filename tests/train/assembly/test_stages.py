@@ -82,3 +82,12 @@ def test_parts_under_other_settings_share_all_but_those(tmp_path):
     assert parts.learner.progress.step == len(first) + len(steps)
     assert (parts.collector.options, parts.learner.recipe) == (parts.recipe.rollout, parts.recipe)
     assert parts.recipe.rollout.prompts_per_block == recipe.rollout.prompts_per_block == 4
+
+
+def test_gradients_are_checked_for_the_device_that_trains_wherever_the_weights_are_now(tmp_path, monkeypatch):
+    checked = []
+    monkeypatch.setattr(
+        "logitless.train.assembly.stages.check_delta_gradients", lambda model, device: checked.append(device)
+    )
+    load(read(tiny_recipe(tmp_path)), device=torch.device("meta"))
+    assert checked == [torch.device("cpu")]

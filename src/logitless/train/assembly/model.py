@@ -10,7 +10,6 @@ from transformers import PreTrainedTokenizerBase
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError
 from logitless.models.activations import set_modes
-from logitless.models.delta_gradients import check_delta_gradients
 from logitless.models.lm_head import backbone
 from logitless.models.loading import check_vocabulary, compile_layers, disable_dropout, load_model, load_tokenizer
 from logitless.models.lora import LoraOptions, add_lora, load_adapters
@@ -98,7 +97,6 @@ def policy_model(
         model = _with_adapter(section, model, seed=seed, has_own_base=section.random_weights or weights is not None)
     check(ROUTER_RULES, Fitted(section, model, device))
     _finish(section, model)
-    check_delta_gradients(model, device)
     if section.compile:
         compile_layers(model)
     return model.train()

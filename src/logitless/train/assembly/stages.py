@@ -25,6 +25,7 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.models.activations import ActivationPlan
+from logitless.models.delta_gradients import check_delta_gradients
 from logitless.models.router import configured_router_loss
 from logitless.objective.algorithm import Algorithm
 from logitless.rewards.reward import WeightedReward
@@ -199,6 +200,9 @@ def load(
         inputs: of ``read``.
         weights: folder of a warm start; None for the recipe's weights.
         device: None for the recipe's; ``meta`` for a plan.
+
+    Raises:
+        LogitlessError: the model cannot be loaded, or not be trained as the recipe says on the recipe's device.
     """
     recipe = before_loading(inputs.recipe, inputs.arrangement)
     is_cut = device is None and is_cut_from_host(recipe, inputs.arrangement)
@@ -217,6 +221,8 @@ def load(
             model = made(empty=False)
         logger.info("every process reads the model, which transformers makes otherwise than it reads it")
     chosen = resolved(inputs.recipe, model, inputs.arrangement)
+    if chosen.recipe.model.layers == "transformers":
+        check_delta_gradients(model, device_of(recipe.model))
     if ENGINE in chosen.against and device.type != "meta":
         logger.info("rollout engine: %s", chosen.engine_line)
     if inputs.sampling_line and device.type != "meta":
