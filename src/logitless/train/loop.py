@@ -21,6 +21,7 @@ from types import MappingProxyType
 from typing import Any
 
 from logitless.errors import CheckpointError, EngineError, LostRankError
+from logitless.rollout.environment import Driver
 from logitless.rollout.in_flight import RepeatingEngine
 from logitless.train.assembly.stages import Parts
 from logitless.train.block import JudgedBlock, ScoredBlock
@@ -90,7 +91,8 @@ class Loop:
             EngineError: an engine failed for good; a checkpoint is saved first.
         """
         with self.interrupt.heard():
-            with self._at_once():  # nothing to save yet, and a server may keep it waiting
+            # Nothing to save yet, and a server may keep it waiting.
+            with self.interrupt.at_once() if self.ranks.world == 1 else nullcontext():
                 self._sync_weights()
             if self.ranks.broadcast_object(not checkpoints(self.journal.folder.checkpoints)):
                 self.unwritten = self._block_start
@@ -273,6 +275,8 @@ class Loop:
         """Inside, the first signal interrupts: at once on a single rank, between two decoding steps on several."""
         if self.ranks.world == 1:
             return self.interrupt.at_once()
+        if isinstance(self.parts.inputs.environment, Driver):  # it samples in a thread that nothing may end
+            return nullcontext()
         return stopping_together(self.engines.distinct, self.ranks, lambda: self.interrupt.signal)
 
     @property

@@ -2,7 +2,9 @@
 
 A rank that ended alone would leave the others in their next collective. So a rank that was told to stop says so in a
 counter of the ranks' store, at which all of them look between two steps, and what each has sampled is discarded where
-they exchange their completions (``GroupSampler``). Other engines, such as servers, sample to their end.
+they exchange their completions (``GroupSampler``). Only a rank that samples looks: a signal to one that has finished
+its share is heard where they exchange. Other engines, such as servers, sample to their end, and so do harnesses, whose
+calls come from a thread of their own.
 """
 
 import time
@@ -26,7 +28,7 @@ class StoppedTogether(KeyboardInterrupt):
 
 @contextmanager
 def stopping_together(engines: Iterable[Engine], ranks: Ranks, signal: Callable[[], Signals | None]) -> Iterator[None]:
-    """Inside, a signal to any rank ends the engines' calls on all of them. A collective at its beginning.
+    """Inside, a signal to any rank that samples ends the engines' calls on all. A collective at its beginning.
 
     Args:
         engines: of this rank; those that can look between two steps do.
