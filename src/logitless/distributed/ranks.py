@@ -40,6 +40,7 @@ _Item = TypeVar("_Item")
 _gather_into: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed it
 _PR_SET_PDEATHSIG = 1
 _NCCL_DUMP_SIGNAL = "exception_dump"  # torch's kStoreDumpKey
+_RESTORES_SIGTERM = threading.Event()
 ABORT_SECONDS = 15.0
 """How long a rank waits for NCCL to abort, which has no deadline of its own."""
 
@@ -318,6 +319,7 @@ def ranks_of_environment(
     Raises:
         ConfigurationError: variables are missing or do not fit together.
         UnavailableError: fewer GPUs than ranks on this machine.
+        LostRankError: another rank did not come, or was lost.
 
     Example:
         >>> with ranks_of_environment("cpu", {}) as ranks:
@@ -347,6 +349,7 @@ def ranks_of_environment(
     timeout = timedelta(seconds=timeout_seconds)
     life = environment.get("TORCHELASTIC_RESTART_COUNT", "0")  # the store outlives a restart
     ranks, failed, before = Ranks.alone(), True, signal.getsignal(signal.SIGTERM)
+    _RESTORES_SIGTERM.set()
     try:
         store = _store(address, rank, world, timeout)
         exit_reasons = ExitReasons(PrefixStore(f"exit-{life}", store), rank, world)
@@ -373,6 +376,12 @@ def ranks_of_environment(
         elif dist.is_initialized() and not _returns(dist.distributed_c10d._abort_process_group):
             atexit.register(_leave)  # the interpreter's end would wait for the groups again
         on_sigterm(before)
+        _RESTORES_SIGTERM.clear()
+
+
+def restores_sigterm() -> bool:
+    """Whether this process is inside ``ranks_of_environment``, which at its end sets what SIGTERM did before."""
+    return _RESTORES_SIGTERM.is_set()
 
 
 def _store(address: str, rank: int, world: int, timeout: timedelta) -> Store:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-import torch.distributed as dist
+from logitless.distributed.ranks import restores_sigterm
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -59,7 +59,7 @@ class Interrupt:
         try:
             yield
         except Exception:
-            if dist.is_initialized():
+            if restores_sigterm():
                 previous[signal.SIGTERM] = signal.SIG_IGN
             raise
         finally:
