@@ -142,6 +142,10 @@ def test_a_log_of_other_prompts_or_without_the_block_is_refused(ahead, tmp_path)
         BlockLog(tmp_path / "collected", PROMPTS).read(1)
     with pytest.raises(DataError, match="KeyError"):
         BlockLog(tmp_path / "collected", PROMPTS[:1]).read(0)
+    file = tmp_path / "collected" / "block-000001.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "schema_number": 1}))
+    with pytest.raises(DataError, match="schema 1, of another version"):
+        BlockLog(tmp_path / "collected", PROMPTS).read(0)
 
 
 def test_a_resumed_run_keeps_no_weights_that_only_sampled_logged_blocks_and_knows_that_they_were_exact(ahead):

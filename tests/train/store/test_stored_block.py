@@ -45,3 +45,9 @@ def test_a_block_that_a_version_without_teachers_stored_has_none():
     _assert_equal(block, load_block(tensors, older))
     with pytest.raises(KeyError):
         load_block(tensors, {})
+
+
+def test_a_value_that_no_field_takes_is_refused_and_not_left_out():
+    tensors, state = stored_block(advantaged([group_of("1", [1.0, 2.0], lengths=[2, 1])], GroupCentered()))
+    with pytest.raises(KeyError, match="block/live, which is of another version"):
+        load_block(tensors, {**state, "block/live": [True, True]})

@@ -16,6 +16,9 @@ from logitless.train.collect.group_json import decode_groups, encode_groups
 from logitless.train.store.atomic import write_atomically
 from logitless.types import Prompt
 
+SCHEMA_NUMBER = 2
+"""Of a block's file; another one is refused."""
+
 
 class BlockLog:
     """For each sampled block a JSON file, and a file with the numbers of its arrays.
@@ -66,7 +69,7 @@ class BlockLog:
         versions = whole.union(*(c.token_versions.tolist() for c in completions if c.token_versions is not None))
         rest, numbers = encode_groups(judged.sampled)
         row = {
-            "schema_number": 2,
+            "schema_number": SCHEMA_NUMBER,
             "block": block,
             "begun_after": begun_after,
             "versions": sorted(versions),
@@ -115,7 +118,10 @@ class BlockLog:
     def _reading(self, block: int) -> Iterator[dict[str, Any]]:
         """A block's JSON; inside, what it lacks is an error about the log."""
         try:
-            yield json.loads(self._file(block).read_bytes())
+            row = json.loads(self._file(block).read_bytes())
+            if row["schema_number"] != SCHEMA_NUMBER:
+                raise ValueError(f"schema {row['schema_number']}, of another version of logitless")
+            yield row
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise DataError(
                 needed=f"block {block + 1} in the log {self.folder}",

@@ -23,9 +23,17 @@ def stored_block(block: ScoredBlock) -> tuple[dict[str, Tensor], dict[str, Any]]
 
 
 def load_block(tensors: Mapping[str, Tensor], state: Mapping[str, Any]) -> ScoredBlock:
-    """The block that ``stored_block`` took apart."""
+    """The block that ``stored_block`` took apart.
+
+    Raises:
+        KeyError: a value is missing, or another version's.
+    """
     of_block = {name: tensors[name] for name in tensors if name.startswith(f"{_PREFIX}/")}
-    return _built(ScoredBlock, _PREFIX, {**of_block, **tuples(state)})
+    values = {**of_block, **tuples(state)}
+    block = _built(ScoredBlock, _PREFIX, values)
+    if unknown := sorted(values.keys() - _flat(block, _PREFIX).keys()):
+        raise KeyError(f"{unknown[0]}, which is of another version")
+    return block
 
 
 def _flat(stage: Any, prefix: str) -> dict[str, Any]:
