@@ -63,9 +63,9 @@ def run(options: argparse.Namespace) -> int:
     _choose_recipe(options)
     with ExitStack() as stack:
         with loading("train"), cuda_context(_device_for(options)):
-            from logitless.train.recipe.loading import load_recipe
+            from logitless.train.recipe.loading import check_recipe, load_recipe
 
-            recipe = load_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
+            check_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
             import_transformers()
             from logitless.train.entry import train
             from logitless.train.long_lived import startup_objects_frozen
@@ -73,6 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
             # Before garbage is collected again: the first collection would visit all that was imported.
             stack.enter_context(startup_objects_frozen())
+        recipe = load_recipe(options.recipe, options.overrides)
         clock = WallClock.of_process()
         resume: Resume = "auto" if options.resume_or_start else options.resume
         if options.dry_run:
@@ -293,6 +294,8 @@ def _next(
     if result.signal is not None and replay is not None:
         others = [each for each in others if not each.startswith("output=")]
         return f"{_command()} --replay {shlex.quote(str(replay))}{_set(others)}"
+    if not result.complete and replay is not None:
+        return f"{_command()} {shlex.quote(str(replay / 'config.yaml'))} --resume  # goes on with the repeated run"
     if not result.complete:
         return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:

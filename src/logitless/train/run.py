@@ -35,7 +35,7 @@ from logitless.train.assembly.process import device_of, effects, set_process
 from logitless.train.assembly.stages import Inputs, Loaded, assemble, described, load, read
 from logitless.train.beginning import Beginning, Resume, beginning, check_beginning, run_folder
 from logitless.train.callbacks import Callback, Callbacks
-from logitless.train.collect.replay import LastWhole, check_in_flight, check_same_end, last_whole, repeated_on
+from logitless.train.collect.replay import LastWholeBlock, check_in_flight, check_same_end, last_whole, repeated_on
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.warm_start import warm_start
 from logitless.train.long_lived import startup_objects_frozen
@@ -136,7 +136,7 @@ def run_recipe(
         clock.outside(UNNAMED)
         result = _run(loop)
         _end(loop, result, inputs.tokenizer, services)
-        if replay is not None and (result.complete or result.callback == LastWhole.__name__):
+        if replay is not None and (result.complete or result.callback == LastWholeBlock.__name__):
             _check_repeated(loop, replay, last)
         if inputs.recipe.parallel.num_sampling:
             everyone.broadcast_object(result.as_json())
@@ -279,7 +279,7 @@ def _run(loop: Loop) -> RunResult:
         raise
 
 
-def _check_repeated(loop: Loop, replay: Path, last: LastWhole | None) -> None:
+def _check_repeated(loop: Loop, replay: Path, last: LastWholeBlock | None) -> None:
     """Refuse a run that does not end as the one that it repeats, or as its last whole block. A collective."""
     with failing_together(loop.ranks, "the run that is repeated"):
         if loop.ranks.is_first:

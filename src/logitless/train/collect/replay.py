@@ -20,7 +20,7 @@ from logitless.train.record.metrics import repeatable
 from logitless.train.record.provenance import parent_in
 from logitless.train.record.result import COMPLETE
 from logitless.train.record.run_folder import RunFolder
-from logitless.train.store.checkpoint import checkpoints, folder_name
+from logitless.train.store.checkpoint import checkpoints, damaged, folder_name
 from logitless.types import PER_TOKEN, Completion
 
 logger = logging.getLogger("logitless")
@@ -137,7 +137,7 @@ def _summary(run: RunFolder) -> dict[str, Any]:
     return found
 
 
-class LastWhole(Callback):
+class LastWholeBlock(Callback):
     """Ends the repetition of an unfinished run after that run's last whole block.
 
     Args:
@@ -153,14 +153,23 @@ class LastWhole(Callback):
         return bool(metrics["block"] >= self.block)
 
 
-def last_whole(run: RunFolder) -> LastWhole | None:
-    """The last whole block of an unfinished run; None of a finished one, and without any."""
+def last_whole(run: RunFolder) -> LastWholeBlock | None:
+    """The last whole block of an unfinished run; None of a finished one, and without any.
+
+    Raises:
+        CheckpointError: a checkpoint is damaged.
+    """
     if _summary(run).get("ended_by") in COMPLETE:
         return None
     for folder in reversed(checkpoints(run.checkpoints)):
-        state = json.loads((folder / "state.json").read_bytes())
-        if state["block"] is None and not state["loop"].get("unwritten") and state["progress"]["block"]:
-            return LastWhole(state["progress"]["block"], folder.name)
+        try:
+            state = json.loads((folder / "state.json").read_bytes())
+            block, unwritten = state["progress"]["block"], state["loop"].get("unwritten")
+            amid_block = state["block"] is not None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise damaged(folder, error) from error
+        if block and not unwritten and not amid_block:
+            return LastWholeBlock(block, folder.name)
     return None
 
 
@@ -219,7 +228,7 @@ def _at(completion: Completion, token: int) -> str:
     return drawn if logp is None else f"{drawn}, log-prob {float(logp[token])!r}"
 
 
-def check_same_end(here: RunFolder, there: RunFolder, last: LastWhole | None = None) -> None:
+def check_same_end(here: RunFolder, there: RunFolder, last: LastWholeBlock | None = None) -> None:
     """Refuse a run whose metrics or checkpoints differ from those of the run that it repeats, in any bit.
 
     Each checkpoint that both runs have is compared, the last one included. Times, speeds and memory are not, nor are

@@ -56,14 +56,29 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, plans_for_gp
         ConfigurationError: no such file, malformed YAML, an unknown key (the nearest known one is named), a value of
             the wrong type, or parts that contradict each other.
     """
-    path = Path(path)
+    return _checked(_read(Path(path), overrides), plans_for_gpus=plans_for_gpus)
+
+
+def check_recipe(path: str | Path, overrides: Sequence[str] = ()) -> None:
+    """Refuse what ``load_recipe`` would refuse, without a look at this machine's GPUs.
+
+    Args:
+        path, overrides: as for ``load_recipe``.
+
+    Raises:
+        ConfigurationError: as ``load_recipe``.
+    """
+    _given(_read(Path(path), overrides))
+
+
+def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     raw = read_mapping(path, overrides)
     replaced = [override.partition("=")[0] for override in overrides]
 
     def folder_of(key: str) -> Path:
         return Path.cwd() if any(f"{key}.".startswith(f"{each}.") for each in replaced) else path.parent
 
-    return _checked(_with_absolute_paths(raw, folder_of), plans_for_gpus=plans_for_gpus)
+    return _with_absolute_paths(raw, folder_of)
 
 
 def parse_recipe(raw: Mapping[str, Any]) -> Recipe:
@@ -132,6 +147,13 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
 
 
 def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:
+    given = _given(raw)
+    dtypes = resolved_dtypes(given, plans_for_gpus=plans_for_gpus)
+    return _given({**raw, "model": {**raw["model"], **dtypes}}) if dtypes else given
+
+
+def _given(raw: Mapping[str, Any]) -> Recipe:
+    """The recipe with ``auto`` as it was given."""
     try:
         json.dumps(raw, default=str, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
@@ -145,9 +167,7 @@ def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:
             remedy="See docs/configuration.md.",
         ) from error
     try:
-        given = Recipe.model_validate(raw)
-        dtypes = resolved_dtypes(given, plans_for_gpus=plans_for_gpus)
-        return Recipe.model_validate({**raw, "model": {**raw["model"], **dtypes}}) if dtypes else given
+        return Recipe.model_validate(raw)
     except ValidationError as error:
         raise refusal_of(error) from error
 
