@@ -3,6 +3,7 @@
 Nothing is truncated: a prompt that is too long is dropped and counted, or an error.
 """
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -15,6 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.sources import DataOptions, Rendered, Row, read_rows
 from logitless.errors import CheckpointError, ConfigurationError, DataError, InputError
 from logitless.types import Prompt
+
+logger = logging.getLogger("logitless")
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,7 @@ def prompts_of_rows(
             given="a tokenizer without one",
             remedy="Set template with {system} and {prompt}, or leave system out.",
         )
-    for row in rows:
-        _refuse_images(row)
+    _tell_of_images(rows)
     ids = _row_ids(rows)
     filled = [(row, row_id) for row, row_id in zip(rows, ids, strict=True) if not _is_empty(row)]
     messages = [_messages(row, options, tokenizer) for row, _ in filled]
@@ -332,13 +334,13 @@ def _is_image(value: object) -> bool:
     return type(value).__module__.split(".")[0] == "PIL"
 
 
-def _refuse_images(row: Row) -> None:
-    column = next((name for name, value in row.values.items() if _is_image(value)), None)
+def _tell_of_images(rows: Sequence[Row]) -> None:
+    column = next((name for row in rows for name, value in row.values.items() if _is_image(value)), None)
     if column is not None:
-        raise DataError(
-            needed="prompts of text alone, for no image tower is loaded (docs/models.md)",
-            given=f"an image in the column {column!r} at {row.place}",
-            remedy="Leave the column out, if the prompt makes sense without it.",
+        logger.warning(
+            "data: the images of column %r are not read, for no image tower is loaded (docs/models.md); prompts that "
+            "need them make no sense without",
+            column,
         )
 
 
