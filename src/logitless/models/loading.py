@@ -134,11 +134,12 @@ def load_model(
 
 
 def stored_dtype(source: ModelSource, *, trust_remote_code: bool = False) -> torch.dtype | None:
-    """The dtype of a model's weights according to its config; None if the config has none.
+    """The dtype of the weights in a model's files, by its config; None if it has none, or they are quantized.
 
     Weights that are loaded to the CPU in this dtype are the files, mapped into memory, and not a copy.
     """
-    return getattr(_load_config(source, trust_remote_code), "dtype", None)
+    config = _load_config(source, trust_remote_code)
+    return None if take_quantization(config) is not None else getattr(config, "dtype", None)
 
 
 def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -457,7 +458,7 @@ def _check_attention_of_transformers(config: Any, attention: Attention) -> None:
         raise UnavailableError(
             needed=f"attention that transformers has for {config.model_type}",
             given=f"attention {attention!r}",
-            remedy='Leave attention at "packed".',
+            remedy='Leave attention at "packed"; where that is refused too, set it to "eager".',
         )
 
 
