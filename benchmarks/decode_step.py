@@ -107,7 +107,9 @@ def measured(model: torch.nn.Module, rows: int, position: int) -> dict[str, floa
         found = kernels(step)
         for part, (_, microseconds) in zip(parts([name for name, _ in found], num_layers), found, strict=True):
             sums[part] += microseconds
-    sums[SCORES] = sum(us for name, us in kernels(lambda: steps._read(rows, sampling.options)) if "Mem" not in name)
+    sums[SCORES] = sum(
+        us for name, us in kernels(lambda: steps._results(rows, sampling.options, place.adapters)) if "Mem" not in name
+    )
     steps.close()
     return {part: round(microseconds / STEPS, 2) for part, microseconds in sums.items()}
 

@@ -81,7 +81,7 @@ def measured(model: str, workload: str, *, stacks: bool) -> dict[str, Any]:
     self_check.self_check = timed("self-check", self_check.self_check)
     Steps.compile = timed("compile", Steps.compile)
     Steps._captured = timed("capture", Steps._captured)
-    gpu._Session._read = timed("read prompts", gpu._Session._read)
+    gpu._Session._prefill_prompts = timed("read prompts", gpu._Session._prefill_prompts)
     imported = time.perf_counter()
     subject, work = Subject(model), Workload.parse(workload)
     torch.cuda.synchronize()

@@ -121,7 +121,7 @@ def test_every_exact_family_samples_with_the_trainers_bits(model_type):
 
 
 def test_a_completion_has_the_same_tokens_whatever_else_is_sampled():
-    options = SamplingOptions(max_new_tokens=5)  # more than a round of three
+    options = SamplingOptions(max_new_tokens=steps.STEPS + 2)  # more than a round
     engine = engine_of()
     together = engine.sample(PROMPTS, 2, options, seed=1)
     alone = engine.sample(PROMPTS[:1], 1, options, seed=1)
@@ -175,9 +175,9 @@ def test_an_eos_token_that_is_ignored_is_a_token_like_others():
 
 def test_a_stop_string_cuts_the_text_before_it_and_the_ids_after_it():
     engine = engine_of(model_of(end_bias=-1e4))
-    free = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=8), seed=4))
+    free = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=steps.STEPS + 5), seed=4))
     stop = free[0].text[4:6]
-    cut = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=8, stop=(stop,)), seed=4))
+    cut = flat(engine.sample(PROMPTS[:2], 2, SamplingOptions(max_new_tokens=steps.STEPS + 5, stop=(stop,)), seed=4))
     for whole, completion in zip(free, cut, strict=True):
         at = whole.text.find(stop)
         assert completion.text == (whole.text if at < 0 else whole.text[:at])
@@ -332,7 +332,7 @@ def test_logits_that_are_not_finite_are_an_error_that_names_token_prompt_version
 
 
 def test_a_budget_without_room_names_what_fits_and_little_room_gives_the_same_tokens():
-    options = SamplingOptions(max_new_tokens=5)
+    options = SamplingOptions(max_new_tokens=steps.STEPS + 2)
     page = 2 * 64 * 1 * 16 * 4  # keys and values, positions, key heads, width, bytes
     with pytest.raises(ConfigurationError, match=rf"rollout.engine.memory to {3 * page}"):
         engine_of(memory=2 * page).sample(PROMPTS, 1, options, seed=1)
