@@ -133,8 +133,8 @@ def test_experts_are_within_their_bounds_and_miss_the_aims_that_the_page_names()
     assert missed == [{qwen, glm}, {glm}, {qwen}]
     assert (
         "Our aims, 0.5 in training and 1.25 in decoding, are missed where every weight is trained, in GLM's forward "
-        f"and in Qwen3's decoding. One row decodes in {decoded[qwen][1]:.1f} and {decoded[glm][1]:.1f} times memory's time."
-        in page
+        "and in Qwen3's decoding. One row decodes in "
+        f"{decoded[qwen][1]:.1f} and {decoded[glm][1]:.1f} times memory's time." in page
     )
 
 

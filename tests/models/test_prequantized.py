@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from logitless.errors import UnavailableError
 from logitless.models.export import checkpoint_tensors
-from logitless.models.loading import load_model
+from logitless.models.loading import load_model, stored_dtype
 from tests.models.families import FAMILY, IMAGE_MODELS, SMALL
 
 GPT_OSS = {**SMALL, **FAMILY["gpt_oss"].fields, "hidden_size": 32, "intermediate_size": 32}
@@ -116,6 +116,13 @@ def test_what_only_reads_the_config_has_a_plain_model(tmp_path):
     small, _ = written(tmp_path, "mxfp4", built({"model_type": "gpt_oss", **GPT_OSS}))
     for options in ({"device": "meta"}, {"empty": True}, {"random_weights": True}):
         assert not hasattr(load_model(small, **options).config, "quantization_config")
+
+
+def test_its_weights_are_no_mapped_files(tmp_path):
+    model = built(fields_of("qwen3")).to(torch.bfloat16)
+    small, plain = written(tmp_path, "fp8", model)
+    assert stored_dtype(plain) == torch.bfloat16
+    assert stored_dtype(small) is None
 
 
 def test_a_format_that_is_not_dequantized_is_refused_before_weights_are_read(tmp_path):
