@@ -71,6 +71,7 @@ def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_
 
     (tmp_path / "recipe.yaml").write_text("model: {source: x/y}\n")
     monkeypatch.setattr("logitless.cli.train.cuda_context", context)
+    monkeypatch.setattr("logitless.train.recipe.loading.check_recipe", lambda *_: None)
     monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", lambda *_: recipe)
     monkeypatch.setattr("logitless.train.entry.train", begin)
     monkeypatch.setattr("logitless.cli.train._planned", begin)
