@@ -320,6 +320,10 @@ def _has_parts(prompt: object) -> bool:
     return any(isinstance(message, dict) and isinstance(message.get("content"), list) for message in messages)
 
 
+_PLAIN = {str, int, float, bool, type(None)}
+"""Types of values that are no image."""
+
+
 def _is_image(value: object) -> bool:
     """Whether a column's value is an image or a list with one, as ``datasets`` and Parquet files hold them.
 
@@ -327,8 +331,10 @@ def _is_image(value: object) -> bool:
         >>> _is_image([{"bytes": b"...", "path": None}]), _is_image({"bytes": 4})
         (True, False)
     """
+    if type(value) in _PLAIN:
+        return False
     if isinstance(value, list):
-        return any(map(_is_image, value))
+        return not _PLAIN.issuperset(map(type, value)) and any(map(_is_image, value))  # lists of ids are long
     if isinstance(value, dict):
         return isinstance(value.get("bytes"), bytes) and value.keys() <= {"bytes", "path"}
     return type(value).__module__.split(".")[0] == "PIL"
