@@ -118,6 +118,25 @@ def test_what_only_reads_the_config_has_a_plain_model(tmp_path):
         assert not hasattr(load_model(small, **options).config, "quantization_config")
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("method", "fields"), QUANTIZED, ids=lambda each: str(each["model_type"] if isinstance(each, dict) else each)
+)
+def test_on_a_gpu_they_are_the_same_weights_and_each_has_a_gradient(method, fields, tmp_path):
+    small, plain = written(tmp_path, method, built(fields))
+    found, expected = (load_model(folder, dtype=torch.float32, device="cuda") for folder in (small, plain))
+    trained = dict(found.named_parameters())
+    for name, weight in expected.named_parameters():
+        assert trained[name].is_cuda
+        assert torch.equal(trained[name], weight), name
+    ids = torch.arange(12, device="cuda")[None] % 8
+    gradients = []
+    for model in (found, expected):
+        model(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
+        gradients.append({name for name, each in model.named_parameters() if each.grad is not None})
+    assert gradients[0] == gradients[1] != set()
+
+
 def test_its_weights_are_no_mapped_files(tmp_path):
     model = built(fields_of("qwen3")).to(torch.bfloat16)
     small, plain = written(tmp_path, "fp8", model)
