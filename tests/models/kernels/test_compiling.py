@@ -1,14 +1,21 @@
 """Kernels that are compiled side by side: what is done with one when it is compiled."""
 
 import os
+import shutil
+import sys
+import sysconfig
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("triton")
 
+import triton
+from triton.runtime import build
 from triton.runtime.errors import OutOfResources
 
 from logitless.models.kernels import compiling as compiling_module
@@ -75,3 +82,33 @@ def test_a_compilation_that_fails_is_raised_where_its_kernel_is_waited_for():
 
     with pytest.raises(ValueError, match="no such register"), Compiling(None) as compiling:
         compiling.begin([lambda: compiling.unlaunched.submit("one", fail, print)])()
+
+
+LAUNCHER = """
+#include <Python.h>
+static PyObject *launch(PyObject *self, PyObject *args) {{ return PyLong_FromLong({number}); }}
+static PyMethodDef methods[] = {{{{"launch", launch, METH_VARARGS, ""}}, {{NULL, NULL, 0, NULL}}}};
+static struct PyModuleDef module = {{PyModuleDef_HEAD_INIT, "__triton_launcher", NULL, -1, methods}};
+PyMODINIT_FUNC PyInit___triton_launcher(void) {{ return PyModule_Create(&module); }}
+"""
+"""As Triton's: a module of the name that all have, initialized in one phase."""
+BUILDS = (shutil.which("gcc") or shutil.which("clang")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+@pytest.mark.skipif(triton.__version__.startswith("3.7."), reason="Triton 3.7 has one launcher for all kernels")
+@pytest.mark.skipif(not BUILDS, reason="needs a C compiler and Python's headers")
+def test_threads_that_load_launchers_at_once_get_each_its_own(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+    def launched(number):
+        return build.compile_module_from_src(LAUNCHER.format(number=number), "__triton_launcher").launch()
+
+    assert [launched(number) for number in range(4)] == [0, 1, 2, 3]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            found = threads.map(lambda number: {launched(number) for _ in range(500)}, range(4))
+            assert list(found) == [{0}, {1}, {2}, {3}]
+    finally:
+        sys.setswitchinterval(interval)

@@ -7,20 +7,41 @@ as long as the compilations.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from threading import Lock
+from types import ModuleType
 from typing import Any
 
 import torch
 import triton
+from triton.runtime import build
 from triton.runtime.errors import OutOfResources
 
 from logitless.graph_capture import not_executed
 
 _THREADS = 16
 """A tenth of a compilation holds Python's global lock, so more threads would wait for each other."""
+_loading = Lock()
+
+
+def _load_alone(load: Callable[[str, str], ModuleType], name: str, path: str) -> ModuleType:
+    """Load a kernel's launcher as a module that no other load changes.
+
+    Triton before 3.7 gives all launchers one module name. CPython keeps one module object for it and, when a launcher
+    that it has loaded before is asked for again, puts that one's function into this object: of two threads that load
+    at once, one would launch its kernel with the other's argument list.
+    """
+    with _loading:
+        sys.modules.pop(name, None)
+        return load(name, path)
+
+
+if triton.__version__.startswith(("3.5.", "3.6.")):
+    build._load_module_from_path = partial(_load_alone, build._load_module_from_path)
 
 
 @contextmanager
