@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
     path = options.output or RESULTS / f"{options.marker.replace('_', '-')}.json"
     counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty"})
-    command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short"]
+    command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short", "--durations=15"]
     command += ["-m", MARKERS[options.marker]]
     at_once = ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
