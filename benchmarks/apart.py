@@ -12,6 +12,7 @@ the median of the pushes of trained weights, ``most_push_seconds`` the longest (
 ``push_seconds``), ``whole_push_seconds`` one of every weight, after the last block.
 
     python benchmarks/apart.py --models qwen2.5-0.5b,qwen3-1.7b --arrangements 1+1 --staleness 0,1
+    python benchmarks/apart.py --models llama-3.1-8b-lora --arrangements 2 --staleness 0    # two GPUs in turns
     python benchmarks/apart.py --models llama-3.1-8b-lora --staleness 1 --warm-up 0 --blocks 1
 """
 
@@ -55,7 +56,7 @@ SHORTER = 8
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``benchmarks/apart.py``."""
     parser.add_argument("--models", default="qwen2.5-0.5b,qwen3-1.7b", help="of shapes.py, by commas")
-    parser.add_argument("--arrangements", default="1+1", help="GPUs that train + GPUs that sample, by commas")
+    parser.add_argument("--arrangements", default="1+1", help="GPUs that train + GPUs that sample, or GPUs in turns")
     parser.add_argument("--staleness", default="0,1", help="by commas")
     parser.add_argument("--in-flight", default="", help="keep, recompute, by commas: beside none, at staleness above 0")
     parser.add_argument("--turns", action="store_true", help="one GPU in turns at each staleness, to compare weights")
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.order is not None:
         _rank(**args.order)
         return 0
-    plans = [tuple(map(int, each.split("+"))) for each in args.arrangements.split(",")]
+    plans = [tuple(map(int, f"{each}+0".split("+")[:2])) for each in args.arrangements.split(",")]
     staleness = [int(each) for each in args.staleness.split(",")]
     ways = [None, *filter(None, args.in_flight.split(","))]
     alone = [(1, 0, each, None) for each in sorted({0, *(staleness if args.turns else ())})]
@@ -141,7 +142,7 @@ def _rank(
                     members.barrier()
                     row = _measured(recipe, place, members, work, before, blocks, device)
                     if row is not None:
-                        arrangement = f"{training}+{sampling}" if sampling else "1"
+                        arrangement = f"{training}+{sampling}" if sampling else str(training)
                         row = {"model": name, "arrangement": arrangement, "staleness": staleness, **row}
                         row["in_flight"] = in_flight
                         print(json.dumps({**row, "workload": workload, "steps": steps}), flush=True)
