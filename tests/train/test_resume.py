@@ -1,5 +1,6 @@
 """A run that was stopped, anywhere and in any way, ends as one that was not."""
 
+import json
 import os
 import signal
 import time
@@ -56,6 +57,22 @@ def test_ctrl_c_while_sampling_leaves_no_trace(uninterrupted, tmp_path, monkeypa
     assert not complete
     start(recipe, resume=True)
     assert_same_run(uninterrupted, folder)
+
+
+def test_ctrl_c_while_rollouts_are_written_counts_no_completion_twice(uninterrupted, tmp_path, monkeypatch):
+    recipe = tiny_recipe(tmp_path, checkpoint__every_blocks=2)  # none after the first block, but at the signal
+
+    def pressed(_, block, *__):
+        if block == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        before(patched, RunFolder, "write_rollouts", pressed)
+        assert not start(recipe)[1]
+    folder, _ = start(recipe, resume=True)
+    assert_same_run(uninterrupted, folder)
+    counted = [json.loads(each.summary.read_text())["completions"] for each in (uninterrupted, folder)]
+    assert counted == [48, 48]
 
 
 _KILLED_WHILE_SAVING = """

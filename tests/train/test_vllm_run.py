@@ -15,6 +15,7 @@ from logitless.distributed.failing import SharedWork
 from logitless.distributed.sharding import ShardedModel
 from logitless.errors import EngineError
 from logitless.rollout.engine import Weights
+from logitless.rollout.environment import Reply
 from logitless.rollout.vllm import weight_folder
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.collect.block_log import BlockLog
@@ -26,7 +27,15 @@ from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Prompt
 from tests.ranks import run_on_ranks
 from tests.rollout.fake_vllm import Served, failing, serving
-from tests.train.tiny import assert_same_end, completed, start, start_without_report, tiny_model, tiny_recipe
+from tests.train.tiny import (
+    assert_same_end,
+    completed,
+    give_chat_template,
+    start,
+    start_without_report,
+    tiny_model,
+    tiny_recipe,
+)
 
 URL = "http://127.0.0.1:1"
 LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"]}
@@ -312,3 +321,33 @@ def test_paths_of_a_server_start_at_the_recipes_folder(tmp_path):
     recipe = _recipe(tmp_path, engine={"api_key_file": "./key", "weights": {"name": "folder", "path": "weights"}})
     assert recipe.rollout.engine.api_key_file == str(tmp_path.cwd() / "key")
     assert recipe.rollout.engine.weights.path == str(tmp_path.cwd() / "weights")
+
+
+class Alone:
+    """An environment that notes how many threads call it at a time."""
+
+    inside, most = [], [0]
+
+    def start(self, prompt, *, seed):
+        return None
+
+    def reply(self, state, turn):
+        self.inside.append(turn)
+        threading.Event().wait(0.02)
+        self.most[0] = max(self.most[0], len(self.inside))
+        self.inside.pop()
+        return Reply(reward=float(turn.length % 2))
+
+
+def test_one_thread_at_a_time_calls_an_environment_though_an_evaluation_runs_beside_sampling(tmp_path):
+    give_chat_template(tmp_path)
+    changes = {
+        "rollout__staleness": 2,
+        "rollout__environment": {"name": "own", "factory": f"{__name__}:Alone"},
+        "rollout__limits": {"max_turns": 2, "max_tokens": 20},
+        "evaluation": {"every_blocks": 1, "samples_per_prompt": 8, "sampling": {"max_new_tokens": 6}},
+        "rewards": [],
+    }
+    with serving(_served(tmp_path)) as url:
+        completed(_recipe(tmp_path, url, **changes))
+    assert Alone.most == [1]

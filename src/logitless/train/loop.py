@@ -251,12 +251,13 @@ class Loop:
         """
         if isinstance(self.collector.engine, RepeatingEngine):
             self._wait()  # it samples with older weights in the tensors that are being saved
-        before = self.collector.state_dict()
+        before, counted = self.collector.state_dict(), dict(self.journal.summary)
         try:
             with self._at_once(), self.journal.phase("preparation"):
                 judged, block, metrics = next_block(self.collector, self.learner, self.journal)
         except self._interrupted:
             self.collector.load_state_dict(before)
+            self.journal.summary = counted
             return False
         except EngineError:
             self.collector.load_state_dict(before)

@@ -3,6 +3,7 @@
 import gc
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -112,6 +113,27 @@ def test_a_half_written_folder_of_the_same_version_is_replaced(tmp_path):
     (left / "model-00007.safetensors").write_bytes(b"half")
     written = WeightFolders(tmp_path).write([("w", torch.ones(3))], 5)
     assert dict(read_weights(written.folder))["w"].tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("again", [1, 2])
+def test_a_version_after_one_whose_writing_failed_is_read_back(tmp_path, monkeypatch, again):
+    weight, folders = torch.zeros(1000), WeightFolders(tmp_path, differences_in_a_row=9)
+    folders.write([("w", weight)], 0)
+    weight[7] = 1.0
+    with monkeypatch.context() as full:
+        full.setattr("logitless.rollout.vllm.weight_folder.save_file", Mock(side_effect=OSError(28, "No space left")))
+        with pytest.raises(OSError, match="No space left"):
+            folders.write([("w", weight)], 1)
+    weight[8] = 2.0
+    assert torch.equal(dict(read_weights(folders.write([("w", weight)], again).folder))["w"], weight)
+
+
+def test_a_version_that_is_written_twice_is_read_back(tmp_path):
+    weight, folders = torch.zeros(1000), WeightFolders(tmp_path, differences_in_a_row=9)
+    folders.write([("w", weight)], 0)
+    weight[7] = 1.0
+    for _ in range(2):
+        assert torch.equal(dict(read_weights(folders.write([("w", weight)], 1).folder))["w"], weight)
 
 
 def test_a_private_folder_goes_with_its_owner_when_nobody_closed_it():

@@ -14,6 +14,7 @@ from logitless.train.record.run_folder import create_run_folder, open_run_folder
 from logitless.train.store.atomic import write_atomically
 from logitless.train.store.checkpoint import BackgroundSaver
 from tests.train.fake_run import fake_groups
+from tests.train.interrupting import before
 
 
 def _checkpoint(folder, block):
@@ -71,6 +72,20 @@ def test_a_start_that_is_killed_while_it_clears_the_folder_does_not_block_the_ne
         pytest.raises(KeyboardInterrupt),
     ):
         folder.clear()
+    assert create_run_folder(tmp_path, "toy") == folder
+
+
+def test_a_failed_start_is_removed_without_an_error_while_its_first_checkpoint_is_still_written(
+    tmp_path, monkeypatch, folder
+):
+    folder.write_config("name: toy")
+
+    def written(name, **_):
+        if name == "checkpoints":
+            (folder.checkpoints / ".saving-block").touch()
+
+    before(monkeypatch, os, "rmdir", written)
+    folder.remove_after_failed_start(ValueError)
     assert create_run_folder(tmp_path, "toy") == folder
 
 

@@ -114,6 +114,8 @@ class WeightFolders:
         """
         folder = self.root / f"{version:09d}"
         shutil.rmtree(folder, ignore_errors=True)
+        # No difference is based on a version that is written again, or whose writing fails.
+        before, self._last = None if folder in self._needed else self._last, None
         self._needed = [each for each in self._needed if each != folder]
         folder.mkdir(parents=True)
         rounded = ((name, _rounded(name, tensor, self.dtype)) for name, tensor in tensors)
@@ -121,17 +123,18 @@ class WeightFolders:
             num_bytes, num_weights = self._write_whole(folder, rounded)
             written = Written(folder, "whole", num_bytes, num_weights, None)
         else:
-            written = self._write_shorter(folder, dict(rounded))
+            written = self._write_shorter(folder, before, now := dict(rounded))
         if written.kind == "whole" and config is not None:
             config(folder)
         base = self._needed[-1].name if written.kind == "difference" else None
         _write_marker(folder, {"version": version, "kind": written.kind, "base": base, "bytes": written.num_bytes})
         self._forget(written)
+        if self._most > 0:
+            self._last = {name: tensor.clone() for name, tensor in now.items()}
         return written
 
-    def _write_shorter(self, folder: Path, now: dict[str, Tensor]) -> Written:
+    def _write_shorter(self, folder: Path, before: dict[str, Tensor] | None, now: dict[str, Tensor]) -> Written:
         """Write a difference to the version before if that is shorter, else all weights."""
-        before, self._last = self._last, {name: tensor.clone() for name, tensor in now.items()}
         num_weights, whole = sum(t.numel() for t in now.values()), sum(t.nbytes for t in now.values())
         num_changed = None
         if before is not None and before.keys() == now.keys():

@@ -54,6 +54,7 @@ from logitless.train.assembly.teacher import (
 from logitless.train.collect.ahead import collector_of
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import Evaluation, evaluation_of
+from logitless.train.collect.refill import OneAtATime
 from logitless.train.learn.learner import Learner
 from logitless.train.learn.policy import Policy, Scorer
 from logitless.train.learn.teacher import Teacher
@@ -248,7 +249,9 @@ def assemble(
         folder: of the run, for the log of blocks that are collected ahead; None: blocks are not collected ahead.
         replayed: folder of the run that this one repeats; None for any other.
     """
-    recipe, data = loaded.recipe, inputs.data
+    recipe, data, environment = loaded.recipe, inputs.data, inputs.environment
+    if not isinstance(environment, Driver):  # a thread may collect blocks while this one evaluates
+        environment = OneAtATime(environment)
     learner, activations = learner_of(
         recipe,
         inputs.algorithm,
@@ -261,14 +264,14 @@ def assemble(
     collector = collector_of(
         recipe,
         folder,
-        *(data.train, engines.training, inputs.environment, inputs.rewards),
+        *(data.train, engines.training, environment, inputs.rewards),
         ranks=ranks,
         order=order_of(inputs.recipe, data.train),
         greedy_baseline=inputs.algorithm.advantage is not None and inputs.algorithm.advantage.reads_baseline,
         replayed=replayed,
     )
     held_out = {"held_out": data.held_out, **data.held_out_sets}
-    evaluation = evaluation_of(recipe, engines.evaluation, inputs.environment, held_out, inputs.rewards, ranks)
+    evaluation = evaluation_of(recipe, engines.evaluation, environment, held_out, inputs.rewards, ranks)
     return Parts(loaded.chosen, inputs, engines, learner, collector, evaluation, activations)
 
 

@@ -96,7 +96,8 @@ class RunFolder:
         del rest
         said = any(self.rollouts.glob("*")) or self.summary.exists()
         if kind is not None and self.is_failed_start() and not said:
-            shutil.rmtree(self.path)
+            # A thread may be writing the first checkpoint still: what it leaves is the folder of a failed start.
+            shutil.rmtree(self.path, ignore_errors=True)
 
     def clear(self) -> None:
         """Remove everything but the lock, and create empty folders for rollouts and checkpoints."""

@@ -45,7 +45,7 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         >>> (path / "a").read_text()
         'b'
     """
-    partial = path.with_name(f".{path.name}.partial")
+    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
@@ -53,9 +53,11 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         for each in [*partial.rglob("*"), partial]:
             flush(each)
         if path.exists():
-            shutil.rmtree(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)  # removed in its place, half of it could stay there
         partial.rename(path)
         flush(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(path, error) from error
