@@ -109,8 +109,9 @@ class Service:
             self._closed = True
             self._state.notify_all()
         self._thread.join()
-        for session in self._sessions.values():
-            self._fail_all(session, f"the service has ended: {GO_ON}")
+        with self._state:  # clients are still answered
+            for session in self._sessions.values():
+                self._fail_all(session, f"the service has ended: {GO_ON}")
 
     @property
     def is_serving(self) -> bool:
