@@ -171,6 +171,13 @@ def test_a_silent_session_is_dropped_and_its_requests_fail(service):
         service.heartbeat(wire.OfSession(session_id=session), KEY)
 
 
+def test_a_session_outlives_a_clock_that_is_set(service, monkeypatch):
+    session, real = session_of(service), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 1e6)
+    session_of(service)
+    service.heartbeat(wire.OfSession(session_id=session), KEY)
+
+
 def test_a_silent_session_is_dropped_also_while_others_keep_the_service_busy(service, monkeypatch):
     silent, model = session_of(service), model_of(service, session_of(service))
     there, run, since = [], service._together, service.session(silent, KEY).seen - 10
