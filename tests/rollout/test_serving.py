@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
 from queue import Empty
 
@@ -713,6 +713,29 @@ def test_a_command_is_ended_though_a_process_that_left_its_group_keeps_its_outpu
                 thread.submit(slow.drive(), "http://127.0.0.1:9/v1", {}, 0).result(200)
         finally:
             os.write(end, b"\n")  # at which that process ends
+    os.close(end)
+
+
+@pytest.mark.parametrize(("output", "seconds"), [("", 0.5), (">/dev/null 2>&1", 300.0)])
+def test_what_a_command_leaves_running_is_ended_with_it(tmp_path, output, seconds):
+    """Also where it keeps the output open of a command that has ended."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    end = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    command = Harness(command=("sh", "-c", f"exec 3>{pipe}; sleep 100 {output} &"), seconds=seconds)
+    with nullcontext() if output else pytest.raises(TimeoutError):
+        command.drive()("http://127.0.0.1:9/v1", {}, 0)
+
+    def has_a_writer():
+        try:
+            return os.read(end, 1) != b""
+        except BlockingIOError:
+            return True
+
+    latest = time.monotonic() + 60
+    while has_a_writer() and time.monotonic() < latest:
+        time.sleep(0.01)
+    assert not has_a_writer()
     os.close(end)
 
 

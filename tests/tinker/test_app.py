@@ -176,6 +176,24 @@ def test_who_waits_for_an_answer_of_a_session_that_is_gone_is_told_in_words(clie
         assert said["error"].endswith(GO_ON)
 
 
+def test_who_waits_for_an_answer_when_its_session_ends_is_told_in_words(client, monkeypatch):
+    waits, done = threading.Event(), module._done
+
+    async def told(*given):
+        waits.set()
+        await done(*given)
+
+    monkeypatch.setattr(module, "_done", told)
+    session = client.session()
+    _, model = client.model(session)
+    missing = client.post("optim_step", model_id=model, seq_id=2)  # 1 never comes
+    with ThreadPoolExecutor(1) as thread:
+        waiting = thread.submit(client.answer, missing)
+        assert waits.wait(300)
+        client.post(f"sessions/{session}/finish")
+        assert waiting.result() == {"error": "the session was finished", "category": "server"}
+
+
 @pytest.mark.parametrize("port", [-1, 65536])
 def test_a_port_that_does_not_exist_is_refused(port):
     with pytest.raises(ConfigurationError, match="Name another --port"):

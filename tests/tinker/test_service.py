@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 import pytest
@@ -170,6 +171,13 @@ def test_a_silent_session_is_dropped_and_its_requests_fail(service):
         service.heartbeat(wire.OfSession(session_id=session), KEY)
 
 
+def test_a_session_outlives_a_clock_that_is_set(service, monkeypatch):
+    session, real = session_of(service), time.time
+    monkeypatch.setattr(time, "time", lambda: real() + 1e6)
+    session_of(service)
+    service.heartbeat(wire.OfSession(session_id=session), KEY)
+
+
 def test_a_silent_session_is_dropped_also_while_others_keep_the_service_busy(service, monkeypatch):
     silent, model = session_of(service), model_of(service, session_of(service))
     there, run, since = [], service._together, service.session(silent, KEY).seen - 10
@@ -186,6 +194,21 @@ def test_a_silent_session_is_dropped_also_while_others_keep_the_service_busy(ser
     for promise in promises:
         result(service, promise)
     assert there == [True, False]
+
+
+def test_sessions_that_begin_while_the_service_ends_disturb_nothing(service, monkeypatch):
+    first = [session_of(service), session_of(service)]
+    real, began = service._fail_all, []
+
+    def failing(*given):  # meanwhile clients are still answered
+        began.append(thread.submit(session_of, service))
+        wait(began, timeout=0.1)
+        real(*given)
+
+    monkeypatch.setattr(service, "_fail_all", failing)
+    with ThreadPoolExecutor(1) as thread:
+        service.close()
+    assert first + [each.result() for each in began] == list(service._sessions)
 
 
 def test_a_finished_session_keeps_its_checkpoints(service):

@@ -2,12 +2,15 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from logitless.errors import CheckpointError, ConfigurationError, InputError
+from logitless.tinker import store as store_module
 from logitless.tinker.adapter import Shape
 from logitless.tinker.store import Checkpoint, Store, opened
 
@@ -73,6 +76,74 @@ def test_what_was_saved_is_there_after_a_kill_between_the_renames(tmp_path):
     place.rename(place.with_name(".a.old"))
     with opened(tmp_path) as store:
         assert store.find(made.path) == made
+
+
+def test_whoever_asks_while_a_checkpoint_is_overwritten_finds_one(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    made, asked = save(store), []
+    rename = Path.rename
+
+    def asked_between(path, target):
+        renamed = rename(path, target)
+        if str(target).endswith(".old"):
+            asked.append(threads.submit(store.find, made.path))
+            asked.append(threads.submit(store.all, "me"))
+            wait(asked, timeout=0.1)  # they wait for the save
+        return renamed
+
+    with ThreadPoolExecutor(2) as threads:
+        monkeypatch.setattr(Path, "rename", asked_between)
+        later = save(store, overwrite=True, created=2.0)
+        assert [each.result() for each in asked] == [later, [later]]
+
+
+def test_a_checkpoint_that_replaces_an_expired_one_is_not_deleted_for_it(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    made = save(store, expires=time.time() - 1)
+    saved, real = [], time.time
+
+    def saves_meanwhile():  # after the expired one was read
+        if not saved:
+            saved.append(None)
+            saved[0] = thread.submit(save, store, 2.0, overwrite=True, created=2.0)
+            wait(saved, timeout=0.1)
+        return real()
+
+    with ThreadPoolExecutor(1) as thread:
+        monkeypatch.setattr(store_module, "time", SimpleNamespace(time=saves_meanwhile))
+        assert store.all("me") == []
+        later = saved[0].result()
+    assert store.find(made.path) == later
+    assert store.tensors(made, optimizer=False)[0]["w"].tolist() == [2.0, 2.0]
+
+
+def test_when_a_checkpoint_expires_changes_nothing_else_of_the_one_that_replaced_it(tmp_path):
+    store = Store(tmp_path)
+    made = save(store)
+    later = save(store, overwrite=True, created=2.0)
+    store.expire(made, None)
+    assert store.find(made.path) == later
+    store.delete(later)
+    store.expire(made, None)
+    assert store.all("me") == []
+
+
+def test_a_checkpoint_whose_deletion_was_killed_is_not_listed_and_goes_at_the_next_start(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    made = save(store)
+
+    def killed(place, **_):
+        if place.exists():
+            (place / "adapter_model.safetensors").unlink()
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(store_module.shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            store.delete(made)
+    assert store.all("me") == []
+    with opened(tmp_path) as store:
+        assert not list(tmp_path.rglob("checkpoint.json"))
 
 
 def test_an_expired_checkpoint_is_deleted(tmp_path):

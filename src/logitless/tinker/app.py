@@ -6,6 +6,7 @@ import hmac
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -165,7 +166,8 @@ async def retrieve_future(call: Call) -> Any:
     await _done(future, POLL_SECONDS)
     if not future.done():
         return {"type": "try_again", "request_id": request_id, "queue_state": "active"}
-    call.service.retrieved(request_id, call.key)
+    with suppress(RefusedError):  # the session has ended since the future was found
+        call.service.retrieved(request_id, call.key)
     error = future.exception()
     if isinstance(error, FailedError):
         return {"error": str(error), "category": error.category}

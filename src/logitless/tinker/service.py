@@ -109,8 +109,9 @@ class Service:
             self._closed = True
             self._state.notify_all()
         self._thread.join()
-        for session in self._sessions.values():
-            self._fail_all(session, f"the service has ended: {GO_ON}")
+        with self._state:  # clients are still answered
+            for session in self._sessions.values():
+                self._fail_all(session, f"the service has ended: {GO_ON}")
 
     @property
     def is_serving(self) -> bool:
@@ -121,23 +122,23 @@ class Service:
 
     def create_session(self, request: wire.CreateSession, key: str) -> dict[str, Any]:
         """A new session of this key."""
-        now, owner = time.time(), owner_of(key)
+        owner = owner_of(key)
         with self._state:
-            self._drop_silent(now)
+            self._drop_silent()
             if len(self._of(owner)) >= SESSIONS:
                 raise RefusedError(
                     400, f"the key has {SESSIONS} sessions: close some, or let them end without heartbeats"
                 )
             number = next(self._session_numbers)
-            name = hashlib.blake2b(f"{now}/{number}".encode(), digest_size=12).hexdigest()
-            session = Session(f"s-{name}", number, owner, now, now, request.user_metadata, request.display_name)
+            name = hashlib.blake2b(f"{time.time()}/{number}".encode(), digest_size=12).hexdigest()
+            session = Session(f"s-{name}", number, owner, request.user_metadata, request.display_name)
             self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id}
 
     def heartbeat(self, request: wire.OfSession, key: str) -> dict[str, Any]:
         """Keep a session alive; status 410 if it is gone, at which the SDK's heartbeats end."""
         with self._state:
-            self.session(request.session_id, key).seen = time.time()
+            self.session(request.session_id, key).seen = time.monotonic()
         return {"type": "session_heartbeat"}
 
     def finish(self, session_id: str, key: str) -> None:
@@ -172,7 +173,8 @@ class Service:
             raise RefusedError(403, f"session {session_id!r:.80} belongs to another key")
         return session
 
-    def _drop_silent(self, now: float) -> None:
+    def _drop_silent(self) -> None:
+        now = time.monotonic()
         for session in [each for each in self._sessions.values() if now - each.seen > self.session_seconds]:
             logger.info("session %s is dropped after %.0f seconds without a heartbeat", session.id, now - session.seen)
             del self._sessions[session.id]
@@ -589,7 +591,7 @@ class Service:
     def _serve(self) -> None:
         while True:
             with self._state:
-                self._drop_silent(time.time())
+                self._drop_silent()
                 if self._closed:
                     return
                 if not (jobs := self._schedule.next()):

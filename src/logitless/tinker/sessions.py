@@ -168,13 +168,12 @@ class Session:
         retrieved: ids of jobs whose answer was sent, oldest first; they are dropped in this order.
         samples: waiting requests for samples.
         usual: how many of its requests recently shared a call of the engine.
+        seen: when the last heartbeat came, by a clock that nobody sets.
     """
 
     id: str
     number: int
     owner: str
-    created: float
-    seen: float
     user_metadata: dict[str, Any] | None = None
     display_name: str | None = None
     models: dict[str, Model] = field(default_factory=dict)
@@ -183,6 +182,7 @@ class Session:
     retrieved: "OrderedDict[str, None]" = field(default_factory=OrderedDict)
     samples: list[SampleJob] = field(default_factory=list)
     usual: int = 0
+    seen: float = field(default_factory=time.monotonic)
 
     @property
     def num_pending(self) -> int:

@@ -11,10 +11,11 @@ One that is overwritten is kept beside its place until the new one stands there.
 import json
 import re
 import shutil
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -87,6 +88,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._changing = threading.RLock()  # one thread saves while another says what is there
         try:
             folder.mkdir(parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()  # found out now, not by the first save after hours
@@ -167,9 +169,10 @@ class Store:
             made = Checkpoint(**{**vars(checkpoint), "size": size})
             (part / "checkpoint.json").write_text(json.dumps(asdict(made)))
             old = place.with_name(f".{place.name}.old")
-            if place.exists():
-                place.rename(old)
-            part.rename(place)
+            with self._changing:
+                if place.exists():
+                    place.rename(old)
+                part.rename(place)
             shutil.rmtree(old, ignore_errors=True)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
@@ -216,32 +219,46 @@ class Store:
 
     def all(self, owner: str, run: str | None = None) -> list[Checkpoint]:
         """The checkpoints of an owner, newest first; those that have expired are deleted."""
-        found = [self._read(file.parent) for file in self.folder.glob("*/*/[!.]*/checkpoint.json")]
+        with self._changing:
+            found = [self._read(file.parent) for file in self.folder.glob("*/*/[!.]*/checkpoint.json")]
         own = [each for each in found if each is not None and each.owner == owner and run in (None, each.run)]
         return sorted(own, key=lambda each: each.created, reverse=True)
 
     def delete(self, checkpoint: Checkpoint) -> None:
         """Delete a checkpoint."""
-        shutil.rmtree(self.place(checkpoint.run, checkpoint.kind, checkpoint.name), ignore_errors=True)
+        with self._changing:
+            _delete(self.place(checkpoint.run, checkpoint.kind, checkpoint.name))
 
     def expire(self, checkpoint: Checkpoint, expires: float | None) -> None:
         """Set when a checkpoint expires."""
         place = self.place(checkpoint.run, checkpoint.kind, checkpoint.name)
-        made = Checkpoint(**{**vars(checkpoint), "expires": expires})
-        part = place / ".checkpoint.part"
-        part.write_text(json.dumps(asdict(made)))
-        part.rename(place / "checkpoint.json")
+        with self._changing:
+            if (found := self._read(place)) is None:
+                return
+            part = place / ".checkpoint.part"
+            part.write_text(json.dumps(asdict(replace(found, expires=expires))))
+            part.rename(place / "checkpoint.json")
 
     def _read(self, place: Path) -> Checkpoint | None:
-        try:
-            raw = json.loads((place / "checkpoint.json").read_text())
-        except (OSError, ValueError):
-            return None
-        found = Checkpoint(**{**raw, "shape": Shape(**raw["shape"])})
-        if found.expires is not None and found.expires < time.time():
-            shutil.rmtree(place, ignore_errors=True)
-            return None
-        return found
+        with self._changing:
+            try:
+                raw = json.loads((place / "checkpoint.json").read_text())
+            except (OSError, ValueError):
+                return None
+            found = Checkpoint(**{**raw, "shape": Shape(**raw["shape"])})
+            if found.expires is not None and found.expires < time.time():
+                _delete(place)
+                return None
+            return found
+
+
+def _delete(place: Path) -> None:
+    """Delete the folder of a checkpoint. It is renamed first, so that what is left after a kill is no checkpoint."""
+    part = place.with_name(f".{place.name}~.part")  # no checkpoint's name has a tilde
+    shutil.rmtree(part, ignore_errors=True)
+    with suppress(OSError):
+        place.rename(part)
+    shutil.rmtree(part, ignore_errors=True)
 
 
 def _not_writable(folder: Path, error: OSError) -> CheckpointError:

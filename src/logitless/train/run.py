@@ -241,9 +241,9 @@ def _journal(
     )
     stack.enter_context(view)
     writers = open_writers(sections, folder=folder, config=config, first_step=done["step"])
-    for writer in writers:
-        services.callback(writer.close)
-    return Journal(folder, view, writers, device_of(recipe.model), ranks, clock)
+    journal = Journal(folder, view, writers, device_of(recipe.model), ranks, clock)
+    services.callback(journal.close_writers)
+    return journal
 
 
 def _warm_started(inputs: Inputs, loaded: Loaded, journal: Journal, ranks: Ranks) -> Loaded:

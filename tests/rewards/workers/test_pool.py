@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.rewards.workers import pool as pool_module
 from logitless.rewards.workers import programs, worker
 from logitless.rewards.workers.confinement import layers
 from logitless.rewards.workers.pool import WorkerPool, _Supervisor, shared_pool
@@ -278,6 +279,14 @@ def test_a_supervisor_that_was_killed_after_an_import_is_replaced(lone):
     assert lone.run("math:exp", [(0.0,)])[0].value == 1.0
 
 
+def test_an_item_is_not_to_blame_for_a_worker_that_was_killed_before_it(lone):
+    lone.run("math:sqrt", [(4.0,)])
+    worker = lone._workers[0]
+    os.kill(worker.pid, signal.SIGKILL)
+    assert select.select([worker.pidfd], [], [], 300)[0]
+    assert lone.run("math:sqrt", [(9.0,)])[0].value == 3.0
+
+
 def test_an_item_is_not_to_blame_for_a_supervisor_that_is_killed_beside_it(mark, monkeypatch):
     mark = f"{mark}-beside"
     with WorkerPool(workers=2, name=mark) as pool:
@@ -392,6 +401,21 @@ def test_however_the_interpreter_ends_no_process_is_left(ending):
     assert ended.stdout == b"started\n"
     assert b"ResourceWarning" not in ended.stderr
     assert none_left(value)
+
+
+def test_threads_that_come_first_at_the_same_time_share_a_pool(monkeypatch):
+    both = threading.Barrier(2)
+
+    class Slow(WorkerPool):
+        def __init__(self, **options):
+            both.wait(300)
+            super().__init__(**options)
+
+    monkeypatch.setattr(pool_module, "WorkerPool", Slow)
+    monkeypatch.setattr(pool_module, "_shared", {})
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(shared_pool, ["texts", "texts"])
+    assert first is second
 
 
 def test_a_forked_process_has_a_shared_pool_of_its_own():

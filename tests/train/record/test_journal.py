@@ -64,6 +64,26 @@ def test_a_line_goes_to_the_folder_and_the_writers_and_lists_to_the_folder_alone
     assert {"memory/peak_bytes", "time/elapsed_seconds"} <= record.keys()
 
 
+def test_a_writer_that_fails_ends_no_run_and_is_left_out(folder, capsys):
+    class Down(Kept):
+        def write(self, record):
+            super().write(record)
+            raise ConnectionError("the service is down")
+
+        close = write
+
+    down, other = Down(), Kept()
+    kept = Journal(folder, LiveView(3), [down, other], torch.device("cpu"))
+    for step in (1, 2):
+        kept.write({"step": step, "block": step})
+    kept.close_writers()
+    assert [len(writer.records) for writer in (down, other)] == [1, 2]
+    assert len(folder.read_metrics()) == 2
+    assert "Down failed and gets no further metrics; metrics.jsonl has them all: ConnectionError: the service" in (
+        capsys.readouterr().out.replace("\n", " ")
+    )
+
+
 def summary_of(kept, **more):
     """What a journal writes at the end."""
     kept.write_summary(more)

@@ -12,7 +12,6 @@ Processes start with an almost empty environment (``INHERITED``), so that no sec
 Linux only (``/proc``, ``prctl``, pidfd).
 """
 
-import functools
 import json
 import os
 import pickle
@@ -199,6 +198,8 @@ class WorkerPool:
     def _advance(self, batch: "_Batch", deadline_seconds: float) -> None:
         """Send items to workers, wait for the next event, and handle it."""
         try:
+            for worker in [each for each in self._workers if each.item is None]:
+                self._receive(worker, batch)  # replaces one that was killed while it waited: no item is to blame
             while len(self._workers) < min(self.num_workers, len(batch.frames)):
                 self._workers.append(self._started().spawn())
             batch.suspects -= batch.outcomes.keys()
@@ -355,6 +356,9 @@ def program_pool() -> WorkerPool:
     return pool
 
 
+_shared: dict[tuple[int, str], WorkerPool] = {}
+
+
 def shared_pool(purpose: str = "texts") -> WorkerPool:
     """The pool that all rewards of this process share for one purpose, with one worker per usable CPU.
 
@@ -364,12 +368,9 @@ def shared_pool(purpose: str = "texts") -> WorkerPool:
         >>> shared_pool() is shared_pool("texts"), shared_pool() is shared_pool("programs")
         (True, False)
     """
-    return _pool_of_process(os.getpid(), purpose)
-
-
-@functools.cache
-def _pool_of_process(_pid: int, purpose: str) -> WorkerPool:
-    return WorkerPool(name=f"logitless-{purpose}")
+    key = os.getpid(), purpose
+    # Threads that come first at the same time get one pool; `functools.cache` would give each its own.
+    return _shared.get(key) or _shared.setdefault(key, WorkerPool(name=f"logitless-{purpose}"))
 
 
 @dataclass

@@ -10,6 +10,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
@@ -106,9 +107,9 @@ class Harness:
         except subprocess.TimeoutExpired as error:
             raise TimeoutError(f"the harness took over {self.seconds:g} s") from error
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a program that has ended may have left others running
+            process.wait()
             for pipe in (process.stdin, process.stdout, process.stderr):
                 assert pipe is not None
                 pipe.close()  # without reading to the end: a process that left the group may keep it open

@@ -3,7 +3,7 @@
 Every rank has one; only the first one's writes.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, get_args
@@ -69,9 +69,22 @@ class Journal:
             return
         with self.clock.phase("writing"):
             self.folder.append_metrics({**record, **by_rank})
-            for writer in self._writers:
-                writer.write(record)
+            self._of_writers(lambda writer: writer.write(record))
             self._view.update(record, self._sample)
+
+    def close_writers(self) -> None:
+        """Close the writers."""
+        self._of_writers(lambda writer: writer.close())
+
+    def _of_writers(self, call: Callable[[Writer], None]) -> None:
+        """Call each writer; one that fails is left out from then on, for a service that is down must end no run."""
+        for writer in self._writers:
+            try:
+                call(writer)
+            except Exception as error:
+                self._writers = [each for each in self._writers if each is not writer]
+                said = f"{type(writer).__name__} failed and gets no further metrics; metrics.jsonl has them all"
+                self.message(f"{said}: {type(error).__name__}: {error}")
 
     def _summarize(self, record: Numbers) -> None:
         """Update the summary: first and last accuracy and reward, and numbers of failed verdicts.
