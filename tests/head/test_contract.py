@@ -8,6 +8,7 @@ import torch
 
 from logitless.errors import InputError
 from logitless.head.api import token_scores
+from logitless.head.contract import checked
 from logitless.types import LMHead
 
 HIDDEN, WEIGHT, TARGET = torch.zeros(3, 4), torch.zeros(11, 4), torch.tensor([0, 5, 10])
@@ -59,3 +60,8 @@ def test_what_does_not_fit_is_an_error(arguments, message):
     call = {"hidden": HIDDEN, "head": WEIGHT, "target": TARGET} | arguments
     with pytest.raises(InputError, match=message):
         inspect.unwrap(token_scores)(**call)
+
+
+def test_a_module_in_place_of_a_head_is_refused():
+    with pytest.raises(InputError, match=r"LMHead; given a Linear\. Give logitless\.models\.lm_head\.lm_head\(model\)"):
+        checked(torch.zeros(1, 3), torch.nn.Linear(3, 4), torch.tensor([0]))

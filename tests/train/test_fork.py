@@ -155,3 +155,8 @@ def test_a_fork_that_was_killed_before_its_first_checkpoint_is_not_begun_without
 def test_two_ways_to_begin_are_refused(tmp_path, options):
     with pytest.raises(ConfigurationError, match="one way to begin"):
         run_recipe(tiny_recipe(tmp_path), **options)
+
+
+def test_a_value_of_resume_that_says_nothing_is_refused(tmp_path):
+    with pytest.raises(ConfigurationError, match="resume of True, False or 'auto'; given 'yes'"):
+        run_recipe(tiny_recipe(tmp_path), resume="yes")

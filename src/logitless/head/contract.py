@@ -47,6 +47,12 @@ def checked(
     """
     if isinstance(head, Tensor):
         head = LMHead(weight=head)
+    if not isinstance(head, LMHead):
+        raise InputError(
+            needed="a head: a weight [V, D] or an LMHead",
+            given=f"a {type(head).__name__}",
+            remedy="Give logitless.models.lm_head.lm_head(model), or the module's weight.",
+        )
     if hidden.dim() != 2 or hidden.dtype not in FLOATS:
         raise InputError(
             needed="hidden states [N, D] in float16, bfloat16, float32 or float64",

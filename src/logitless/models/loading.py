@@ -178,7 +178,7 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
         raise ConfigurationError(
             needed="a tokenizer",
             given=_not_cached(source) if offline else f"{str(source)!r}: {_first_line(error)}",
-            remedy="Give the folder or hub name of a tokenizer; the hub must be reachable or the model in its cache.",
+            remedy="Set model.tokenizer to its folder or hub name; the hub must be reachable or it in the cache.",
         ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(

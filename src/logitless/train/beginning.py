@@ -217,6 +217,10 @@ def _ended(folder: RunFolder, recipe: Recipe, changed: Sequence[Change]) -> RunR
 
 def _check_choice(numbered: bool, resume: Resume, fork: str | None) -> None:
     """Refuse options that contradict each other."""
+    if resume not in (False, True, "auto"):
+        raise ConfigurationError(
+            needed="resume of True, False or 'auto'", given=repr(resume), remedy="'auto' resumes a run if there is one."
+        )
     if numbered and resume:
         given = "numbered: a new name where this one is taken, beside resume: the run of this name"
     elif fork is not None and resume is True:

@@ -104,3 +104,12 @@ def test_the_check_of_a_reward_whose_module_takes_its_time_says_what_it_waits_fo
     recipe = tiny_recipe(tmp_path, rewards=[{"name": "function", "path": f"{tmp_path}/slow.py:sluggish"}])
     rewards_of(recipe, [Prompt("7", "?", (4,))])
     assert caplog.messages == ["waiting for reward 'sluggish' to pass its check: 0.05 s so far, imports included"]
+
+
+def test_a_column_that_a_reward_reads_and_only_the_held_out_rows_lack_is_refused_by_the_name_of_the_data(tmp_path):
+    (tmp_path / "own.py").write_text("def same(completions, answer):\n    return [1.0]\n")
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "function", "path": f"{tmp_path}/own.py:same"}])
+    (tmp_path / "held_out.jsonl").write_text(json.dumps({"prompt": "ca"}) + "\n")
+    data = data_of(recipe, tokenizer_of(recipe.model))
+    with pytest.raises(ConfigurationError, match=r"'same' and the data 'held_out'.*given answer"):
+        rewards_of(recipe, data.judged)

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from logitless.data.mixing import MixedOrder
 from logitless.data.prompts import PromptOrder, load_prompts, without_overlap
 from logitless.data.sources import DataOptions, sources_of
-from logitless.errors import DataError
+from logitless.errors import ConfigurationError, DataError
 from logitless.objective.advantage import Estimator
 from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rewards.instructions.suites import warn_of_overlap
@@ -176,7 +176,16 @@ def rewards_of(recipe: Recipe, prompts: Sequence[Prompt]) -> tuple[WeightedRewar
     """The recipe's rewards, each checked against all rows that it applies to."""
     rewards = weighted(recipe.rewards)
     for entry in rewards:
-        rows = [prompt.columns for prompt in prompts if entry.applies_to(prompt.source)]
-        with told_if_slow(entry.name, "pass its check"):
-            entry.reward.check({name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}})
+        sources: dict[str, list[Mapping[str, Any]]] = {}
+        for prompt in prompts:
+            if entry.applies_to(prompt.source):
+                sources.setdefault(prompt.source, []).append(prompt.columns)
+        for source, rows in sources.items():  # each by itself: a column of one source may be missing from another
+            columns = {name: [row.get(name) for row in rows] for name in {n for row in rows for n in row}}
+            try:
+                with told_if_slow(entry.name, "pass its check"):
+                    entry.reward.check(columns)
+            except (ConfigurationError, DataError) as error:
+                needed = f"for reward {entry.name!r} and the data {source!r}: {error.needed}"
+                raise type(error)(needed=needed, given=error.given, remedy=error.remedy) from error
     return rewards
