@@ -82,7 +82,8 @@ def test_no_token_of_a_million_of_each_model_is_sampled_with_other_bits_than_tra
         assert row["mismatched_tokens"] == row.get("mismatched_routes", 0) == 0
     if path.name == "sampled-bits-H200.json":
         routes = {row["model"]: row["routes"] / row["tokens"] for row in rows if "routes" in row}
-        assert routes == {"qwen3-30b-a3b-8-layers": 8, "glm-4.5-air-3-layers": 2}  # of a token, one a layer with experts
+        # a token has one in each layer with experts
+        assert routes == {"qwen3-30b-a3b-8-layers": 8, "glm-4.5-air-3-layers": 2}
 
 
 def test_gated_delta_nets_have_the_same_bits_and_are_no_slower_than_their_library():
