@@ -250,7 +250,9 @@ def test_a_signal_to_one_rank_ends_sampling_on_all_and_resume_continues_bitwise(
     whole = _on(2, tmp_path / "whole", held_out)
     tiny_raw(tmp_path)
     # The calls: an evaluation, block 1, block 2, an evaluation (4), block 3 (5), an evaluation.
-    assert run_on_ranks(2, _run_signalled, tmp_path, held_out, during) == [(143, 1)] * 2
+    first, signalled = run_on_ranks(2, _run_signalled, tmp_path, held_out, during)
+    assert signalled == (143, 1)
+    assert first in ((143, 1), (143, 0))  # it may hear of the signal before its first step
     folder = RunFolder(tmp_path / "runs" / "tiny")
     assert folder.read_metrics()[-1]["step"] == last_step
     _on(2, tmp_path, held_out, resume=True)
