@@ -78,7 +78,7 @@ def test_what_was_saved_is_there_after_a_kill_between_the_renames(tmp_path):
         assert store.find(made.path) == made
 
 
-def test_whoever_asks_while_a_checkpoint_is_overwritten_finds_one(tmp_path, monkeypatch):
+def test_a_checkpoint_is_found_and_listed_while_it_is_overwritten(tmp_path, monkeypatch):
     store = Store(tmp_path)
     made, asked = save(store), []
     rename = Path.rename
