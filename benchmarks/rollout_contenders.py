@@ -23,7 +23,7 @@ from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.modes import evaluating
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.rewards.reward import weighted
-from logitless.rollout.engine import Engine
+from logitless.rollout.engine import Engine, is_exact
 from logitless.rollout.gpu.engine import GpuEngine
 from logitless.rollout.gpu.steps import Log, Steps
 from logitless.rollout.gpu.token_sampling import key_of
@@ -305,7 +305,7 @@ def block(name: str, engine_name: str, work: Workload) -> dict[str, Any]:
         groups = [_judged(prompt, each) for prompt, each in zip(contender.prompts, completions, strict=True)]
         packed = pack_groups(groups)
         marks.append(_now())
-        sampled: TokenScores | None = sampled_scores(groups, contender.engine, options, learner.version)
+        sampled: TokenScores | None = sampled_scores(groups, options, learner.version, exact=is_exact(contender.engine))
         scored = learner.score(packed, groups, sampled)
         marks.append(_now())
         learner.begin(scored)

@@ -22,6 +22,7 @@ from logitless.errors import ConfigurationError
 from logitless.models.char_tokenizer import character_tokenizer
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.rewards.reward import Columns, Text, WeightedReward
+from logitless.rollout.engine import is_exact
 from logitless.rollout.environment import SingleTurn
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.assembly.algorithm import algorithm_of
@@ -119,7 +120,7 @@ def block_over_ranks(
         groups = sampler(prompts, work.samples, options, seed=0)
         marks.append(_now(ranks, device))
         packed = pack_groups(groups)
-        sampled = sampled_scores(groups, engine, options, learner.version)
+        sampled = sampled_scores(groups, options, learner.version, exact=is_exact(engine))
         scored = learner.score(packed, groups, sampled)
         marks.append(_now(ranks, device))
         learner.begin(scored)

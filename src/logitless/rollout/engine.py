@@ -95,8 +95,14 @@ class ExactEngine(Engine, Protocol):
     def exact(self) -> bool:
         """Whether log-probs and entropies of the model's softmax are bitwise identical to the trainer's.
 
-        They are in ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
+        Those of the last call of ``sample``; before the first call, whether they may be. They are in
+        ``entropy_sampler`` and in ``logp_sampler``, or ``logp_policy`` if filters or penalties are used.
         """
+
+
+def is_exact(engine: Engine) -> bool:
+    """``ExactEngine.exact``; False for any other engine."""
+    return isinstance(engine, ExactEngine) and engine.exact
 
 
 class Updates(Protocol):
@@ -141,9 +147,6 @@ class InFlightEngine(Engine, Protocol):
 @runtime_checkable
 class VersionedEngine(ExactEngine, Protocol):
     """An engine that samples with a chosen version of the weights that it was given, while others are trained."""
-
-    exact: bool
-    """As of ``ExactEngine``, of what was sampled last; set where a block is read and not sampled."""
 
     def use(self, version: int) -> None:
         """Sample with the weights of this version from now on, and forget older ones."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from logitless.errors import TrainingError, UnavailableError
-from logitless.rollout.engine import Engine, ExactEngine, InFlightEngine, Weights
+from logitless.rollout.engine import Engine, InFlightEngine, Weights, is_exact
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
 
@@ -96,7 +96,7 @@ class RepeatingEngine:
 
     @property
     def exact(self) -> bool:
-        return isinstance(self._engine, ExactEngine) and self._engine.exact
+        return is_exact(self._engine)
 
     def repeat(self, drawn: DrawnVersions) -> None:
         """Follow this record in the next calls of ``sample``."""

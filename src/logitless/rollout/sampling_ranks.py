@@ -32,7 +32,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
 from logitless.errors import LostRankError
 from logitless.rollout.arrays import Arrays, taking
-from logitless.rollout.engine import Engine, ExactEngine, SharedEngine, Weights, together
+from logitless.rollout.engine import Engine, SharedEngine, Weights, is_exact, together
 from logitless.rollout.in_flight import DrawnVersions, RepeatingEngine, in_flight_engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import Completion, Prompt
@@ -62,7 +62,7 @@ class SamplingRanks:
 
     Attributes:
         drawn: in flight, which weights sampled which tokens in the calls since ``use``.
-        exact: whether what was sampled last is bitwise what training computes (``ExactEngine``).
+        exact: of ``ExactEngine``.
         transfer_numbers: seconds that the last finished push took.
     """
 
@@ -76,7 +76,7 @@ class SamplingRanks:
         self._loaded = threading.Event()
         self._recorded: DrawnVersions | None = None
         self.drawn = DrawnVersions()
-        self.exact = False
+        self.exact = like_training
         self.transfer_numbers: dict[str, float] = {}
         self._closed = threading.Event()
         if ranks is not None:
@@ -346,7 +346,7 @@ def _reply(engine: Engine, prompts: Sequence[Prompt], num_samples: int, options:
     try:
         sampled = engine.sample(prompts, num_samples, options, seed=seed) if prompts else []
         said["completions"] = [[each.as_json(arrays.put) for each in group] for group in sampled]
-        said["exact"] = isinstance(engine, ExactEngine) and engine.exact
+        said["exact"] = is_exact(engine)
     except Exception as error:
         said = {"failure": described(error)}
     return json.dumps(said).encode() + b"\n" + arrays.joined()

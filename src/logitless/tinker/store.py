@@ -27,6 +27,7 @@ from torch import Tensor
 from logitless.errors import CheckpointError, InputError
 from logitless.installed import optional
 from logitless.tinker.adapter import Shape
+from logitless.train.store.atomic import replace_folder
 from logitless.train.store.run_lock import locked
 
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -168,12 +169,8 @@ class Store:
             size = sum(file.stat().st_size for file in part.iterdir())
             made = Checkpoint(**{**vars(checkpoint), "size": size})
             (part / "checkpoint.json").write_text(json.dumps(asdict(made)))
-            old = place.with_name(f".{place.name}.old")
             with self._changing:
-                if place.exists():
-                    place.rename(old)
-                part.rename(place)
-            shutil.rmtree(old, ignore_errors=True)
+                replace_folder(place, part)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 needed="a folder that can be written",

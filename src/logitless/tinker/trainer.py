@@ -36,7 +36,7 @@ from logitless.models.lm_head import backbone_hidden, causal_lm, lm_head
 from logitless.models.loading import check_vocabulary, disable_dropout, load_model
 from logitless.models.lora_targets import expert_weights
 from logitless.models.repeated_rows import RepeatedRows
-from logitless.rollout.engine import Engine, ExactEngine
+from logitless.rollout.engine import Engine, is_exact
 from logitless.rollout.transformers import TransformersEngine
 from logitless.tinker.adapter import ALPHA, Adapter, Shape, Snapshot, Weights, version_of
 from logitless.tinker.samples import Request
@@ -143,7 +143,7 @@ class Trainer:
     @property
     def exact(self) -> bool:
         """Whether the engine's log-probs are bitwise identical to the trainer's."""
-        return isinstance(self._engine, ExactEngine) and self._engine.exact and self._stack_keeps_bits
+        return is_exact(self._engine) and self._stack_keeps_bits
 
     @property
     def together(self) -> int:

@@ -32,11 +32,13 @@ class JudgedBlock:
         sampled: the groups, those of refills included.
         kept: one flag a group: whether it is trained on.
         rounds: rounds of sampling; more than 1 where zero-signal groups were refilled.
+        exact: whether the sampler's log-probs are bitwise identical to training's (``ExactEngine``).
     """
 
     sampled: tuple[Group, ...]
     kept: tuple[bool, ...]
     rounds: int
+    exact: bool = False
 
     @property
     def trained(self) -> list[Group]:

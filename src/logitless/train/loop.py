@@ -434,9 +434,7 @@ def next_block(
     metrics |= lag_metrics(judged, version=learner.version, by_token=by_token)
     if "logp_sampler" in learner.algorithm.objective.needs:
         check_sampler_logp(completion for group in judged.trained for completion in group.completions)
-    sampled = sampled_scores(judged.trained, collector.engine, collector.options.sampling, learner.version)
-    if learner.ranks.any(sampled is None):  # all ranks take part in the scoring pass, or none
-        sampled = None
+    sampled = sampled_scores(judged.trained, options.sampling, learner.version, exact=judged.exact)
     metrics["sampler/exact"] = int(sampled is not None)
     packed = learner.packed(judged.trained)
     if not packed.packed.num_tokens:

@@ -59,7 +59,7 @@ def collector(tmp_path):
             more = {} if kind is Collector else {"log": BlockLog(tmp_path / "collected", PROMPTS)}
             if kind is AheadCollector:
                 more |= {"staleness": 1, "blocks": blocks}
-            found = kind(PROMPTS, engine, SingleTurn(), weighted([Length()]), options, seed=0, **more)
+            found = kind(PROMPTS, engine, OneAtATime(SingleTurn()), weighted([Length()]), options, seed=0, **more)
             if kind is AheadCollector:
                 opened.callback(found.close)
             return found

@@ -3,6 +3,7 @@
 Those of an engine that is bitwise identical spare the pass, and a rescore that differs ends the run.
 """
 
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -19,10 +20,10 @@ from logitless.train import loop
 from logitless.train.learn.policy import Policy
 from logitless.train.learn.score import check_same, check_sampler_logp, sampled_scores, scores_of
 from logitless.train.plan.run_plan import plan_of
+from logitless.train.store.checkpoint import checkpoints
 from logitless.types import Completion, Group, Prompt, TokenScores
 from tests.head.interpreter import complete_interpreter, interpreted
 from tests.models.kernels.exact_products import sum_products_in_float64
-from tests.train.engines import FakeEngine
 from tests.train.interrupting import before
 from tests.train.tiny import TINY_GPT2, finished_run, start, steps_of, tiny_raw, tiny_recipe, warm_start
 
@@ -56,12 +57,6 @@ SMALL = {
 }  # fmt: skip
 
 
-class Exact(FakeEngine):
-    exact = True
-
-    def sample(self, prompts, num_samples, options, *, seed): ...
-
-
 def group(version=3, logp=(-0.5, 0.0), entropy=(1.0, 0.0), trained=(True, False)):
     completion = Completion("7", (4, 5), "ab", "stop", logp, trained, None, version, entropy)
     return [Group(Prompt("7", "", (4,)), (completion,), ({},), (1.0,))]
@@ -71,14 +66,14 @@ PLAIN = SamplingOptions(max_new_tokens=3)
 
 
 def test_scores_are_those_of_trained_tokens():
-    scores = sampled_scores(group(), Exact(), PLAIN, version=3)
+    scores = sampled_scores(group(), PLAIN, version=3, exact=True)
     assert (scores.logp.tolist(), scores.entropy.tolist()) == ([-0.5], [1.0])
 
 
 def test_with_filters_the_scores_are_those_of_the_policys_own_softmax():
     [of] = group()
     filtered = [replace(of, completions=(replace(of.completions[0], logp_policy=(-0.75, 0.0)),))]
-    scores = sampled_scores(filtered, Exact(), SamplingOptions(max_new_tokens=3, top_p=0.9), version=3)
+    scores = sampled_scores(filtered, SamplingOptions(max_new_tokens=3, top_p=0.9), version=3, exact=True)
     assert scores.logp.tolist() == [-0.75]
 
 
@@ -94,9 +89,7 @@ def test_with_filters_the_scores_are_those_of_the_policys_own_softmax():
     ],
 )
 def test_a_pass_is_made_where_the_sampler_does_not_say_what_the_policy_says(groups, exact, options, version):
-    engine = Exact()
-    engine.exact = exact
-    assert sampled_scores(groups, engine, options, version=version) is None
+    assert sampled_scores(groups, options, version=version, exact=exact) is None
 
 
 def test_log_probs_that_the_algorithm_reads_must_be_there():
@@ -149,6 +142,24 @@ def test_a_run_scores_only_where_it_is_checked_and_evaluates_with_the_same_engin
     assert calls[0][2] <= 2 < calls[1][2]
 
 
+def test_each_block_is_exact_if_its_own_sampling_was_also_after_a_resume(tmp_path, monkeypatch, interpreted_head):
+    sampled = []
+
+    def is_exact_of(**changes):
+        run = finished_run(tmp_path, **SMALL, train__blocks=2, rollout__staleness=1, **changes)
+        for path in checkpoints(run.checkpoints)[1:]:
+            shutil.rmtree(path)
+        sampled.clear()
+        return [line["sampler/exact"] for line in steps_of(run)]
+
+    before(monkeypatch, GpuEngine, "sample", lambda *_, **__: sampled.append(None))
+    monkeypatch.setattr(GpuEngine, "exact", property(lambda _: len(sampled) < 2))
+    assert is_exact_of() == [1, 0]  # both were sampled before the first was trained on
+    assert is_exact_of(resume=True) == [1, 0]
+    monkeypatch.setattr(GpuEngine, "exact", False)  # as of layers that are sharded now
+    assert is_exact_of(resume=True) == [0, 0]
+
+
 @pytest.mark.slow
 def test_a_run_with_filters_leaves_the_pass_out_too(tmp_path, interpreted_head):
     filtered = {"rollout__sampling": {"max_new_tokens": 3, "top_k": 2}, "train__blocks": 2}
@@ -160,8 +171,8 @@ def test_a_run_with_filters_leaves_the_pass_out_too(tmp_path, interpreted_head):
 def test_a_sampler_that_is_not_bitwise_identical_ends_the_run(tmp_path, monkeypatch, interpreted_head):
     said = loop.sampled_scores
 
-    def otherwise(*arguments):
-        found = said(*arguments)
+    def otherwise(*arguments, **options):
+        found = said(*arguments, **options)
         return TokenScores(torch.nextafter(found.logp, torch.zeros_like(found.logp)), found.entropy)
 
     monkeypatch.setattr(loop, "sampled_scores", otherwise)

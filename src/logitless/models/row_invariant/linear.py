@@ -164,7 +164,12 @@ def set_plan(shape: Shape, plan: Plan) -> None:
 
 @contextmanager
 def _without_split_k() -> Iterator[None]:
-    """Make torch use cuBLASLt without split-K inside."""
+    """Make torch use cuBLASLt without split-K inside, in all threads: these are settings of the process.
+
+    A product that another thread launches meanwhile, such as a reward model's beside training, may get another kernel
+    and other last bits. Two threads inside would restore each other's settings: one at a time may be.
+    """
+    # Torch has no setting for a call or a thread. Set for good, gradients and plans with cuBLAS would change too.
     _meet_the_libraries()  # for plans that are being tried
     matmul, library = torch.backends.cuda.matmul, torch.backends.cuda.preferred_blas_library()
     before = matmul.allow_bf16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction_split_k

@@ -250,7 +250,7 @@ def assemble(
         replayed: folder of the run that this one repeats; None for any other.
     """
     recipe, data, environment = loaded.recipe, inputs.data, inputs.environment
-    if not isinstance(environment, Driver):  # a thread may collect blocks while this one evaluates
+    if not isinstance(environment, Driver):  # threads may collect blocks while this one evaluates
         environment = OneAtATime(environment)
     learner, activations = learner_of(
         recipe,

@@ -18,6 +18,7 @@ the log, or sample again and compare (``replay.py``).
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from logitless.distributed.failing import failing_together
 from logitless.distributed.ranks import Ranks
 from logitless.errors import CheckpointError
 from logitless.rewards.reward import WeightedReward
-from logitless.rollout.engine import ConcurrentEngine, Engine, ExactEngine, VersionedEngine
+from logitless.rollout.engine import ConcurrentEngine, Engine, VersionedEngine
 from logitless.rollout.environment import Driver, Environment
 from logitless.rollout.in_flight import RepeatingEngine
 from logitless.rollout.sampling_ranks import SamplingRanks
@@ -154,8 +155,7 @@ class ScheduledCollector(Collector):
         if self.ranks.broadcast_object(self.log.has(block)):
             judged, after = self.log.read(block)
             Collector.load_state_dict(self, after)
-            if isinstance(engine, VersionedEngine):
-                engine.exact = self.log.exact(block)
+            judged = replace(judged, exact=self.is_exact and judged.exact)  # a resumed run may shard its layers
         else:
             drawn = None
             if (recorded := self._in_flight) is not None:
@@ -169,8 +169,8 @@ class ScheduledCollector(Collector):
                 drawn = engine.drawn
             after = Collector.state_dict(self)
             if self.ranks.is_first:
-                exact, more = isinstance(engine, ExactEngine) and engine.exact, {"before": self._before[block]}
-                self.log.write(block, judged, begun_after=begun_after, exact=exact, after=after, drawn=drawn, **more)
+                before = self._before[block]
+                self.log.write(block, judged, begun_after=begun_after, before=before, after=after, drawn=drawn)
         if self.replayed is not None and self.replayed.has(block):
             check_same_block(block, judged, self.replayed.read(block)[0])
         self._ready[block] = judged
@@ -242,17 +242,14 @@ class AheadCollector(ScheduledCollector):
 
     def _of_first(self, judged: JudgedBlock | None) -> JudgedBlock:
         """The block of the first training rank, on all of them."""
-        ranks, engine = self._training_ranks, self.engine
+        ranks = self._training_ranks
         if ranks.world > 1:
             rest, numbers = encode_groups(() if judged is None else judged.sampled)
-            exact = isinstance(engine, VersionedEngine) and engine.exact
-            mine = judged and [[g.prompt.id for g in judged.sampled], rest, judged.kept, judged.rounds, exact]
+            mine = judged and [[g.prompt.id for g in judged.sampled], rest, judged.kept, judged.rounds, judged.exact]
             ids, rest, kept, rounds, exact = ranks.broadcast_object(mine)
             by_id = {prompt.id: prompt for prompt in self.prompts}
             groups = decode_groups([by_id[id] for id in ids], rest, ranks.all_gather_bytes(numbers)[0])
-            judged = JudgedBlock(tuple(groups), tuple(kept), rounds)
-            if isinstance(engine, VersionedEngine):
-                engine.exact = exact
+            judged = JudgedBlock(tuple(groups), tuple(kept), rounds, exact)
         assert judged is not None
         return judged
 
@@ -333,7 +330,7 @@ class ReplayingCollector(Collector):
         self.log = log
 
     def next(self, block: int, *, length_factor: float = 1.0) -> JudgedBlock:  # noqa: ARG002 - sampled already
-        """The block as it is in the log."""
+        """The block as it is in the log, and never exact: another model may have sampled it."""
         judged, after = self.log.read(block)
         self.load_state_dict(after)
-        return judged
+        return replace(judged, exact=False)

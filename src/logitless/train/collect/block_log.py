@@ -24,8 +24,8 @@ class BlockLog:
     """For each sampled block a JSON file, and a file with the numbers of its arrays.
 
     The JSON has the block's number, ``begun_after`` (number of trained blocks whose weights sampled it), ``versions``
-    (of these weights, in steps), ``exact`` (``ExactEngine``), ``rounds``, ``kept``, the groups with log-probs and
-    verdicts, and the collector's position in the prompts before and after it.
+    (of these weights, in steps), ``exact``, ``rounds``, ``kept``, the groups with log-probs and verdicts, and the
+    collector's position in the prompts before and after it.
 
     Args:
         folder: of the log; created with the first block.
@@ -49,7 +49,6 @@ class BlockLog:
         judged: JudgedBlock,
         *,
         begun_after: int,
-        exact: bool,
         before: Any,
         after: Any,
         drawn: DrawnVersions | None = None,
@@ -59,7 +58,6 @@ class BlockLog:
         Args:
             block: number, from 0.
             begun_after: blocks trained on when it began.
-            exact: of ``ExactEngine``; False for any other engine.
             before, after: the collector's states.
             drawn: in flight, which weights sampled which tokens.
         """
@@ -73,7 +71,7 @@ class BlockLog:
             "block": block,
             "begun_after": begun_after,
             "versions": sorted(versions),
-            "exact": exact,
+            "exact": judged.exact,
             "rounds": judged.rounds,
             "kept": judged.kept,
             "before": before,
@@ -97,17 +95,12 @@ class BlockLog:
             prompts = [self._prompts[each["prompt_id"]] for each in row["groups"]]
             numbers = self._file(block).with_suffix(".numbers").read_bytes()
             groups = decode_groups(prompts, row["groups"], numbers)
-            return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"]), row["after"]
+            return JudgedBlock(tuple(groups), tuple(row["kept"]), row["rounds"], row["exact"]), row["after"]
 
     def begun_after(self, block: int) -> int:
         """Number of trained blocks whose weights sampled the block."""
         with self._reading(block) as row:
             return int(row["begun_after"])
-
-    def exact(self, block: int) -> bool:
-        """Whether the block's log-probs are bitwise what training computes."""
-        with self._reading(block) as row:
-            return bool(row["exact"])
 
     def drawn(self, block: int) -> DrawnVersions:
         """Which weights sampled which tokens of a block that was sampled in flight."""

@@ -19,7 +19,7 @@ from logitless.distributed.ranks import Ranks
 from logitless.distributed.shares import in_order
 from logitless.errors import EngineError
 from logitless.rewards.reward import Unscored, WeightedReward, judge
-from logitless.rollout.engine import Engine, together
+from logitless.rollout.engine import Engine, is_exact, together
 from logitless.rollout.environment import Driver, Environment, Limits, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
@@ -103,14 +103,20 @@ class Collector:
         options = self.options
         return GroupSampler(self.engine, self.environment, self.rewards, options.unscored, options.limits, self.ranks)
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether the engine is exact on every rank: all make a scoring pass, or none. A collective."""
+        return not self.ranks.any(not is_exact(self.engine))
+
     def checked(self, block: JudgedBlock) -> JudgedBlock:
-        """Return the block, after a check that its completions come from weights that the engine was given.
+        """Return the block with ``exact``, after a check that its weights were given to the engine. A collective.
 
         Recorded completions are not checked.
 
         Raises:
             EngineError: a completion has no version, or a newer one.
         """
+        block = replace(block, exact=self.is_exact)
         if self._newest is None or self.options.engine.samples_nothing:
             return block
         for completion in (each for group in block.sampled for each in group.completions if each.length):

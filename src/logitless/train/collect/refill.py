@@ -14,7 +14,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any
 
 from logitless.rewards.reward import judge
-from logitless.rollout.environment import Driver, Environment, Reply, play, replies_of
+from logitless.rollout.environment import Environment, Reply, play, replies_of
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import JudgedBlock, have_signal
 from logitless.train.collect.collector import GroupSampler
@@ -35,13 +35,13 @@ def refilled_as_they_come(
     """Sample a block with one thread for each prompt.
 
     Args:
-        sampler: several threads ask its engine; one at a time calls its environment, which is no driver. Rewards score
-            in the calling thread.
+        sampler: several threads ask its engine and its environment, which is ``OneAtATime``. Rewards score in the
+            calling thread.
         seed_of: the seed for the block's n-th refill; 0 stands for its first prompts.
         max_refills: of a slot.
     """
-    assert not isinstance(sampler.environment, Driver)
-    shared = OneAtATime(sampler.environment)
+    environment = sampler.environment
+    assert isinstance(environment, OneAtATime)
     prompts: list[Prompt] = []
     groups: dict[int, Group] = {}
     refills: list[int] = []
@@ -51,7 +51,7 @@ def refilled_as_they_come(
         def sample(prompt: Prompt, number: int) -> list[Episode]:
             seed = seed_of(max(0, number + 1 - len(first)))
             how: Any = {"num_samples": num_samples, "options": options, "seed": seed, "limits": sampler.limits}
-            [episodes] = play(sampler.engine, [prompt], shared, **how)
+            [episodes] = play(sampler.engine, [prompt], environment, **how)
             return episodes
 
         def begin(prompt: Prompt, refill: int) -> None:

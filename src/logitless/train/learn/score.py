@@ -18,7 +18,6 @@ from logitless.errors import ConfigurationError, EngineError, TrainingError
 from logitless.objective.advantage import AdvantageInputs, AdvantageOutput, Estimator, turn_index
 from logitless.objective.divergence import kl_in_reward
 from logitless.objective.inputs import required
-from logitless.rollout.engine import Engine, ExactEngine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.train.block import PackedBlock, reward_or_nan, rewards_of_groups
 from logitless.train.learn.policy import Scorer
@@ -73,15 +72,16 @@ def scores_of(
 
 
 def sampled_scores(
-    groups: Sequence[Group], engine: Engine, options: SamplingOptions, version: int
+    groups: Sequence[Group], options: SamplingOptions, version: int, *, exact: bool
 ) -> TokenScores | None:
     """logp and entropy [N] of the groups' trained tokens by the engine; None if a scoring pass is needed.
 
     Args:
         options: of sampling; with top-p and the like, ``logp_policy`` is taken.
         version: of the policy's weights, which must have sampled all completions.
+        exact: of the block.
     """
-    if not isinstance(engine, ExactEngine) or not engine.exact or options.temperature == 0:
+    if not exact or options.temperature == 0:
         return None
     completions = [completion for group in groups for completion in group.completions]
     logps = [c.logp_policy if options.filters_distribution else c.logp_sampler for c in completions]

@@ -45,22 +45,28 @@ def write_folder_atomically(path: Path, write: Callable[[Path], None]) -> None:
         >>> (path / "a").read_text()
         'b'
     """
-    partial, replaced = (path.with_name(f".{path.name}.{state}") for state in ("partial", "replaced"))
+    partial = path.with_name(f".{path.name}.partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write(partial)
         for each in [*partial.rglob("*"), partial]:
             flush(each)
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            path.rename(replaced)  # removed in its place, half of it could stay there
-        partial.rename(path)
-        flush(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(path, partial)
     except (OSError, SafetensorError, CheckpointError) as error:
         shutil.rmtree(partial, ignore_errors=True)
         raise cannot_write(path, error) from error
+
+
+def replace_folder(path: Path, by: Path) -> None:
+    """Rename ``by`` to ``path``; a folder that stood there is ``.NAME.old`` until then."""
+    old = path.with_name(f".{path.name}.old")
+    if path.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        path.rename(old)  # removed in its place, half of it could stay there
+    by.rename(path)
+    flush(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def cannot_write(path: Path, error: Exception | str, kind: type[LogitlessError] = TrainingError) -> LogitlessError:
