@@ -538,13 +538,16 @@ def measure(options: argparse.Namespace) -> Results:
     devices = visible.split(",") if visible else [str(number) for number in range(torch.cuda.device_count())]
     wanted = [(model, name, engine) for engine in options.engines for name in options.only for model in options.models]
     missing = [key for key in wanted if options.again or results.rows.get(key, {}).get("ok") is not True]
-    together = [key for key in missing if CASES[key[1]].num_gpus == 1]
-    several = [key for key in missing if key not in together]
+    several = [key for key in missing if CASES[key[1]].num_gpus > 1]
+    large = [key for key in missing if key not in several and "num_experts" in MODELS[key[0]]]
+    together = [key for key in missing if key not in several and key not in large]
     lock = threading.Lock()
 
     def time_left() -> float:
         return float(options.seconds - (time.perf_counter() - begun))
 
+    if options.scratch is not None:
+        options.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         runner = Runner(Path(place), options.timeout, devices)
         write_models(runner.folder, options.models, options.layers, toy=options.toy)
@@ -572,6 +575,7 @@ def measure(options: argparse.Namespace) -> Results:
                 list(pool.map(one, keys))
 
         run_all(together, [devices[i % len(devices)] if devices else None for i in range(options.workers)])
+        run_all(large, devices or [None])  # a mixture takes most of a GPU's memory
         run_all(several, [None] * max(1, options.workers // 8))
         for row in longest_of_each(beyond_bound(results.rows.values())):
             if row["model"] in options.models and time_left() > options.alone_seconds:
