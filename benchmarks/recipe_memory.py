@@ -15,6 +15,7 @@ import gc
 import json
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -153,10 +154,15 @@ def measure(recipe: Path, overrides: list[str], limit: int, folder: Path, *, blo
 def tables(results: Path) -> dict[str, str]:
     """Planned and measured memory of each run, in GiB."""
     document = json.loads((results / RESULT).read_text())
-    machine = document["environment"]
+    recipes = defaultdict[str, dict[str, None]](dict)  # by machine and versions
+    for row in document["rows"]:
+        machine = row.get("environment", document["environment"])
+        versions = ", ".join(f"{name} {machine[name]}" for name in ("torch", "transformers", "peft", "bitsandbytes"))
+        recipes[f"{machine['gpu']}, {versions}"][row["recipe"]] = None
     lines = [
-        f"{machine['gpu']} with PyTorch limited to what the card has; torch {machine['torch']}, transformers "
-        f"{machine['transformers']}, PEFT {machine['peft']}, bitsandbytes {machine['bitsandbytes']}. GiB.",
+        "PyTorch was limited to what the card has. GiB.",
+        "",
+        *(f"- {', '.join(names)}: {machine}" for machine, names in recipes.items()),
         "",
         "| Recipe | Card | Prompt, completion (tokens) | | Planned | Allocated, peak | Reserved, peak |",
         "|---|--:|--:|---|--:|--:|--:|",
@@ -179,8 +185,13 @@ def main() -> None:
     options = parsed(parser, tables)
     needs_gpu("Use --dry-run of the recipes for the plan.")
     path = options.output / RESULT
-    rows = json.loads(path.read_text())["rows"] if options.keep_others and path.exists() else []
-    rows = [row for row in rows if row["recipe"] not in options.recipes]
+    kept = json.loads(path.read_text()) if options.keep_others and path.exists() else {"rows": []}
+    rows = [
+        {**row, "environment": row.get("environment", kept["environment"])}
+        for row in kept["rows"]
+        if row["recipe"] not in options.recipes
+    ]
+    machine = environment("cuda", ("triton", "transformers", "peft", "bitsandbytes"))
     for name in options.recipes:
         overrides = [*EVERYTHING_AT_ITS_LONGEST, *STAND_INS[name]]
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
@@ -197,7 +208,6 @@ def main() -> None:
                 print(f"{name}, block {blocks}: planned {found['planned_total_bytes'] / GIB:.1f} GiB, peak", end=" ")
                 print(f"{found['peak_allocated_bytes'] / GIB:.1f}", end=", ")
                 print(f"reserved {found['peak_reserved_bytes'] / GIB:.1f}", flush=True)
-                machine = environment("cuda", ("triton", "transformers", "peft", "bitsandbytes"))
                 write_result(path, {"environment": machine, "rows": rows})
 
 

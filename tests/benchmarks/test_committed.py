@@ -199,8 +199,9 @@ def test_sampling_on_a_gpu_of_its_own_changes_no_bit_and_is_as_fast_as_the_page_
     named = ("qwen2.5-0.5b", "qwen3-1.7b")
     small = [row for row in rows if row["model"] in named and row["workload"] == "64x8-512-64:512"]
     small = [row for row in small if row["arrangement"] in ("1", "1+1")]
-    assert all(row["same_weights"] for row in rows if row["staleness"] == 0)
-    assert all(row["same_weights"] is not False for row in rows)
+    one_trains = [row for row in rows if row["arrangement"] != "2"]  # gradients of two add up in another order
+    assert all(row["same_weights"] for row in one_trains if row["staleness"] == 0)
+    assert all(row["same_weights"] is not False for row in one_trains)
     assert all(row["same_weights"] for row in rows if row["steps"] == 1 and not row["in_flight"] and row in small)
     one_step, two_steps = (
         [
@@ -219,13 +220,17 @@ def test_sampling_on_a_gpu_of_its_own_changes_no_bit_and_is_as_fast_as_the_page_
     for case in (("qwen3-1.7b", "64x8-512-128:2048"), ("llama-3.1-8b-lora", "64x8-512-64:512")):
         alone, beside = of[*case, "1"], of[*case, "1+1"]
         longer_half = max(alone["phases"]["rollout"], beside["phases"]["training"])
-        most = (alone["block_seconds"] - alone["phases"]["compilation"]) / longer_half
-        found += [f"{beside['over_one_gpu']:.2f}", f"{most:.2f}"]
+        seconds = alone["block_seconds"] - alone["phases"]["compilation"]
+        found += [f"{seconds / beside['block_seconds']:.2f}", f"{seconds / longer_half:.2f}"]
     longer, of_longer, large, of_large = found
     assert (
         f"{longer} with 128 to 2048 new tokens (1.7B; of at most {of_longer}), {large} for 8B under LoRA ({of_large})"
         in page
     )
+    in_turns = [of["llama-3.1-8b-lora", f"64x8-512-{new}", "2"] for new in ("64:512", "128:2048")]
+    assert {row["staleness"] for row in in_turns} == {0}
+    first, second = (f"{row['over_one_gpu']:.2f}" for row in in_turns)
+    assert f"Two GPUs in turns make {first} there, {second} with 128 to 2048 new tokens, at staleness 0" in page
     four = {row["arrangement"]: row["over_one_gpu"] for row in rows}
     assert f"two that sample make {four['2+2']:.1f} (1.7B), three {four['1+3']:.2f}" in page
     mixed = {row["in_flight"]: row for row in rows if row.get("mixed_fraction")}
@@ -256,12 +261,21 @@ def test_recipes_of_the_cookbook_ran_to_their_end_with_a_kl_of_0_and_learnt_what
 
 
 def test_tenants_at_once_differ_in_no_bit_from_tenants_alone_and_the_page_counts_them():
-    found = committed("tinker-tenants-H200")
     page = " ".join((ROOT / "docs" / "tinker.md").read_text(encoding="utf-8").split())
-    of = [found[f"{count} tenants"] for count in (1, 3, 8)]
-    assert {each[name] for each in of for name in each if name.endswith(("_differ", "_differs"))} == {0}
-    assert {each["sampled_unlike_trained"] for each in of} == {0}
-    assert f"take {of[2]['ratio']:.1f} times one's seconds; none of their {of[2]['tokens_compared']:,} tokens" in page
+    tokens = []
+    for name in ("tinker-tenants-shared-H200", "tinker-tenants-H200"):
+        of = [committed(name)[f"{count} tenants"] for count in (1, 3, 8)]
+        assert {each[name] for each in of for name in each if name.endswith(("_differ", "_differs"))} == {0}
+        assert {each["sampled_unlike_trained"] for each in of} == {0}
+        tokens.append(of[2]["tokens_compared"])
+    assert min(tokens) > 10**6
+    shared = committed("tinker-tenants-shared-H200")
+    assert shared["unembed"]
+    eight = shared["8 tenants"]
+    most = eight["most_adapters_in_a_call"]
+    assert f"(64 completions each, up to {most['pass']} in a pass and {most['sample']} in a decode batch)" in page
+    assert f"take {eight['ratio']:.1f} times one's seconds; none of their {tokens[0]:,} tokens" in page
+    assert f"nor any of {tokens[1]:,} of tenants with 512" in page
 
 
 def test_samplers_that_share_weights_hold_and_take_what_the_page_says_and_sample_the_same():
