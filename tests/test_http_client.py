@@ -121,12 +121,12 @@ def test_an_answer_that_breaks_off_leaves_no_socket_open(monkeypatch):
     assert [each.fileno() for each in sockets] == [-1]
 
 
-def endless(head, pause, count=1):
+def endless(head, pause, count=1, after=b"\r\n\r\n"):
     """An answer of so many bytes after the other, until the client ends it."""
 
     def answers(accepted):
         with suppress(OSError):
-            accepted.sendall(b"HTTP/1.0 " + head + b"\r\n\r\n")
+            accepted.sendall(b"HTTP/1.0 " + head + after)
             while True:
                 accepted.sendall(b"a" * count)
                 time.sleep(pause)
@@ -134,8 +134,10 @@ def endless(head, pause, count=1):
     return answers
 
 
-def test_an_answer_that_never_ends_is_given_up_after_the_seconds_of_a_request():
-    with client_of_a_server(endless(b"200 OK", 0.01), seconds=0.3) as client, pytest.raises(PassingFault) as fault:
+@pytest.mark.parametrize("after", [b"\r\n\r\n", b"\r\nA: ", b""], ids=["body", "headers", "status line"])
+def test_an_answer_that_never_ends_is_given_up_after_the_seconds_of_a_request(after):
+    answers = endless(b"200 OK", 0.01, 1000, after)
+    with client_of_a_server(answers, seconds=0.3) as client, pytest.raises(PassingFault) as fault:
         client.get("/")
     assert isinstance(fault.value.__cause__, TimeoutError)
 

@@ -4,6 +4,7 @@ Redirects are not followed and proxies not used, so that an API key goes to the 
 """
 
 import http.client
+import io
 import ipaddress
 import json
 import logging
@@ -123,7 +124,7 @@ class HttpClient:
         connected = None
         try:
             connection.connect()
-            connected = connection.sock  # the connection drops it as soon as an answer begins
+            connected = connection.sock
             with self._lock:
                 if self._times_given_up != before:  # give_up ran while this connected
                     raise ConnectionAbortedError("the request was given up")
@@ -133,9 +134,11 @@ class HttpClient:
                 headers["Authorization"] = f"Bearer {self._key}"
             content = None if body is None else json.dumps(body).encode()
             connection.request(method, self._path + path, content, headers)
-            with connection.getresponse() as response:
+            with http.client.HTTPResponse(connected, method=method) as response:
+                response.fp = io.BufferedReader(_UntilEnd(response.fp, connected, end))
+                response.begin()
                 max_bytes = self.max_bytes if 200 <= response.status < 300 else _MAX_ERROR_BYTES
-                content = _read(response, connected, end, max_bytes)
+                content = _read(response, max_bytes)
                 return _parsed(response.status, response.headers.get_content_type(), content, max_bytes)
         except ssl.SSLCertVerificationError as error:
             raise Refusal(0, f"the certificate of {self.url}: {error}") from error
@@ -274,13 +277,30 @@ def api_key(file: str | None, variable: str | None) -> str | None:
     return key
 
 
-def _read(response: http.client.HTTPResponse, connected: socket.socket, end: float, max_bytes: int) -> bytes:
+class _UntilEnd(io.RawIOBase):
+    """Reads what a socket receives until ``end``; the socket's own time-out begins anew with every byte."""
+
+    def __init__(self, received: io.BufferedReader, connected: socket.socket, end: float) -> None:
+        self._received, self._connected, self._end = received, connected, end
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if (left := self._end - time.monotonic()) <= 0:
+            raise TimeoutError("the answer did not end in time")
+        self._connected.settimeout(left)
+        return self._received.readinto1(buffer)
+
+    def close(self) -> None:
+        self._received.close()
+        super().close()
+
+
+def _read(response: http.client.HTTPResponse, max_bytes: int) -> bytes:
     """The body; of a longer one, a little more than ``max_bytes``."""
     content = bytearray()
     while len(content) <= max_bytes:
-        if (left := end - time.monotonic()) <= 0:
-            raise TimeoutError("the answer did not end in time")
-        connected.settimeout(left)  # of one read: a server that sends a byte at a time would never exceed it
         if not (piece := response.read1(1 << 16)):
             if response.length:
                 raise http.client.IncompleteRead(bytes(content), response.length)

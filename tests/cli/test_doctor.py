@@ -105,6 +105,13 @@ def test_an_invalid_recipe_exits_with_2(tmp_path, capsys):
     assert "unknown key 'trian'" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["train.py", "train.ipynb"])
+def test_training_code_in_place_of_a_recipe_is_refused_with_the_option_that_reads_it(name, tmp_path, capsys):
+    (tmp_path / name).write_text("import torch\n")
+    assert main(["doctor", str(tmp_path / name)]) == 2
+    assert f"doctor --source {tmp_path / name}" in capsys.readouterr().err
+
+
 def test_findings_in_a_recipe_leave_the_exit_status_alone(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--set", "train.epochs_per_block=9", "--no-measure"]) == 0
     assert "train.epochs_per_block: 9 [epochs]" in capsys.readouterr().out

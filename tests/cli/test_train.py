@@ -5,6 +5,8 @@ import json
 import re
 import shlex
 import signal
+import subprocess
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -71,7 +73,7 @@ def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_
 
     (tmp_path / "recipe.yaml").write_text("model: {source: x/y}\n")
     monkeypatch.setattr("logitless.cli.train.cuda_context", context)
-    monkeypatch.setattr("logitless.train.recipe.loading.check_recipe", lambda *_: None)
+    monkeypatch.setattr("logitless.train.recipe.loading.check_recipe", lambda *_: recipe)
     monkeypatch.setattr("logitless.train.recipe.loading.load_recipe", lambda *_: recipe)
     monkeypatch.setattr("logitless.train.entry.train", begin)
     monkeypatch.setattr("logitless.cli.train._planned", begin)
@@ -79,6 +81,20 @@ def test_the_context_of_the_recipes_device_is_created_for_a_run_and_its_imports_
     assert devices == [device]
     assert seen == [(True, True)]
     assert gc.get_freeze_count() == 0
+
+
+def test_a_name_that_is_taken_is_refused_before_transformers_is_imported(tmp_path):
+    (tmp_path / "length-toy").mkdir()
+    (tmp_path / "length-toy" / "notes.txt").write_text("ours")
+    command = f"""
+import sys
+from logitless.cli.main import main
+status = main(["train", "recipes/length-toy.yaml", "--set", "output={tmp_path}"])
+print(status, "transformers.models" in sys.modules)
+"""
+    ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
+    assert ran.stdout == "2 False\n"
+    assert f"given the existing {tmp_path}/length-toy" in ran.stderr
 
 
 # --- dry runs -------------------------------------------------------------------------------------------------------

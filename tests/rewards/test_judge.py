@@ -63,6 +63,32 @@ def test_replies_are_kept_in_a_file_for_the_next_process(tmp_path):
         judge(url, cache=str(file), label="broken").check({})
 
 
+@pytest.mark.parametrize("kept_bytes", [1, 20, -1])
+def test_a_last_line_of_the_cache_that_a_kill_cut_is_removed_and_asked_for_again(kept_bytes, tmp_path):
+    file = tmp_path / "cache.jsonl"
+    with judging(lambda n, body: said("Score: 5")) as (url, requests):
+        verdicts(judge(url, cache=str(file)), "a", "b")
+        first, second = file.read_bytes().splitlines(keepends=True)
+        file.write_bytes(first + second[:kept_bytes])
+        again = judge(url, cache=str(file), label="again")
+        again.check({})
+        assert file.read_bytes() == first
+        verdicts(again, "a", "b")
+    assert len(requests) == 3
+    assert file.read_bytes() == first + second
+
+
+@pytest.mark.parametrize(
+    "content", ['{"key": "a", "re\n', '{"key": "a", "re\n{"key": "b", "reply": "7"}\n', '{"a": 1}', "x"]
+)
+def test_a_cache_that_is_bad_elsewhere_is_refused_and_left_as_it_is(content, tmp_path):
+    file = tmp_path / "cache.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigurationError, match="cache"):
+        judge("http://127.0.0.1:9/v1", cache=str(file)).check({})
+    assert file.read_text() == content
+
+
 @pytest.mark.parametrize(
     "failure",
     [(500, b"oops"), (505, b"no"), (409, b"busy"), (429, b"slow down"), (200, b"{"), (200, b"CUT"), (200, b"{}")],

@@ -111,11 +111,27 @@ def test_a_function_that_returns_no_list_of_numbers_is_refused_before_the_first_
 
 
 @pytest.mark.parametrize(
+    ("result", "error"),
+    [
+        ("[float('nan')]", r"a score \(a number or None\) expected, nan returned"),
+        ("__import__('numpy').full(1, 'nan', 'float32')", r"a score \(a number or None\) expected, nan returned"),
+        ("[float('inf')]", r"a number within ±1e\+09 expected, inf returned"),
+    ],
+)
+def test_a_function_without_a_finite_score_for_any_completion_is_refused_before_the_first_rollout(
+    tmp_path, result, error
+):
+    (tmp_path / "mine.py").write_text(f"def mine(completions):\n    return {result}\n")
+    with pytest.raises(ConfigurationError, match=f"mine.py:mine: {error}"):
+        Function(path=f"{tmp_path}/mine.py:mine").check({})
+
+
+@pytest.mark.parametrize(
     "result",
     [
         "[None]",
-        "[float('nan')]",
-        "__import__('numpy').full(1, 'nan', 'float32')",
+        "__import__('numpy').full(1, 1.0 if completions[0] else 'nan', 'float32')",
+        "[1.0 if completions[0] else float('-inf')]",
         "[1 / len(completions[0])]",
         "[True]",
     ],

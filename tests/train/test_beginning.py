@@ -26,7 +26,7 @@ def loads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("changes", "options", "said"),
     [
-        ({}, {}, "Add --resume, choose another name"),
+        ({}, {}, r"Add --resume \(in Python resume=True\) to go on with it, choose another name"),
         ({"name": "new"}, {"resume": True}, r"a run to resume at .*new; given none. Leave out --resume to start it"),
         ({"name": "new"}, {"fork": "no/such/run"}, "the folder of a run at no/such/run; given nothing"),
         ({"name": "new", "algorithm": {"preset": "grop"}}, {}, "Did you mean 'grpo'"),

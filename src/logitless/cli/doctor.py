@@ -10,12 +10,14 @@ findings.
 import argparse
 import dataclasses
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from logitless.cli.arguments import add_overrides
-from logitless.errors import LogitlessError
+from logitless.cli.output import program
+from logitless.errors import ConfigurationError, LogitlessError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -34,6 +36,12 @@ def run(options: argparse.Namespace) -> int:
     if options.source is not None:
         found, status = _source(options.source), 0
     elif options.recipe is not None:
+        if options.recipe.suffix in (".py", ".ipynb"):
+            raise ConfigurationError(
+                needed="a recipe, a YAML file",
+                given=str(options.recipe),
+                remedy=f"For training code: {program()} doctor --source {shlex.quote(str(options.recipe))}",
+            )
         found, status = _recipe(options.recipe, options.overrides, measure=not options.no_measure)
     else:
         from logitless.doctor.machine import findings

@@ -61,11 +61,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Train, and end with what came of it."""
     _choose_recipe(options)
+    resume: Resume = "auto" if options.resume_or_start else options.resume
     with ExitStack() as stack:
         with loading("train"), cuda_context(_device_for(options)):
             from logitless.train.recipe.loading import check_recipe, load_recipe
 
-            check_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
+            given = check_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
+            if not (resume or options.numbered or options.dry_run):
+                _check_name(given)  # nor a name that is taken
             import_transformers()
             from logitless.train.entry import train
             from logitless.train.long_lived import startup_objects_frozen
@@ -75,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
             stack.enter_context(startup_objects_frozen())
         recipe = load_recipe(options.recipe, options.overrides)
         clock = WallClock.of_process()
-        resume: Resume = "auto" if options.resume_or_start else options.resume
         if options.dry_run:
             return _planned(recipe, options, resume)
         ending = _Ending(options.recipe, options.overrides, options.replay)
@@ -126,6 +128,16 @@ def _device_for(options: argparse.Namespace) -> str:
     return str(model.get("device", "auto"))
 
 
+def _check_name(recipe: "Recipe") -> None:
+    """Refuse a name that is taken, unless torchrun has restarted the run of this name."""
+    from logitless.distributed.ranks import restarted
+    from logitless.train.record.run_folder import RunFolder, is_taken, taken
+
+    folder = RunFolder(Path(recipe.output) / recipe.name)
+    if is_taken(folder) and not restarted():
+        raise taken(folder)
+
+
 def _planned(recipe: "Recipe", options: argparse.Namespace, resume: "Resume") -> int:
     """Print what a run would be, and whether its start is refused."""
     from logitless.train.plan.run_plan import dry_run
@@ -150,8 +162,8 @@ def _refused(recipe: "Recipe", *, resume: "Resume", fork: str | None, numbered: 
     """
     from logitless.distributed.ranks import Ranks
     from logitless.train.assembly.algorithm import algorithm_of
-    from logitless.train.beginning import check_beginning, is_taken
-    from logitless.train.record.run_folder import RunFolder, taken
+    from logitless.train.beginning import check_beginning
+    from logitless.train.record.run_folder import RunFolder, is_taken, taken
 
     needs_name = resume is False and not numbered
     algorithm, folder = algorithm_of(recipe), RunFolder(Path(recipe.output) / recipe.name)

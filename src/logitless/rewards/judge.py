@@ -37,6 +37,8 @@ Say in a sentence or two what is right and wrong with it. End with a line "Score
 
 MAX_REPLY_BYTES = 1 << 20
 _LONG_SPACE = re.compile(r"(\s{100})\s+")
+_ROW = b'{"key": "'
+"""The beginning of a line of a cache."""
 _FIELD = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
@@ -233,9 +235,14 @@ class _Cache:
         self._lock = threading.Lock()
         if file is not None and file.exists():
             try:
-                for line in file.read_text(encoding="utf-8").splitlines():
+                content = file.read_bytes()
+                whole, _, last = content.rpartition(b"\n")
+                is_cut = last != b"" and _ROW.startswith(last[: len(_ROW)])
+                for line in (whole if is_cut else content).splitlines():
                     row = json.loads(line)
                     self._replies[row["key"]] = row["reply"]
+                if is_cut:  # by a kill; a file that is no cache is left as it is
+                    os.truncate(file, len(content) - len(last))
             except (OSError, ValueError, KeyError, TypeError) as error:
                 raise ConfigurationError(
                     needed="a judge's cache, JSON Lines with key and reply",

@@ -30,6 +30,9 @@ from logitless.rewards.workers.sandbox import require_sandbox
 from logitless.rewards.workers.tasks import accepted_columns, awaited, missing_arguments, scores_of
 from logitless.types import Verdict
 
+TRIED = "The answer is 4."
+"""A completion that ``Function.check`` has scored: a mean over an empty one may well be NaN."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Function(PooledReward):
@@ -93,11 +96,12 @@ class Function(PooledReward):
     def check(self, columns: Columns) -> None:
         """Check that workers can import the function, that its arguments are columns, and what it returns.
 
-        It is called once, for an empty completion of the first row. If it fails there, completions may yet do better.
+        It is called for two completions of the first row, an empty one and ``TRIED``. If it raises there, or has no
+        finite score for one of them, completions may yet do better.
 
         Raises:
             ConfigurationError: it cannot be imported, an argument without a default is no column, a column has a
-                name of ``RESERVED_ARGUMENTS``, or it returns something else than a list with one number or None.
+                name of ``RESERVED_ARGUMENTS``, or it returns something else than a list with one finite number or None.
         """
         check_reserved(columns)
         if self.process == "confined":
@@ -114,12 +118,15 @@ class Function(PooledReward):
                 remedy="Write a plain function: def reward(completions, **columns).",
             )
         _check_arguments(self.path, outcome.value, columns)
-        item = self._item({name: values[0] for name, values in columns.items() if values}, "", "", [])
-        [tried] = self.run("call_function", [item], (self._located,), self.process, self._variables())
-        if tried.status == "done" and "malformed" in tried.value:
+        row = {name: values[0] for name, values in columns.items() if values}
+        items = [self._item(row, "", text, []) for text in ("", TRIED)]
+        outcomes = self.run("call_function", items, (self._located,), self.process, self._variables())
+        returned = [outcome.value for outcome in outcomes if outcome.status == "done"]
+        wrong = [value for value in returned if "error" in value]
+        if wrong and (len(wrong) == len(returned) or any("malformed" in value for value in wrong)):
             raise ConfigurationError(
                 needed="a reward function that returns a list with a score, a number or None, for each completion",
-                given=f"{self.path}: {tried.value['error']}",
+                given=f"{self.path}: {wrong[0]['error']}",
                 remedy="Return for example [0.5]: every call has one completion.",
             )
 

@@ -21,7 +21,7 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import dump_recipe, load_recipe
 from logitless.train.record.provenance import parent_in, record_start
 from logitless.train.record.result import RunResult
-from logitless.train.record.run_folder import RunFolder, create_run_folder, taken
+from logitless.train.record.run_folder import RunFolder, create_run_folder, is_taken, taken
 from logitless.train.store.checkpoint import (
     Checkpoint,
     checkpoints,
@@ -190,11 +190,6 @@ def check_beginning(
                     raise taken(folder)
     told = ranks.broadcast_object(None if done is None else done.as_json())
     return None if told is None else RunResult.of_json(told)
-
-
-def is_taken(folder: RunFolder) -> bool:
-    """Whether the folder holds a run, or anything else, that a new run must not replace."""
-    return folder.path.exists() and not folder.is_failed_start()
 
 
 def _ended(folder: RunFolder, recipe: Recipe, changed: Sequence[Change]) -> RunResult | None:

@@ -7,6 +7,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.errors import ConfigurationError, TrainingError
+from logitless.rewards.math import Math
 from logitless.rewards.reward import weighted
 from logitless.rewards.text.length import Length
 from logitless.rewards.user_function import Function
@@ -86,10 +87,12 @@ def test_a_deadline_that_most_completions_hit_is_named_once_with_its_seconds_and
     unscored = 2 * (hit.score is None)
     assert deadlines(seen, hit, hit, FINE) == [
         "reward 'mine': 2 of 3 completions hit its deadline of 0.5 s and were not graded: "
-        f"{unscored} have no score, {2 - unscored} that of a wrong answer. If the reward needs longer, raise "
-        "rewards.1.deadline_seconds."
+        f"{unscored} have no score, {2 - unscored} that of a wrong answer. What a call imports or loads, load "
+        "at the top of its file: no deadline counts that. If the reward needs longer, raise rewards.1.deadline_seconds."
     ]
     assert not deadlines(seen, hit, hit)
+    without_a_file = failures(Math(label="mine", deadline_seconds=0.5))
+    assert "wrong answer. If the reward needs longer" in deadlines(without_a_file, hit)[0]
 
 
 @pytest.mark.parametrize(

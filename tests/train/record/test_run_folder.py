@@ -93,7 +93,7 @@ def test_a_failed_start_is_removed_without_an_error_while_its_first_checkpoint_i
 def test_a_folder_with_anything_that_a_start_does_not_write_is_left_alone(tmp_path, names):
     for name in names:
         (tmp_path / "toy" / name).mkdir(parents=True)
-    with pytest.raises(ConfigurationError, match="existing one"):
+    with pytest.raises(ConfigurationError, match="given the existing"):
         create_run_folder(tmp_path, "toy")
 
 

@@ -35,19 +35,16 @@ def score_of(value: Any) -> Answer:
     try:
         score = math.nan if malformed else float(value)
     except OverflowError:
-        score = math.nan
+        score = math.inf
     except Exception:
         score, malformed = math.nan, True
     if math.isnan(score):
-        answer: Answer = {"error": f"a score (a number or None) expected, {_shown(value)} returned"}
+        returned = type(value).__name__ if malformed else "nan"
+        answer: Answer = {"error": f"a score (a number or None) expected, {returned} returned"}
         return {**answer, "malformed": True} if malformed else answer
     if abs(score) > MAX_SCORE:
         return {"error": f"a number within ±{MAX_SCORE:g} expected, {score} returned"}
     return {"score": score}
-
-
-def _shown(value: Any) -> str:
-    return "nan" if isinstance(value, float) else type(value).__name__
 
 
 def accepted_columns(function: Any, names: Sequence[str]) -> list[str]:

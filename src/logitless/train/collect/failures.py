@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from logitless.rewards.reward import WeightedReward
+from logitless.rewards.user_function import Function
 from logitless.rewards.workers.pooled import hit_deadline
 from logitless.types import Group, Verdict
 
@@ -64,10 +65,13 @@ class Failures:
             return
         self._deadlines_told.add(name)
         unscored = sum(verdict.score is None for verdict in hit)
+        at_the_top = ""
+        if isinstance(entry.reward, Function):  # workers import its file before the first deadline begins
+            at_the_top = "What a call imports or loads, load at the top of its file: no deadline counts that. "
         yield (
             f"reward {name!r}: {len(hit)} of {len(verdicts)} completions hit its deadline of {seconds:g} s and were "
-            f"not graded: {unscored} have no score, {len(hit) - unscored} that of a wrong answer. If the reward needs "
-            f"longer, raise rewards.{number}.deadline_seconds."
+            f"not graded: {unscored} have no score, {len(hit) - unscored} that of a wrong answer. {at_the_top}If the "
+            f"reward needs longer, raise rewards.{number}.deadline_seconds."
         )
 
 

@@ -59,8 +59,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = (), *, plans_for_gp
     return _checked(_read(Path(path), overrides), plans_for_gpus=plans_for_gpus)
 
 
-def check_recipe(path: str | Path, overrides: Sequence[str] = ()) -> None:
-    """Refuse what ``load_recipe`` would refuse, without a look at this machine's GPUs.
+def check_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """``load_recipe`` without a look at this machine's GPUs: a dtype ``auto`` stays.
 
     Args:
         path, overrides: as for ``load_recipe``.
@@ -68,7 +68,7 @@ def check_recipe(path: str | Path, overrides: Sequence[str] = ()) -> None:
     Raises:
         ConfigurationError: as ``load_recipe``.
     """
-    _given(_read(Path(path), overrides))
+    return _given(_read(Path(path), overrides))
 
 
 def _read(path: Path, overrides: Sequence[str]) -> dict[str, Any]:

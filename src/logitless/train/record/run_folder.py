@@ -271,12 +271,18 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
     return folder
 
 
+def is_taken(folder: RunFolder) -> bool:
+    """Whether the folder holds a run, or anything else, that a new run must not replace."""
+    return folder.path.exists() and not folder.is_failed_start()
+
+
 def taken(folder: RunFolder) -> ConfigurationError:
     """The error for a folder that is taken."""
     return ConfigurationError(
-        needed=f"a run folder that does not exist yet, or --resume to go on in {folder.path}",
-        given="an existing one",
-        remedy="Add --resume, choose another name with --set name=..., or remove the folder.",
+        needed="a run folder that does not exist yet",
+        given=f"the existing {folder.path}",
+        remedy="Add --resume (in Python resume=True) to go on with it, choose another name (--set name=...), or remove "
+        "the folder.",
     )
 
 
