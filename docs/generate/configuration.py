@@ -43,7 +43,7 @@ class Key:
     Args:
         name: as in the file.
         annotation: its type.
-        default: as YAML, or "required".
+        default: as YAML, or "no default": the key is required.
         description: what it means; Markdown.
     """
 
@@ -180,7 +180,7 @@ def keys(kind: type) -> list[Key]:
 def _all_keys(kind: type) -> Iterator[Key]:
     if issubclass(kind, BaseModel):
         for name, info in kind.model_fields.items():
-            default = "required" if info.is_required() else _yaml(info.get_default(call_default_factory=True))  # type: ignore[call-arg]
+            default = "no default" if info.is_required() else _yaml(info.get_default(call_default_factory=True))  # type: ignore[call-arg]
             annotation = Annotated[info.annotation, *info.metadata] if info.metadata else info.annotation
             yield Key(name, annotation, default, _markdown(info.description or _subject(info.annotation)))
         return
@@ -195,7 +195,7 @@ def _all_keys(kind: type) -> Iterator[Key]:
         elif field.default_factory is not dataclasses.MISSING:
             default = _yaml(field.default_factory())
         else:
-            default = "required"
+            default = "no default"
         yield Key(field.name, hints[field.name], default, described.get(field.name, ""))
 
 
@@ -268,7 +268,7 @@ def _given(key: Key) -> str:
     return f"`{key.name}: {default if len(default) <= _LONGEST else default[:_LONGEST] + '...'}`"
 
 
-_NO_VALUE = ("required", "its defaults")
+_NO_VALUE = ("no default", "its defaults")
 
 
 def _kind(key: Key, places: Mapping[tuple[type, ...], str]) -> str:
@@ -282,7 +282,7 @@ def _kind(key: Key, places: Mapping[tuple[type, ...], str]) -> str:
         words = _type(key.annotation, places)
     if key.default == "null":
         words = words.removesuffix(" or null")
-    said = ", ".join(filter(None, [words, "required" * (key.default == "required")]))
+    said = ", ".join(filter(None, [words, "required" * (key.default == "no default")]))
     return f" ({said})" if said else ""
 
 

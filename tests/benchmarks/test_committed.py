@@ -214,7 +214,7 @@ def test_sampling_on_a_gpu_of_its_own_changes_no_bit_and_is_as_fast_as_the_page_
     assert f"makes {one_step[0]:.2f} (0.5B) and {one_step[1]:.2f} (1.7B) times" in page
     assert f"with two steps a block {two_steps[0]:.2f} and {two_steps[1]:.2f}" in page
     pushed = [row["push_seconds"] for row in rows if row["push_seconds"]]
-    assert f"A push takes {min(pushed):.2f} to {max(pushed):.2f} s at best" in page
+    assert f"A sync takes {min(pushed):.2f} to {max(pushed):.2f} s at best" in page
     of = {(row["model"], row["workload"], row["arrangement"]): row for row in rows if not row["in_flight"]}
     found = []
     for case in (("qwen3-1.7b", "64x8-512-128:2048"), ("llama-3.1-8b-lora", "64x8-512-64:512")):

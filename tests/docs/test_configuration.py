@@ -26,3 +26,8 @@ def test_types_bounds_and_defaults_are_those_of_the_type():
     assert "\n- `lora: null` ([model.lora](#modellora)): " in text
     assert "\n- `use_rslora: false`: " in text
     assert [key.default for key in keys(LoraSection)][:3] == ["16", "32.0", "all-linear"]
+
+
+def test_a_key_with_the_default_required_is_not_called_a_required_key():
+    assert "\n- `sandbox: required`: " in sections()
+    assert "\n- `sandbox` (required)" not in sections()

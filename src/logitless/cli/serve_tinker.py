@@ -21,7 +21,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="auto (default), cpu, cuda or cuda:NUMBER")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="default: bfloat16 on a GPU, else float32")
     parser.add_argument("--layers", choices=("auto", "row_invariant", "transformers"), default="auto")
-    parser.add_argument("--memory", type=int, help="bytes for adapters, keys and values (default half of the GPU)")
+    parser.add_argument(
+        "--memory", type=int, help="bytes for adapters, keys and values (default: half of the free GPU memory)"
+    )
     parser.add_argument("--tokens-per-row", type=int, default=8192, help="of a training pass (default 8192)")
     parser.add_argument("--seed", type=int, default=0, help="of adapters and samples without a seed (default 0)")
 

@@ -114,7 +114,7 @@ class Limits:
     Args:
         max_turns: assistant turns.
         max_tokens: tokens after the prompt, the environment's included. A turn begins only if
-            ``sampling.max_new_tokens`` still fit. Null: no limit.
+            ``sampling.max_new_tokens`` still fit. Recipes need it.
         max_seconds: no turn begins after so long; the run is then not repeatable. Null: no limit.
 
     Raises:

@@ -13,7 +13,7 @@ from logitless.errors import ConfigurationError
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """Settings of generation, the same for every completion of a group.
+    """Settings of sampling, the same for every completion of a group.
 
     Args:
         max_new_tokens: tokens a completion may have, its stop token included.

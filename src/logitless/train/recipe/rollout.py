@@ -48,7 +48,7 @@ class ParitySection(Section):
 
 
 class RolloutSection(Section):
-    """One round of generation: a block."""
+    """How a block is sampled."""
 
     engine: AnyEngine = Field(default_factory=AutoEngineSection, discriminator="name", description="what samples")
     parity: ParitySection = Field(default_factory=ParitySection)
@@ -67,12 +67,12 @@ class RolloutSection(Section):
     prompts_per_block: PositiveInt = Field(32, description="P, prompts a block")
     completions_per_prompt: PositiveInt = Field(8, description="G, completions a prompt")
     max_rows: PositiveInt = Field(512, description="completions decoded at once, here and in evaluation")
-    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the engine reads at once")
+    prefill_tokens: PositiveInt = Field(16384, description="tokens of prompts that the engine prefills at once")
     sampling: SamplingOptions = Field(description="temperature, filters, limits, stops")
     zero_signal: Literal["keep", "drop", "refill"] = Field(
         "keep", description="groups whose rewards are all equal: train on them, leave them out, or sample others"
     )
-    max_refills: NonNegativeInt = Field(3, description="further rounds of generation under `refill`")
+    max_refills: NonNegativeInt = Field(3, description="times that `refill` samples further prompts")
     unscored: Unscored = Field(
         "leave_out", description="a completion that a function could not score: sum the others, or drop the completion"
     )

@@ -87,7 +87,7 @@ constraint_family/{family}/count | 1 | sum | constraint | checks
 # Groups
 group/zero_signal_fraction | 1 | mean | group | groups whose rewards are all equal
 group/dropped | group | sum | block | zero-signal groups left out of training
-group/refill_rounds | 1 | sum | block | further rounds of generation
+group/refill_rounds | 1 | sum | block | refills of the block
 group/trained | group | sum | block | groups trained on
 # Advantages
 advantage/mean | 1 | mean | completion | of completions trained on, by their first token
