@@ -142,7 +142,7 @@ RULES: tuple[Rule["Recipe"], ...] = (
     parity.excludes(
         "rollout.staleness",
         ", for it compares completions of the weights that are trained",
-        remedy="Leave rollout.parity out; rollout.engine.probe compares after every push.",
+        remedy="Leave rollout.parity out; rollout.engine.probe compares after every sync.",
     ),
 )
 

@@ -55,7 +55,7 @@ class TrainSection(Section):
     tokens_per_micro_batch: PositiveInt = Field(16384, description="most tokens read at once; memory and speed only")
     share_prompts: bool = Field(
         True,
-        description="prefill a prompt once for its completions, where attention can (not longrope, not transformers' "
+        description="compute a prompt once for its completions, where attention can (not longrope, not transformers' "
         "masks)",
     )
     pack_by_cost: bool = Field(
