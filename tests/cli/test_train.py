@@ -14,7 +14,7 @@ import pytest
 
 from logitless.cli.main import main
 from logitless.cli.output import program
-from logitless.cli.train import _command
+from logitless.cli.train import _check_name, _command
 from logitless.errors import ConfigurationError
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.loading import load_recipe, parse_recipe
@@ -95,6 +95,16 @@ print(status, "transformers.models" in sys.modules)
     ran = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True)
     assert ran.stdout == "2 False\n"
     assert f"given the existing {tmp_path}/length-toy" in ran.stderr
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_one_of_several_processes_leaves_a_folder_in_the_way_to_the_one_that_writes(tmp_path, monkeypatch, world_size):
+    recipe = parse_recipe({**tiny_raw(tmp_path), "name": "other"})
+    (Path(recipe.output) / "other").mkdir(parents=True)
+    (Path(recipe.output) / "other" / "notes.txt").write_text("of this node")
+    monkeypatch.setenv("WORLD_SIZE", str(world_size))
+    with pytest.raises(ConfigurationError, match="existing") if world_size == 1 else nullcontext():
+        _check_name(recipe)
 
 
 # --- dry runs -------------------------------------------------------------------------------------------------------

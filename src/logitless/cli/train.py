@@ -129,12 +129,13 @@ def _device_for(options: argparse.Namespace) -> str:
 
 
 def _check_name(recipe: "Recipe") -> None:
-    """Refuse a name that is taken, unless torchrun has restarted the run of this name."""
+    """Refuse a name that is taken, unless torchrun has restarted the run of this name. Several processes do so
+    together, once they have met: a folder here says nothing about the node that writes."""
     from logitless.distributed.ranks import restarted
     from logitless.train.record.run_folder import RunFolder, is_taken, taken
 
-    folder = RunFolder(Path(recipe.output) / recipe.name)
-    if is_taken(folder) and not restarted():
+    folder, alone = RunFolder(Path(recipe.output) / recipe.name), os.environ.get("WORLD_SIZE", "1") == "1"
+    if alone and is_taken(folder) and not restarted():
         raise taken(folder)
 
 

@@ -63,8 +63,8 @@ class TrainSection(Section):
     )
     skip_zero_advantage: bool = Field(
         True,
-        description="keep sequences with advantage or weight 0 out of forward and backward, under an algorithm "
-        "without KL, entropy bonus and value loss",
+        description="keep sequences with advantage or weight 0 out of forward and backward, where they cannot change "
+        "a gradient (they can under a KL, entropy bonus, value, router or distillation loss)",
     )
     reuse_logp: bool = Field(
         True,
