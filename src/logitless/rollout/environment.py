@@ -181,28 +181,23 @@ def _checked(reply: Any, name: str) -> Reply:
     """A reply with a finite reward; a failure in place of anything else."""
     if not isinstance(reply, Reply):
         return Reply(failure=f"TypeError: {name} has to return a Reply for each turn, not a {type(reply).__name__}")
-    try:
-        finite_reward(reply.reward)
-    except (TypeError, ValueError) as error:
-        return Reply(failure=f"{type(error).__name__}: {error}")
-    return reply
+    wrong = wrong_reward(reply.reward)
+    return Reply(failure=wrong) if wrong else reply
 
 
-def finite_reward(reward: Any) -> Any:
-    """The reward that an environment pays, unchanged.
-
-    Raises:
-        ValueError: it is infinite or NaN.
-        TypeError: it is no number.
+def wrong_reward(reward: Any) -> str:
+    """Why what an environment pays is no reward; empty for a finite number.
 
     Example:
-        >>> finite_reward(float("inf"))
-        Traceback (most recent call last):
-        ValueError: a finite number expected as reward, inf given
+        >>> wrong_reward(0.5), wrong_reward(float("inf")), wrong_reward("much")
+        ('', 'a finite number expected as reward, inf given', "a finite number expected as reward, 'much' given")
     """
-    if not math.isfinite(reward):
-        raise ValueError(f"a finite number expected as reward, {reward} given")
-    return reward
+    try:
+        if math.isfinite(reward):
+            return ""
+    except (TypeError, OverflowError):  # no number, or an integer beyond every float
+        pass
+    return f"a finite number expected as reward, {reward!r:.80} given"
 
 
 def play(
