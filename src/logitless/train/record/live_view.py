@@ -246,7 +246,7 @@ def _short(name: str, value: float | int) -> str:
 
 def _unscored(name: str, record: Record) -> str:
     """How many held-out completions have no score, beside the accuracy that counts them as wrong."""
-    share = record.get("evaluation/unscored_fraction", 0.0) if name == "evaluation/accuracy" else 0.0
+    share = (name == "evaluation/accuracy" and record.get("evaluation/unscored_fraction")) or 0.0
     return f" ({share:.0%} not scored)" if 0 < share < 1 else ""
 
 
