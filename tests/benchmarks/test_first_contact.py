@@ -47,7 +47,6 @@ def toy(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("engine", benchmark.ENGINES)
 @pytest.mark.parametrize("name", IN_ONE_PROCESS)
 def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, name, engine):

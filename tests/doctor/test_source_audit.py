@@ -105,6 +105,10 @@ STEP = "o = torch.optim.AdamW(model.parameters(), lr=1e-6)"
         f"model = AutoModel.from_pretrained(n)\nmodel.bfloat16()\n{STEP}",
         f"{LOADED.replace('model', 'base', 1)}\nmodel = base.cuda()\n{STEP}",
         f"self.{LOADED}.cuda()\no = SGD(self.model.parameters(), lr=1.0)",
+        f"{LOADED}.cuda()\no = AdamW(params=model.parameters(), lr=1e-6)",
+        f"{LOADED}.cuda()\no = AdamW([{{'params': list(model.parameters()), 'lr': 1e-6}}])",
+        f"{LOADED}.cuda()\np = [p for p in model.parameters() if p.requires_grad]\no = AdamW(p, lr=1e-6)",
+        f"{LOADED}.cuda()\no = AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-6)",
     ],
 )
 def test_a_model_in_16_bits_is_followed_to_its_optimizer(code: str, tmp_path: Path) -> None:
@@ -112,7 +116,9 @@ def test_a_model_in_16_bits_is_followed_to_its_optimizer(code: str, tmp_path: Pa
 
 
 def test_a_scaler_that_is_switched_off_holds_nothing(tmp_path: Path) -> None:
-    code = "scaler = GradScaler(enabled=False)\nwith torch.autocast('cuda', dtype=torch.float16):\n    pass"
+    code = (
+        "scaler = GradScaler(enabled=False)\nwith torch.autocast('cuda', dtype=torch.float16):\n    scaler.scale(f(x))"
+    )
     assert rules_found(tmp_path, code) == {"float16 alone"}
 
 
@@ -124,6 +130,7 @@ def test_a_scaler_that_is_switched_off_holds_nothing(tmp_path: Path) -> None:
         ("loss_type='sapo', epsilon=0.3", "epsilon=0.3 has no effect with loss_type='sapo'"),
         ("importance_sampling_level='sequence'", "GSPO is 'grpo' at this level"),
         ("delta=0.5", "a delta above 0.8"),
+        ("loss_type='sapo', epsilon=0.3, max_completion_length=4 * 1024", "epsilon=0.3 has no effect"),
     ],
 )
 def test_a_literal_grpo_config_is_read_as_the_loss_that_trl_makes_of_it(call: str, said: str, tmp_path: Path) -> None:
@@ -147,6 +154,7 @@ def test_a_grpo_config_that_is_not_written_out_or_says_nothing_odd_is_left_alone
         f"{LOADED.replace('model', 'other', 1)}.cuda()\n{STEP}",
         "scaler = torch.amp.GradScaler()\nwith torch.autocast('cuda', dtype=torch.float16):\n    pass",
         "scaler = torch.cuda.amp.GradScaler(enabled=fp16)\nwith torch.cuda.amp.autocast():\n    pass",
+        "with torch.autocast('cuda', dtype=torch.float16):\n    loss = f(x)\nself.scaler.scale(loss)",  # made elsewhere
         "with self.accelerator.autocast():\n    pass",
         "args = TrainingArguments('out', fp16=True)",  # transformers' trainers scale gradients then
         "per_token_kl = torch.exp(ref - logp) - (ref - logp) - 1",

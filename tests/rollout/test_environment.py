@@ -1,5 +1,7 @@
 """Episodes: a single turn is the plain sample; in several turns every token has its author and its turn's reward."""
 
+import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,6 +13,7 @@ from logitless.rewards.text.exact import Exact
 from logitless.rollout.environment import Limits, Reply, SingleTurn, play
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.transformers import TransformersEngine
+from logitless.train.collect.refill import OneAtATime
 from logitless.types import Completion, Prompt
 from tests.models.tiny import tiny
 from tests.rollout.engines import StandIn, episode_of
@@ -176,6 +179,47 @@ def test_an_environment_that_cannot_start_an_episode_fails_that_one_alone():
     )
     assert failed.failure.startswith("KeyError: 'secret'\nTraceback")
     assert not played_on.failure
+
+
+def raise_an_error():
+    return {}["secret"]
+
+
+@pytest.mark.parametrize(
+    ("replies", "failure"),
+    [
+        (raise_an_error, "KeyError: 'secret'"),
+        (lambda: "no", "TypeError: Picky has to return a Reply for each turn, not a str"),
+        (lambda: Reply(math.inf), "a finite number expected as reward, inf given"),
+        (lambda: Reply(math.nan), "a finite number expected as reward, nan given"),
+        (lambda: Reply("1"), "a finite number expected as reward, '1' given"),
+    ],
+)
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_environment_that_fails_in_one_episode_fails_no_other(replies, failure, wrapped):
+    class Picky(AskAgain):
+        def start(self, prompt, *, seed):
+            return {**super().start(prompt, seed=seed), "picky": prompt.id == "a"}
+
+        def reply(self, state, turn):
+            return replies() if state["picky"] else super().reply(state, turn)
+
+    asked = [replace(PROMPT, id="a"), replace(PROMPT, id="b")]
+    environment = OneAtATime(Picky()) if wrapped else Picky()
+    groups = play(Echo(), asked, environment, num_samples=2, options=SamplingOptions(9), seed=0)
+    assert [[e.failure.partition("\n")[0] for e in group] for group in groups] == [[failure] * 2, [""] * 2]
+    assert [e.turn_rewards for e in groups[1]] == [(0.2, 0.2)] * 2
+    rewards = [group.rewards for group in judge(asked, groups, [], unscored="leave_out")]
+    assert rewards == [(None, None), pytest.approx((0.4, 0.4))]
+
+
+def test_the_traceback_of_a_failed_episode_begins_in_the_code_of_the_user():
+    class Broken(AskAgain):
+        def reply(self, state, turn):
+            return raise_an_error()
+
+    files = re.findall(r'File "(.*?)", line \d+, in (\w+)', played(Broken()).failure)
+    assert files == [(__file__, "reply"), (__file__, "raise_an_error")]
 
 
 @pytest.mark.parametrize(("said", "given"), [("no", "str"), (None, "NoneType")])

@@ -2,7 +2,9 @@
 
 import http.client
 import json
+import math
 import os
+import re
 import socket
 import threading
 import time
@@ -637,6 +639,46 @@ def test_a_harness_that_fails_or_never_asks_ends_its_episode_without_a_reward(to
     assert all("RuntimeError: lost" in e.failure for group in groups for e in group)
     _, groups = had(tokenizer, lambda base_url, row, seed: 1.0)
     assert all("never asked" in e.failure and e.completion.length == 0 for group in groups for e in group)
+
+
+@pytest.mark.parametrize(
+    ("pays", "failure"),
+    [
+        (math.inf, "a finite number expected as reward, inf given"),
+        (math.nan, "a finite number expected as reward, nan given"),
+        ("much", "a finite number expected as reward, 'much' given"),
+    ],
+)
+def test_a_harness_that_pays_what_is_no_finite_number_fails_that_episode_alone(tokenizer, pays, failure):
+    def drive(base_url, row, seed):
+        chat(base_url)
+        return pays if row["id"] == "0" else 1.0
+
+    _, groups = had(tokenizer, drive)
+    assert [[e.failure for e in group] for group in groups] == [[failure] * 2, [""] * 2]
+    assert [[e.turn_rewards for e in group] for group in groups] == [[()] * 2, [(1.0,)] * 2]
+
+
+def test_a_harness_that_pays_no_finite_number_fails_at_its_limit_too(tokenizer):
+    def drive(base_url, row, seed):
+        asking_twice(base_url, row, seed)
+        return math.inf
+
+    _, groups = had(tokenizer, drive, limits=Limits(max_turns=1))
+    assert all("inf given" in e.failure and not e.turn_rewards for group in groups for e in group)
+
+
+def test_the_traceback_of_a_harness_begins_in_its_function(tokenizer):
+    def drive(base_url, row, seed):
+        return row["absent"]
+
+    harness = Harness(function="unused:unused")
+    settings = {"num_samples": 1, "options": OPTIONS, "seed": 0, "limits": Limits()}
+    _, [[episode]] = HarnessEpisodes(harness, drive, tokenizer).episodes(
+        Letters(tokenizer), [Prompt("0", "ok?", (5, 6))], **settings
+    )
+    assert episode.failure.startswith("KeyError: 'absent'\nTraceback")
+    assert re.findall(r'File "(.*?)"', episode.failure) == [__file__]
 
 
 def test_an_engine_that_fails_stops_the_round_also_where_the_harness_calls_it_a_wrong_answer(tokenizer):

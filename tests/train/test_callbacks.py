@@ -130,6 +130,13 @@ def test_a_block_that_was_resumed_amid_its_steps_is_told_whole(whole, tmp_path):
     assert one == other
 
 
+@pytest.mark.parametrize("given", [[logitless.Callback], logitless.Callback(), [logitless.Callback(), print]])
+def test_what_is_no_list_of_callbacks_is_refused_before_anything_is_made(tmp_path, given):
+    with pytest.raises(ConfigurationError, match="as a list of instances of logitless"):
+        logitless.train(tiny_recipe(tmp_path, **TWO_BLOCKS), callbacks=given)
+    assert not (tmp_path / "runs").exists()
+
+
 def test_an_error_in_a_callback_ends_the_run(tmp_path):
     class Broken(logitless.Callback):
         def on_block(self, metrics):

@@ -217,7 +217,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
             return _block(parts, journal), journal.clock.seconds()
 
         groups, _ = block(parts)
-        said = failures.new(groups)
+        sampled = [groups]
         larger = batch_of(recipe, batch.rollout.prompts_per_block, sum(lengths_of(groups)))
         if larger != batch:  # warm up its kernels and buffers too
             parts = parts.under(larger)
@@ -226,12 +226,14 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         spent = 0.0
         while not batches or any(len(batches) < most and spent < limit for most, limit in ENOUGH):
             groups, seconds = block(parts)
-            said += failures.new(groups)
+            sampled.append(groups)
             batches.append({phase: value for phase, value in seconds.items() if phase in PHASES})
             spent += math.fsum(seconds.values())
         whole = recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt
         refills = not recipe.rollout.engine.decodes_in_rounds
         rounds = times_as_long(lengths_of(groups), whole, max_rows=recipe.rollout.max_rows, refills=refills)
+        # The last first: its counts are those of the verdicts beside them.
+        said = [message for each in reversed(sampled) for message in failures.new(each)]
         return batches, groups, said, rounds
 
 

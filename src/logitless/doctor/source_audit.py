@@ -1,7 +1,7 @@
 """Likely mistakes in somebody's training code, which is read and never run.
 
 Files are parsed with ``ast`` and not imported. A rule knows a few forms of a mistake, not what a program does: it can
-miss one, and it can be wrong. docs/doctor.md says how often both happened on public trainers.
+miss one, and it can be wrong.
 """
 
 import json

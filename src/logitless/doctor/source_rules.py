@@ -1,6 +1,7 @@
 """The rules of ``audit_source``: each reads one file, or all of them, and points at places."""
 
 import ast
+import math
 import re
 import warnings
 from collections import Counter
@@ -396,6 +397,7 @@ def reentrant_unset(module: Module) -> Places:
 def float16_alone(module: Module) -> Places:
     """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
 
+    A file that scales its loss (``scaler.scale(loss)``) has one, whoever made it.
     ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()`` are left alone: transformers' trainers and
     accelerate scale gradients then.
 
@@ -405,7 +407,10 @@ def float16_alone(module: Module) -> Places:
         digits, and for agreement with the sampler some prefer it.
     Source: torch documentation, automatic mixed precision; for float16: arXiv:2510.26788
     """
-    if any("enabled=False" not in ast.unparse(call) for call in module.calls("GradScaler", "ShardedGradScaler")):
+    made = [*module.calls("GradScaler", "ShardedGradScaler")]
+    if any("enabled=False" not in ast.unparse(call) for call in made):
+        return
+    if not made and any("scaler" in words_of(call.func) for call in module.calls("scale")):  # one from elsewhere
         return
     knows_bfloat16 = re.search(r"bfloat16|bf16", module.text) is not None
     for call in module.calls("autocast"):
@@ -457,7 +462,7 @@ def low_precision_masters(module: Module) -> Places:
     statements = [node for node in module.nodes if isinstance(node, ast.Assign | ast.Expr)]
     for node in sorted(statements, key=lambda each: each.lineno):
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
-            owner = _parameters_of(call) if called(call) in ("Adam", "AdamW", "SGD") else None
+            owner = _parameters_of(module, call) if called(call) in ("Adam", "AdamW", "SGD") else None
             if owner in lowered:
                 yield module.place(call), f"{module.line(call)}, of {module.line(lowered[owner])}"
         model, calls = _chain(node.value)
@@ -473,10 +478,20 @@ def low_precision_masters(module: Module) -> Places:
                 lowered.pop(name, None)
 
 
-def _parameters_of(call: ast.Call) -> str | None:
-    """``model`` of ``AdamW(model.parameters())``."""
-    given = re.match(r"([\w.]+)\.(named_)?parameters\b", ast.unparse(call.args[0])) if call.args else None
-    return None if given is None else given[1]
+def _parameters_of(module: Module, call: ast.Call) -> str | None:
+    """``model`` of ``AdamW(model.parameters())``, in groups, lists, filters and a variable of them too."""
+    given = call.args[0] if call.args else keyword(call, "params")
+    if isinstance(given, ast.Name):
+        given = next(iter(module.assigned(given.id, call)), given)
+    every = () if given is None else ast.walk(given)
+    owners = [
+        ast.unparse(each.func.value)
+        for each in every
+        if isinstance(each, ast.Call)
+        and isinstance(each.func, ast.Attribute)
+        and called(each) in ("parameters", "named_parameters")
+    ]
+    return next(iter(owners), None)
 
 
 _MODULE_CALLS = ("to", "cuda", "cpu", "eval", "train", "half", "bfloat16", "float", "double", "requires_grad_")
@@ -548,10 +563,27 @@ def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
             if isinstance(value, ast.Name):
                 value = next(iter(module.assigned(value.id, call)), value)
             try:
-                fields[each.arg] = ast.literal_eval(value)
+                fields[each.arg] = _literal(value)
             except ValueError:
                 return None
     return fields
+
+
+def _literal(value: ast.expr) -> Any:
+    """A value that is written out, products such as ``4 * 1024`` included.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> _literal(ast.parse("-4 * 1024", mode="eval").body)
+        -4096
+    """
+    if isinstance(value, ast.BinOp) and isinstance(value.op, ast.Mult):
+        factors = _literal(value.left), _literal(value.right)
+        if all(isinstance(factor, int | float) for factor in factors):
+            return math.prod(factors)
+    return ast.literal_eval(value)
 
 
 @rule("temperature forgotten in the loss")

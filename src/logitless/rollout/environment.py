@@ -8,10 +8,14 @@ their text is never tokenized again. Tokens of replies are read but not trained 
 it.
 """
 
+import math
+import os
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import TracebackType
 from typing import Any, ClassVar, Protocol, get_args, runtime_checkable
 
 import numpy as np
@@ -24,6 +28,9 @@ from logitless.rollout.engine import Engine
 from logitless.rollout.sampling import SamplingOptions
 from logitless.seeds import derived_seed
 from logitless.types import Completion, Episode, FinishReason, Prompt, read_only
+
+_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+"""Folder of this library's code, whose calls around user code a traceback leaves out."""
 
 
 @dataclass(frozen=True)
@@ -147,16 +154,50 @@ class SingleTurn:
 
 
 def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[Completion]) -> list[Reply]:
-    """The environment's reply to each turn, in one call if it supports that."""
+    """The environment's reply to each turn, in one call if it supports that.
+
+    Where ``reply`` raises or returns something else, its episode fails, and no other.
+    """
+    name = type(environment).__name__
     if isinstance(environment, BatchedEnvironment):
         replies = environment.replies(states, turns)
+        if len(replies) != len(turns):
+            raise TypeError(f"{name} has to return a Reply for each turn, not {len(replies)} for {len(turns)} turns")
     else:
-        replies = [environment.reply(state, turn) for state, turn in zip(states, turns, strict=True)]
-    wrong = [reply for reply in replies if not isinstance(reply, Reply)]
-    if wrong or len(replies) != len(turns):
-        given = f"a {type(wrong[0]).__name__}" if wrong else f"{len(replies)} for {len(turns)} turns"
-        raise TypeError(f"{type(environment).__name__} has to return a Reply for each turn, not {given}")
-    return replies
+        replies = [_reply(environment, state, turn) for state, turn in zip(states, turns, strict=True)]
+    return [_checked(reply, name) for reply in replies]
+
+
+def _reply(environment: Environment, state: Any, turn: Completion) -> Reply:
+    try:
+        return environment.reply(state, turn)
+    except LogitlessError:
+        raise
+    except Exception as error:
+        return Reply(failure=failure_of(error))
+
+
+def _checked(reply: Any, name: str) -> Reply:
+    """A reply with a finite reward; a failure in place of anything else."""
+    if not isinstance(reply, Reply):
+        return Reply(failure=f"TypeError: {name} has to return a Reply for each turn, not a {type(reply).__name__}")
+    wrong = wrong_reward(reply.reward)
+    return Reply(failure=wrong) if wrong else reply
+
+
+def wrong_reward(reward: Any) -> str:
+    """Why what an environment pays is no reward; empty for a finite number.
+
+    Example:
+        >>> wrong_reward(0.5), wrong_reward(float("inf")), wrong_reward("much")
+        ('', 'a finite number expected as reward, inf given', "a finite number expected as reward, 'much' given")
+    """
+    try:
+        if math.isfinite(reward):
+            return ""
+    except (TypeError, OverflowError):  # no number, or an integer beyond every float
+        pass
+    return f"a finite number expected as reward, {reward!r:.80} given"
 
 
 def play(
@@ -176,7 +217,7 @@ def play(
         engine: samples every turn.
         prompts: P, with distinct ids.
         environment: replies in messages with their tokens (``chat.ChatEnvironment`` adds them). If it raises, the
-            episodes of that call end with the exception as their failure.
+            episode ends with the exception as its failure; if ``replies`` raises, those of that call do.
         num_samples: G.
         options: of each turn; ``max_new_tokens`` bounds a turn, ``limits`` the episode.
         seed: the same seed and weights give the same episodes.
@@ -263,11 +304,21 @@ def _started(environment: Environment, prompt: Prompt, sample: int, *, seed: int
     except LogitlessError:
         raise
     except Exception as error:
-        return _Running(prompt, sample, None, _reason(error))
+        return _Running(prompt, sample, None, failure_of(error))
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}\n{''.join(traceback.format_exception(error))}"
+def failure_of(error: Exception) -> str:
+    """An exception as the failure of an episode: a line, and below it its traceback, which begins in user code."""
+    calls = _calls(error.__traceback__)
+    users = next((each for each in calls if not each.tb_frame.f_code.co_filename.startswith(_OURS)), None)
+    trace = traceback.format_exception(type(error), error, users or error.__traceback__)
+    return f"{type(error).__name__}: {error}\n{''.join(trace)}"
+
+
+def _calls(last: TracebackType | None) -> Iterator[TracebackType]:
+    while last is not None:
+        yield last
+        last = last.tb_next
 
 
 def _add_turns(environment: Environment, running: Sequence[_Running], turns: Sequence[Completion]) -> None:
@@ -278,7 +329,7 @@ def _add_turns(environment: Environment, running: Sequence[_Running], turns: Seq
     except LogitlessError:
         raise
     except Exception as error:
-        given = [Reply(failure=_reason(error))] * len(asked)
+        given = [Reply(failure=failure_of(error))] * len(asked)
     left = iter(given)
     replies = [Reply(failure=each.failure) if each.failure else next(left) for each in running]
     for each, turn, reply in zip(running, turns, replies, strict=True):

@@ -4,6 +4,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from logitless.errors import ConfigurationError
+
 if TYPE_CHECKING:
     from logitless.train.recipe.config import Recipe
     from logitless.train.record.result import RunResult
@@ -58,6 +60,25 @@ class Callback:
         Args:
             result: what ``logitless.train`` returns.
         """
+
+
+def check_callbacks(each: Sequence[Callback]) -> None:
+    """Refuse anything but a sequence of callbacks.
+
+    Raises:
+        ConfigurationError: it is not, or has something else in it, such as the class of a callback.
+
+    Example:
+        >>> check_callbacks([Callback])
+        Traceback (most recent call last):
+        logitless.errors.ConfigurationError: needed callbacks as a list of instances of logitless.Callback; given ...
+    """
+    if not isinstance(each, Sequence) or not all(isinstance(callback, Callback) for callback in each):
+        raise ConfigurationError(
+            needed="callbacks as a list of instances of logitless.Callback",
+            given=repr(each),
+            remedy="Derive a class from logitless.Callback, and pass callbacks=[Yours()].",
+        )
 
 
 class Callbacks:

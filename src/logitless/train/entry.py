@@ -8,7 +8,7 @@ from typing import Any, Literal
 from logitless.distributed.ranks import ranks_of_environment, restarted
 from logitless.errors import ConfigurationError
 from logitless.train.assembly.process import device_of
-from logitless.train.callbacks import Callback
+from logitless.train.callbacks import Callback, check_callbacks
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe, parse_recipe
 from logitless.train.record.result import RunResult
@@ -44,6 +44,7 @@ def train(
     Raises:
         LogitlessError: what is wrong with the recipe, the data, the model or the machine, or why the run cannot go on.
     """
+    check_callbacks(callbacks)
     if isinstance(recipe, str | Path):
         recipe = load_recipe(recipe)
     else:  # parsed again: a Recipe that was constructed directly may still have dtype auto

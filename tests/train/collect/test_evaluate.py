@@ -60,6 +60,7 @@ def test_accuracy_counts_completions_that_reach_the_threshold():
         "evaluation/accuracy": 0.25,
         "evaluation/pass_at/2": 0.5,  # one of two prompts has a correct answer among its two
         "evaluation/reward_mean": 0.25,
+        "evaluation/unscored_fraction": 0.0,
         "evaluation/length_mean": (3 + 2 + 3 + 5) / 4,
         "evaluation/truncated_fraction": 0.25,
         "evaluation/prompts": 2,
@@ -110,6 +111,7 @@ def test_what_could_not_be_scored_is_no_success():
     found = _evaluate(weighted([_PartlyUnable()]), success_at=0.0)
     assert found["evaluation/accuracy"] == 0.75
     assert found["evaluation/reward_mean"] == (3 + 2 + 3) / 3
+    assert found["evaluation/unscored_fraction"] == 0.25
 
 
 def test_where_nothing_could_be_scored_there_is_no_accuracy():

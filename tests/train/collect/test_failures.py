@@ -163,3 +163,4 @@ def test_doctor_reports_the_verdicts_of_the_batch_that_it_measured(tmp_path, cap
     )
     assert int(said[1]) + int(said[2]) == 16
     assert found["rewards that failed"][0].count("KeyError") >= 1
+    assert f"failed at {said[2]} of 16 completions" in found["rewards that failed"][0]

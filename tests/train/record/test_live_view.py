@@ -62,6 +62,19 @@ def test_a_reward_that_failed_in_a_block_is_named_with_its_share_in_the_first_li
     ]
 
 
+def test_an_accuracy_of_which_some_completions_have_no_score_says_how_many():
+    view, out = view_of(3)
+    with view:
+        for step, (accuracy, unscored) in enumerate([(0.25, 0.5), (0.5, 0.0), (math.nan, 1.0)]):
+            numbers = {"evaluation/accuracy": accuracy, "evaluation/unscored_fraction": unscored}
+            view.update({"step": step, "block": 1, **numbers}, sample=None)
+    assert [line.partition("held-out ")[2] for line in out.getvalue().splitlines()[1:]] == [
+        "accuracy 0.25 (50% not scored)",
+        "accuracy 0.5",
+        "accuracy not scored",
+    ]
+
+
 def test_the_loss_is_shown_where_it_says_how_far_a_run_is_and_what_a_teacher_teaches_everywhere():
     numbers = {"step": 1, "block": 1, "loss/total": 2.5, "teacher/divergence": 0.25, "teacher/log_ratio": -0.5}
     for shows_loss, first in ((True, "loss 2.5  divergence"), (False, "step 1  divergence")):

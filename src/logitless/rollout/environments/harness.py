@@ -20,7 +20,7 @@ import numpy as np
 from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.own_code import check_takes, named
 from logitless.rollout.engine import Engine, Weights
-from logitless.rollout.environment import Limits, end_to_end, given
+from logitless.rollout.environment import Limits, end_to_end, failure_of, given, wrong_reward
 from logitless.rollout.sampling import SamplingOptions
 from logitless.rollout.tool_calls import Format
 from logitless.seeds import derived_seed
@@ -210,11 +210,13 @@ class HarnessEpisodes:
         try:
             reward = self.drive(base_url, row, derived_seed(seed, prompt.id, sample))
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}"
+            # a command has its own traceback in the message
+            failure = f"{type(error).__name__}: {error}" if self.harness.command else failure_of(error)
+        wrong = "" if reward is None else wrong_reward(reward)
         found = server.close_session(session)
-        if not found.cut:  # a harness may fail because a limit refused its request; the episode is complete then
-            found.failure = found.failure or failure
-        episode = found.episode(reward)
+        if wrong or not found.cut:  # it may fail because a limit refused its request; the episode is complete then
+            found.failure = found.failure or failure or wrong
+        episode = found.episode(None if wrong else reward)
         read = np.zeros(0, np.int64) if found.prompt is None else found.prompt.token_ids
         return read, replace(episode, completion=replace(episode.completion, prompt_id=prompt.id))
 

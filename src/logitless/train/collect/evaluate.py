@@ -83,6 +83,8 @@ class Evaluation:
         if not self.scored:
             found["reward_mean"] = math.nan
         else:
+            unscored = [reward is None for group in groups for reward in group.rewards]
+            found["unscored_fraction"] = sum(unscored) / len(unscored)
             for name, numbers in reward_statistics([v for g in groups for v in g.verdicts]).items():
                 if numbers["mean"] is not None:
                     found[f"{name}/mean"] = numbers["mean"]

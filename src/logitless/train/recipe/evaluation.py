@@ -115,6 +115,8 @@ def held_out_metrics(recipe: "Recipe") -> Iterator[str]:
         for name in ("accuracy" if k == 1 else f"pass_at/{k}" for k in ks):
             yield from (f"{start}/{name}", f"{start}/{name}/low", f"{start}/{name}/high")
         yield from (f"{start}/{name}" for name in ("reward_mean", "length_mean", "truncated_fraction", "prompts"))
+        if recipe.scores:
+            yield f"{start}/unscored_fraction"
         scored = [each.metric_name for each in recipe.rewards if each.sources is None or source in each.sources]
         scored += [ENVIRONMENT] * (recipe.scores and not recipe.rewards)
         yield from (f"{start}/{name}/mean" for name in scored)

@@ -196,7 +196,7 @@ class LiveView:
         for name, label in self._shown:
             value = self._record.get(name)
             if value is not None:
-                parts.append(f"{label} {_short(name, value)}")
+                parts.append(f"{label} {_short(name, value)}{_unscored(name, self._record)}")
         parts += self._failing if "reward/mean" in self._record else ()
         if self._best is not None and any(name.startswith(("evaluation/", "held_out/")) for name in self._record):
             parts.append(f"best {self._best}")
@@ -242,6 +242,12 @@ def _short(name: str, value: float | int) -> str:
     """A value of ``_SHOWN``; reward and accuracy are NaN if no completion was scored."""
     scored = name not in ("reward/mean", "evaluation/accuracy") or math.isfinite(value)
     return f"{value:.4g}" if scored else "not scored"
+
+
+def _unscored(name: str, record: Record) -> str:
+    """How many held-out completions have no score, beside the accuracy that counts them as wrong."""
+    share = (name == "evaluation/accuracy" and record.get("evaluation/unscored_fraction")) or 0.0
+    return f" ({share:.0%} not scored)" if 0 < share < 1 else ""
 
 
 def _failing(record: Record) -> list[str]:

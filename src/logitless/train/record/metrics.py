@@ -219,6 +219,7 @@ SET/pass_at/{k} | 1 | mean | evaluation | chance that one of k samples is correc
 SET/pass_at/{k}/low, SET/pass_at/{k}/high | 1 | last | evaluation | 95 % interval over prompts (Wilson)
 SET/reward_mean | reward | mean | evaluation | weighted sum of the scores, held out
 SET/{function}/mean | reward | mean | evaluation | score of one function, held out
+SET/unscored_fraction | 1 | mean | evaluation | completions without a score, which accuracy counts as wrong
 SET/length_mean | token | mean | evaluation | sampled tokens
 SET/truncated_fraction | 1 | mean | evaluation | completions cut at max_new_tokens
 SET/prompts | prompt | sum | evaluation | held-out prompts
