@@ -102,7 +102,7 @@ def data_of(
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
-    warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
+    warn_of_overlap(instruction_ids(recipe, train), instruction_ids(recipe, evaluated))
     return Data(train, held_out, warm, counts, sets)
 
 
@@ -147,7 +147,7 @@ def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOr
     return MixedOrder(members, weights, seed=derived_seed(recipe.seed, "order"), most=most)
 
 
-def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
+def instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
     """Instruction ids in the columns that the recipe's instruction rewards read; checked later, by the rewards."""
     columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
     given = [prompt.columns.get(name) for prompt in prompts for name in columns]
