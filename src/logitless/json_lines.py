@@ -25,7 +25,7 @@ def json_lines(path: Path, *, accept_nan: bool = False) -> Iterator[tuple[int, A
         >>> list(json_lines(path))
         [(1, {'a': 1}), (3, [2])]
     """
-    constants = {} if accept_nan else {"parse_constant": _no_constant}
+    on_constant = None if accept_nan else _no_constant
     try:
         lines = path.open("rb")
     except OSError as error:
@@ -38,7 +38,7 @@ def json_lines(path: Path, *, accept_nan: bool = False) -> Iterator[tuple[int, A
                 text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
                 if not text:
                     continue
-                value = json.loads(text, object_pairs_hook=_unique_keys, **constants)
+                value = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=on_constant)
                 if "\\u" in text:
                     json.dumps(value, ensure_ascii=False).encode()  # raises for half a surrogate pair, which is no text
             except (ValueError, RecursionError) as error:

@@ -82,9 +82,10 @@ def data_of(
     evaluated = [*held_out, *(prompt for prompts in sets.values() for prompt in prompts)]
 
     def to_train_on(name: str, options: DataOptions) -> tuple[Prompt, ...]:
-        split = without_overlap(load(name, options), evaluated)
-        counts[name]["held_out"] = split.num_removed
-        return split.training
+        loaded = load(name, options)
+        kept = without_overlap(loaded, evaluated)
+        counts[name]["held_out"] = len(loaded) - len(kept)
+        return kept
 
     sources = sources_of(section.train)
     train = tuple(
@@ -94,7 +95,7 @@ def data_of(
     )
     warm: tuple[Prompt, ...] = ()
     if recipe.warm_start is not None:
-        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated).training
+        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated)
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
