@@ -99,6 +99,16 @@ class TransformersEngine:
         self.updates: Updates | None = None
         self.load(Weights.of(model), version=0)
 
+    def clone(self) -> "TransformersEngine":
+        """An engine with the same settings and separate state, for another thread."""
+        return TransformersEngine(
+            self._model,
+            self.tokenizer,
+            max_rows=self.max_rows,
+            prefill_tokens=self.prefill_tokens,
+            autocast=self.autocast,
+        )
+
     def load(self, weights: Weights, version: int) -> None:
         """Sample with ``weights.module``, which is not copied: training it changes what is sampled.
 
