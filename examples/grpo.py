@@ -60,7 +60,7 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
         return load_prompts(data, tokenizer, max_prompt_tokens=32).prompts
 
     held_out = questions(num_held_out, seed=100_000)
-    training = without_overlap(questions(PROMPTS * max(1, blocks), seed=1), held_out).training
+    training = without_overlap(questions(PROMPTS * max(1, blocks), seed=1), held_out)
 
     # ---- Warm start: imitate the given answers until a random model answers in the right form.
     def answered(prompt: Prompt) -> tuple[Prompt, Completion]:
@@ -69,7 +69,7 @@ def main(warm_steps: int = 265, blocks: int = 200, num_held_out: int = 200) -> l
         return prompt, Completion(prompt.id, np.array(ids), text, "stop")
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.0)
-    examples = without_overlap(questions(128 * max(1, warm_steps), seed=50_000), held_out).training
+    examples = without_overlap(questions(128 * max(1, warm_steps), seed=50_000), held_out)
     for step in range(warm_steps):
         batch = pack([answered(prompt) for prompt in part(examples, step, 128)])
         (-scores_of(model, batch).logp.mean()).backward()

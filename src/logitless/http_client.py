@@ -26,6 +26,8 @@ logger = logging.getLogger("logitless")
 
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _MAX_ERROR_BYTES = 1 << 16
+_MAX_UNUSABLE = 3
+"""Unusable answers in a row at which a request is not repeated any more."""
 _UNREACHABLE = (
     "Start it, look into its log, and go on with --resume. An engine's server may take rollout.engine.give_up_seconds"
     " to come back."
@@ -167,7 +169,6 @@ class Patience:
         give_up_seconds: from the first failure in a row to the last attempt.
         first_wait_seconds: before the second attempt; each further wait is twice as long.
         longest_wait_seconds: the longest wait.
-        max_unusable: the most unusable answers in a row.
 
     Example:
         >>> tries = iter([PassingFault("down"), 7])
@@ -183,7 +184,6 @@ class Patience:
     give_up_seconds: float = 300.0
     first_wait_seconds: float = 0.5
     longest_wait_seconds: float = 15.0
-    max_unusable: int = 3
 
     def until_done(
         self,
@@ -222,7 +222,7 @@ class Patience:
                 first = now if first is None else first
                 unusable = unusable + 1 if isinstance(fault, UnusableAnswer) else 0
                 late = now + wait - first > self.give_up_seconds
-                over = late or unusable >= self.max_unusable
+                over = late or unusable >= _MAX_UNUSABLE
                 if not over:
                     left = self.give_up_seconds - (now - first)
                     logger.warning("%s: %s; asking again for %s, for %.0f s more", where, fault, what, left)

@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
         found, status = findings(), 0
     if options.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found, indent=2, default=dataclasses.asdict))
     else:
         print("\n".join(line for section, entries in found.items() for line in _section(section, entries)))
     return status
@@ -60,14 +60,7 @@ def _section(title: str, entries: Any) -> Sequence[str]:
         return [title, *(f"  {name:{width}s} {value}" for name, value in entries.items())]
     if isinstance(entries, str):
         return [title, *(f"  {line}" for line in entries.splitlines())]
-    lines = [str(_finding(entry)) if isinstance(entry, dict) else entry for entry in entries]
-    return [title, *(f"  {line}" for entry in lines for line in entry.splitlines())]
-
-
-def _finding(entry: dict[str, Any]) -> str:
-    from logitless.doctor.finding import Finding
-
-    return str(Finding(**entry))
+    return [title, *(f"  {line}" for entry in entries for line in str(entry).splitlines())]
 
 
 def _source(folder: Path) -> dict[str, Any]:
@@ -76,7 +69,7 @@ def _source(folder: Path) -> dict[str, Any]:
     findings, unread = audit_source(folder)
     found: dict[str, Any] = {}
     if findings:
-        found[f"{folder}: worth a look"] = [dataclasses.asdict(each) for each in findings]
+        found[f"{folder}: worth a look"] = findings
     if unread:
         found["not read"] = unread
     found["done"] = f"{len(findings) or 'nothing'} found by {NUM_RULES} rules; nothing was run"
@@ -110,7 +103,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     except LogitlessError:
         data = None  # its error is among the problems
     audited = [*audit_recipe(fit.recipe, data), *_of_run(path)]
-    found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
+    found["audit"] = audited or ["nothing found"]
     if fit.plan is None:
         return found, 1
     found["choices"] = list(fit.plan.chosen)
@@ -130,7 +123,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         if forecast.failures:
             found["rewards that failed"] = list(forecast.failures)
         audited += audit_scoring(Scored("the measured batch", forecast.verdicts, forecast.first_failures))
-        found["audit"] = [dataclasses.asdict(each) for each in audited] or ["nothing found"]
+        found["audit"] = audited or ["nothing found"]
     return found, int(bool(fit.problems))
 
 

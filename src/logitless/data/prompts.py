@@ -33,18 +33,6 @@ class PromptSet:
     counts: Mapping[str, int]
 
 
-@dataclass(frozen=True)
-class Split:
-    """Training prompts without those that are held out.
-
-    Args:
-        num_removed: training prompts removed because their text is held out.
-    """
-
-    training: tuple[Prompt, ...]
-    num_removed: int
-
-
 def load_prompts(
     options: DataOptions,
     tokenizer: PreTrainedTokenizerBase,
@@ -149,16 +137,16 @@ def prompts_of_rows(
     return PromptSet(prompts=tuple(prompts), counts=counts)
 
 
-def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> Split:
-    """Remove from training every prompt whose text is held out.
+def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> tuple[Prompt, ...]:
+    """The training prompts whose text is not held out.
 
     Raises:
         DataError: nothing is left to train on.
 
     Example:
         >>> one, two = (Prompt(id=name, text=name, token_ids=(0,)) for name in ("one", "two"))
-        >>> without_overlap([one, two], [two]).num_removed
-        1
+        >>> [prompt.id for prompt in without_overlap([one, two], [two])]
+        ['one']
     """
     texts = {prompt.text for prompt in held_out}
     kept = tuple(prompt for prompt in training if prompt.text not in texts)
@@ -168,7 +156,7 @@ def without_overlap(training: Sequence[Prompt], held_out: Sequence[Prompt]) -> S
             given=f"{len(training)} prompts, all of them held out",
             remedy="Hold out fewer, or give more data.",
         )
-    return Split(training=kept, num_removed=len(training) - len(kept))
+    return kept
 
 
 class PromptOrder:

@@ -4,7 +4,6 @@ Rows are read into memory, not streamed: ids are checked to be unique.
 """
 
 import difflib
-import json
 import random
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from pydantic import ConfigDict, Field
 from logitless.errors import ConfigurationError, DataError, UnavailableError
 from logitless.hub import use_cache_if_unreachable
 from logitless.installed import optional
+from logitless.json_lines import json_lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,42 +291,16 @@ def _file_rows(path: Path) -> list[Row]:
 
 def _jsonl_rows(path: Path) -> list[Row]:
     rows = []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            place = f"{path}, line {number}"
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-                if not text:
-                    continue
-                values = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-                if "\\u" in text:
-                    json.dumps(values, ensure_ascii=False).encode()  # half a surrogate pair is no text
-            except (ValueError, RecursionError) as error:
-                raise DataError(
-                    needed="one JSON object in UTF-8 on each line",
-                    given=f"{place}: {error}",
-                    remedy="Correct or delete this line.",
-                ) from error
-            if not isinstance(values, dict):
-                raise DataError(
-                    needed="one JSON object on each line",
-                    given=f"{place}: a {type(values).__name__}",
-                    remedy='Write the row as {"prompt": ...}.',
-                )
-            rows.append(Row(place, values))
+    for number, values in json_lines(path):
+        place = f"{path}, line {number}"
+        if not isinstance(values, dict):
+            raise DataError(
+                needed="one JSON object on each line",
+                given=f"{place}: a {type(values).__name__}",
+                remedy='Write the row as {"prompt": ...}.',
+            )
+        rows.append(Row(place, values))
     return rows
-
-
-def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(n for n in names if names.count(n) > 1)!r} comes twice")
-    return values
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _parquet_rows(path: Path) -> list[Row]:

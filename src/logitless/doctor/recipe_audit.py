@@ -4,19 +4,18 @@ An audit refuses nothing: a setting that is meant can stay. Invalid recipes are 
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 from logitless.doctor.finding import Finding, Places, rule
 from logitless.objective.advantage import BatchStandardized, Gdpo
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.kl_control import FixedKL, LinearKL, ProportionalKL, ZieglerKL
 from logitless.objective.weighting import MicroBatchTokenMean
-from logitless.rewards.instructions.instruction_reward import InstructionReward
 from logitless.rollout.recorded import read_completions
 from logitless.train.assembly.algorithm import algorithm_of
-from logitless.train.assembly.data import Data
+from logitless.train.assembly.data import Data, instruction_ids
 from logitless.train.recipe.config import Recipe
 from logitless.types import VerdictStatus
 
@@ -198,14 +197,9 @@ def _same_instructions(audited: Audited) -> Places:
     data = audited.data
     if data is None or not data.all_held_out:
         return
-    columns = [reward.ids_column for reward in audited.recipe.rewards if isinstance(reward, InstructionReward)]
-    trained, held = (_ids(prompts, columns) for prompts in (data.train, data.all_held_out))
+    trained, held = (instruction_ids(audited.recipe, prompts) for prompts in (data.train, data.all_held_out))
     if both := trained & held:
         yield "rewards", f"{len(both)} of {len(held)} instruction ids of the held-out prompts are rewarded in training"
-
-
-def _ids(prompts: Sequence[Any], columns: Sequence[str]) -> set[str]:
-    return {each for p in prompts for name in columns for each in (p.columns.get(name) or ()) if isinstance(each, str)}
 
 
 def _plain(text: str) -> str:

@@ -37,17 +37,6 @@ from logitless.objective.surrogate import (
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import TokenBatch
 
-__all__ = [
-    "BlockStatistics",
-    "EntropyBonus",
-    "Filter",
-    "KLPenalty",
-    "Objective",
-    "ObjectiveOutput",
-    "Ratio",
-    "SamplerCorrection",
-]
-
 
 @dataclass(frozen=True)
 class BlockStatistics:

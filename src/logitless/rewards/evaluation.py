@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from logitless.errors import ConfigurationError, DataError
+from logitless.json_lines import json_lines
 from logitless.rewards.instructions.suites import SuiteName, read_constraints
 from logitless.rewards.reward import TextReward
 from logitless.rewards.user_function import Function
@@ -335,23 +336,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     if path.suffix == ".parquet" and path.is_file():
         yield from enumerate(_parquet(path), start=1)
         return
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(
-            needed=f"a readable UTF-8 file at {path}", given=str(error), remedy="Check the path and the encoding."
-        ) from None
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line, object_pairs_hook=_without_duplicates)
-            if "\\u" in line:
-                json.dumps(row, ensure_ascii=False).encode()  # raises for half a surrogate pair
-        except (ValueError, RecursionError) as error:
-            raise _wrong(path, number, "a JSON object", str(error)) from None
+    for number, row in json_lines(path, accept_nan=True):
         if not isinstance(row, dict):
-            raise _wrong(path, number, "a JSON object", f"{line[:80]!r}")
+            raise _wrong(path, number, "a JSON object", f"{row!r:.80}")
         yield number, row
 
 
@@ -364,14 +351,6 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
     except (OSError, pa.ArrowException) as error:
         raise DataError(needed=f"a Parquet file at {path}", given=str(error), remedy="Write it again.") from None
     return rows
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    row = dict(pairs)
-    if len(row) != len(pairs):
-        twice = [name for name, times in Counter(name for name, _ in pairs).items() if times > 1]
-        raise ValueError(f"field {twice[0]!r} twice")
-    return row
 
 
 def _places(path: Path, rows: Sequence[tuple[int, dict[str, Any]]], name: str) -> dict[str, tuple[int, dict[str, Any]]]:

@@ -14,8 +14,6 @@ from logitless.rewards.text.format import tagged
 from logitless.rewards.workers.pooled import ConfinedReward, require
 from logitless.types import Verdict
 
-_NEEDS = ("math_verify:parse",)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Math(ConfinedReward):
@@ -34,6 +32,7 @@ class Math(ConfinedReward):
     """
 
     purpose: ClassVar[str] = "math"
+    needs: ClassVar[tuple[str, ...]] = ("math_verify:parse",)
     warm: ClassVar[str] = "logitless.rewards.workers.tasks:warm_math"
 
     name: Literal["math"] = "math"
@@ -45,7 +44,7 @@ class Math(ConfinedReward):
         require("math_verify", "math-verify")
         check_text_column(columns, self.column)
         gold = columns[self.column]
-        outcomes = self.run_confined("grade_math", [(g, "0") for g in gold], gold, _NEEDS)
+        outcomes = self.run_confined("grade_math", [(g, "0") for g in gold], gold)
         verdicts = [self.verdict(outcome) for outcome in outcomes]
         for row, verdict in enumerate(verdicts):
             if verdict.status != "graded":
@@ -60,4 +59,4 @@ class Math(ConfinedReward):
         answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), answers, strict=True))
         parsed = [f"{gold} {text}" for gold, text in items]
-        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, parsed, _NEEDS)]
+        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, parsed)]

@@ -19,7 +19,6 @@ from logitless.types import Verdict
 REFUSED = {"game_of_life_halting": "its verifier gives 1 to any text where the answer is true"}
 """Tasks that cannot be trained on, and why."""
 
-_NEEDS = ("reasoning_gym:create_dataset",)
 _ROWS_TRIED = 32
 
 
@@ -49,6 +48,7 @@ class ReasoningGym(ConfinedReward):
     """
 
     purpose: ClassVar[str] = "reasoning_gym"
+    needs: ClassVar[tuple[str, ...]] = ("reasoning_gym:create_dataset",)
     warm: ClassVar[str] = "logitless.rewards.workers.tasks:warm_reasoning_gym"
 
     name: Literal["reasoning_gym"] = "reasoning_gym"
@@ -102,7 +102,7 @@ class ReasoningGym(ConfinedReward):
         options = json.dumps(dict(self.options), sort_keys=True)
         items = [(self.task, options, entry, answer) for entry, answer in zip(entries, answers, strict=True)]
         parsed = [f"{entry['answer']} {answer}" for entry, answer in zip(entries, answers, strict=True)]
-        outcomes = self.run_confined("grade_reasoning_gym", items, parsed, _NEEDS)
+        outcomes = self.run_confined("grade_reasoning_gym", items, parsed)
         return [self.verdict(outcome) for outcome in outcomes]
 
 

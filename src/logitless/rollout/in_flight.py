@@ -26,8 +26,8 @@ class DrawnVersions:
     Example:
         >>> drawn = DrawnVersions()
         >>> drawn.add([[Completion("7", (4, 5, 2), "45", "stop", weights_version=3, token_versions=(3, 3, 8))]])
-        >>> drawn.calls, drawn.versions
-        ({'7': [[[[3, 2], [8, 1]]]]}, {8, 3})
+        >>> drawn.calls
+        {'7': [[[[3, 2], [8, 1]]]]}
         >>> drawn.next(["7"])
         {'7': [[[3, 2], [8, 1]]]}
     """
@@ -35,10 +35,6 @@ class DrawnVersions:
     def __init__(self, calls: Mapping[str, Iterable[list[list[list[int]]]]] | None = None) -> None:
         self.calls = {prompt: list(of) for prompt, of in (calls or {}).items()}
         self._taken = dict[str, int]()
-
-    @property
-    def versions(self) -> set[int]:
-        return {v for calls in self.calls.values() for call in calls for runs in call for v, _ in runs}
 
     def add(self, groups: Sequence[Sequence[Completion]]) -> None:
         """Add a call's completions."""

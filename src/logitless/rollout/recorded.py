@@ -14,6 +14,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from logitless.errors import DataError, InputError
+from logitless.json_lines import json_lines
 from logitless.rollout.engine import Weights
 from logitless.rollout.sampling import SamplingOptions
 from logitless.types import PER_TOKEN, Completion, Prompt
@@ -225,18 +226,8 @@ def _rows(path: Path) -> Iterator[tuple[str, Any]]:
             needed="a file of completions", given=f"{str(path)!r}, which does not exist", remedy="Correct the path."
         )
     if path.suffix == ".jsonl":
-        with path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.strip():
-                    continue
-                try:
-                    yield f"line {number}", json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-                except (ValueError, RecursionError) as error:
-                    raise DataError(
-                        needed="one JSON object a line",
-                        given=f"{path}, line {number}: {error}",
-                        remedy="Repair or remove the line.",
-                    ) from error
+        for number, row in json_lines(path, accept_nan=True):
+            yield f"line {number}", row
     elif path.suffix == ".parquet":
         from pyarrow import ArrowInvalid, parquet
 

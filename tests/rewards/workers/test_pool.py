@@ -220,7 +220,7 @@ def test_a_module_whose_import_hangs_or_exits_is_refused_and_the_pool_goes_on(lo
 
     def load(self, path, call):
         """A limit of one second for the bad module, and a generous one for others."""
-        monkeypatch.setattr(self, "_seconds", 1.0 if path == "bad_import:f" else 60.0)
+        monkeypatch.setattr(pool_module, "START_SECONDS", 1.0 if path == "bad_import:f" else 60.0)
         return real(self, path, call)
 
     monkeypatch.setattr(_Supervisor, "load", load)

@@ -46,6 +46,9 @@ built on it.
 INHERITED = ("HOME", "LANG", "LC_ALL", "LC_CTYPE", "LD_LIBRARY_PATH", "NLTK_DATA", "PATH", "TMPDIR", "TZ")
 """The environment variables that processes inherit: paths and languages, never keys."""
 
+START_SECONDS = 60.0
+"""Limit on importing a module, and on forking a worker."""
+
 STOP_SECONDS = 10.0
 FIND_LAYERS = "logitless.rewards.workers.confinement:layers"
 MAX_LINE_BYTES = 2 * worker_script.MAX_RESULT_CHARACTERS
@@ -79,7 +82,6 @@ class WorkerPool:
 
     Args:
         workers: number of processes; None for one per usable CPU.
-        start_seconds: limit on importing a module, and on forking a worker.
         name: of the processes in ``ps``.
 
     Raises:
@@ -92,9 +94,7 @@ class WorkerPool:
         [2.0, 3.0]
     """
 
-    def __init__(
-        self, workers: int | None = None, start_seconds: float = 60.0, name: str = "logitless-rewards"
-    ) -> None:
+    def __init__(self, workers: int | None = None, name: str = "logitless-rewards") -> None:
         if sys.platform != "linux":
             raise UnavailableError(
                 needed="Linux, for worker processes that can be killed reliably",
@@ -105,7 +105,6 @@ class WorkerPool:
             raise InputError(needed="at least one worker", given=str(workers), remedy="Raise `workers`.")
         self.num_workers = workers or len(os.sched_getaffinity(0))
         self.counts: Counter[OutcomeStatus] = Counter(dict.fromkeys(get_args(OutcomeStatus), 0))
-        self._start_seconds = start_seconds
         self._name = name
         self._lock = threading.Lock()
         self._loaded: list[tuple[str, bool]] = []
@@ -221,7 +220,7 @@ class WorkerPool:
             self._recover(batch)
 
     def _limit(self, worker: "_Worker", deadline_seconds: float) -> float:
-        return deadline_seconds if worker.ready else self._start_seconds
+        return deadline_seconds if worker.ready else START_SECONDS
 
     def _wait(self, deadline_seconds: float) -> list["_Worker"]:
         """Wait for workers that send something or end, or for the first deadline; those workers."""
@@ -339,11 +338,11 @@ class WorkerPool:
             self._processes.end()
             if started_before:  # it may have been killed from outside since the last request
                 return self._import(path, call)
-            return f"importing it ends the process or takes over {self._start_seconds:g} s"
+            return f"importing it ends the process or takes over {START_SECONDS:g} s"
 
     def _started(self) -> "_Supervisor":
         if self._processes.supervisor is None:
-            self._processes.supervisor = _Supervisor(self._start_seconds, self._name)
+            self._processes.supervisor = _Supervisor(self._name)
             for path, call in self._loaded:
                 self._processes.supervisor.load(path, call)
         return self._processes.supervisor
@@ -489,8 +488,7 @@ class _SupervisorLostError(Exception):
 class _Supervisor:
     """The process that imports, forks workers and kills them; each call is one request and one reply."""
 
-    def __init__(self, seconds: float, name: str) -> None:
-        self._seconds = seconds
+    def __init__(self, name: str) -> None:
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with other:
             self._process = subprocess.Popen(
@@ -502,11 +500,11 @@ class _Supervisor:
                 start_new_session=True,
                 env=_environment(),
             )
-        self._control.settimeout(2 * seconds)
+        self._control.settimeout(2 * START_SECONDS)
 
     def load(self, path: str, call: bool) -> str:
         """Import a path in the supervisor, and call it if ``call``; an error message, or an empty string."""
-        limits = {"seconds": self._seconds, "sys_path": [str(p) for p in sys.path]}
+        limits = {"seconds": START_SECONDS, "sys_path": [str(p) for p in sys.path]}
         request = {"kind": "load", "path": path, "call": call, **limits}
         return self._reply(request)["error"]
 

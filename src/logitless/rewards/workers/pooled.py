@@ -103,18 +103,19 @@ class ConfinedReward(PooledReward):
             sandbox.
     """
 
+    needs: ClassVar[tuple[str, ...]] = ()
+    """Paths as ``package.module:name`` of the library, imported before the process is forked."""
+
     warm: ClassVar[str]
     """``package.module:function``, called before the process is forked, so that forks start with its caches filled."""
 
     sandbox: SandboxOption = "required"
 
-    def run_confined(
-        self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str], needs: Sequence[str] = ()
-    ) -> list[Outcome]:
+    def run_confined(self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str]) -> list[Outcome]:
         """The outcome of each item; ``texts`` is all that the library parses of it, of the model and of the data."""
         require_sandbox("grader", self.sandbox)
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
-        shared_pool(self.purpose).load(*needs)
+        shared_pool(self.purpose).load(*self.needs)
         shared_pool(self.purpose).load(self.warm, call=True)
         return self.run(task, items, ways=["kept" if runs_nothing(text) else apart for text in texts])
 

@@ -175,7 +175,7 @@ class VllmServer:
         """Call a method on every worker."""
         self.client.post("/collective_rpc", {"method": method, "kwargs": dict(arguments)}, seconds=seconds)
 
-    def pause(self, mode: Literal["wait", "keep"] = "wait") -> None:
+    def pause(self, mode: Literal["wait", "keep"]) -> None:
         """Start no new requests.
 
         Args:

@@ -26,6 +26,9 @@ from logitless.rollout.vllm.api import Sampled
 TEMPERATURE = 0.8
 """Not 1, so that log-probs of raw logits, a server's default, differ."""
 
+NUM_SAMPLES = 2
+"""Of a probe."""
+
 Ask = Callable[[Sequence[int], int, SamplingOptions, int], list[Sampled]]
 """(prompt, number of samples, options, seed) -> samples."""
 
@@ -37,13 +40,12 @@ class Probe:
     Args:
         prompt: token ids.
         max_difference: nats.
-        num_samples, new_tokens: number of samples, and tokens of each.
+        new_tokens: of each sample.
         autocast: dtype of the trainer's products, or None for that of the weights.
     """
 
     prompt: tuple[int, ...]
     max_difference: float
-    num_samples: int = 2
     new_tokens: int = 8
     autocast: torch.dtype | None = None
 
@@ -85,7 +87,7 @@ class Probe:
         worst, sampler, trainer = -1.0, 0.0, 0.0
         before, found = dict(known or {}), dict[tuple[int, ...], list[float]]()
         score = score or partial(scored_tokens, model, autocast=self.autocast)
-        for sampled in ask(self.prompt, self.num_samples, options, version):
+        for sampled in ask(self.prompt, NUM_SAMPLES, options, version):
             ids = tuple(sampled.token_ids.tolist())
             if before:
                 scored = max((logp[: _shared(ids, other)] for other, logp in before.items()), key=len) or [math.nan]

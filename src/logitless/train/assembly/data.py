@@ -82,9 +82,10 @@ def data_of(
     evaluated = [*held_out, *(prompt for prompts in sets.values() for prompt in prompts)]
 
     def to_train_on(name: str, options: DataOptions) -> tuple[Prompt, ...]:
-        split = without_overlap(load(name, options), evaluated)
-        counts[name]["held_out"] = split.num_removed
-        return split.training
+        loaded = load(name, options)
+        kept = without_overlap(loaded, evaluated)
+        counts[name]["held_out"] = len(loaded) - len(kept)
+        return kept
 
     sources = sources_of(section.train)
     train = tuple(
@@ -94,7 +95,7 @@ def data_of(
     )
     warm: tuple[Prompt, ...] = ()
     if recipe.warm_start is not None:
-        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated).training
+        warm = without_overlap(load("warm_start", recipe.warm_start.data), evaluated)
     if len(train) < recipe.rollout.prompts_per_block:
         raise DataError(
             needed=f"at least rollout.prompts_per_block = {recipe.rollout.prompts_per_block} prompts to train on",
@@ -102,7 +103,7 @@ def data_of(
             remedy="Give more data, raise data.max_prompt_tokens, or lower rollout.prompts_per_block.",
         )
     order_of(recipe, train)  # raises for a mixture with too few prompts, before anything else is loaded
-    warn_of_overlap(_instruction_ids(recipe, train), _instruction_ids(recipe, evaluated))
+    warn_of_overlap(instruction_ids(recipe, train), instruction_ids(recipe, evaluated))
     return Data(train, held_out, warm, counts, sets)
 
 
@@ -147,7 +148,7 @@ def order_of(recipe: Recipe, prompts: Sequence[Prompt]) -> PromptOrder | MixedOr
     return MixedOrder(members, weights, seed=derived_seed(recipe.seed, "order"), most=most)
 
 
-def _instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
+def instruction_ids(recipe: Recipe, prompts: Sequence[Prompt]) -> set[str]:
     """Instruction ids in the columns that the recipe's instruction rewards read; checked later, by the rewards."""
     columns = [reward.ids_column for reward in recipe.rewards if isinstance(reward, InstructionReward)]
     given = [prompt.columns.get(name) for prompt in prompts for name in columns]

@@ -145,7 +145,7 @@ def against_row_invariant(
     return unmet((*LAYER_RULES, *(AUTO_LAYER_RULES if section.layers == "auto" else ())), fitted)
 
 
-def layers_in_words(name: str, reason: str = "") -> str:
+def layers_in_words(name: str, reason: str) -> str:
     """A model's layers, with the reason why it has not the row-invariant ones."""
     chosen = {"row_invariant": "row-invariant: bitwise identical in any batch"}
     return chosen.get(name, "transformers' own") + (f", for {reason}" if reason else "")

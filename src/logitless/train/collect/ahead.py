@@ -54,8 +54,8 @@ def collector_of(
     *,
     ranks: Ranks,
     order: PromptOrder | MixedOrder,
-    greedy_baseline: bool = False,
-    replayed: Path | None = None,
+    greedy_baseline: bool,
+    replayed: Path | None,
 ) -> Collector:
     """The collector of a recipe.
 

@@ -37,8 +37,6 @@ def parity_metrics(packed: PackedBatch, logp_old: Float[Tensor, "N"]) -> Numbers
         Metrics; none if the sampler gave no log-probs or all completions have lag.
     """
     sampler, sequence = packed.logp_sampler, packed.sequence
-    if sampler is None:
-        return {}
     counted = ~sampler.isnan()
     if packed.lag is not None:
         older = torch.zeros(packed.num_sequences, dtype=torch.bool)

@@ -7,11 +7,12 @@ from pydantic import Field, PositiveFloat
 from logitless.objective.advantage import Advantage
 from logitless.objective.correction import SamplerCorrection
 from logitless.objective.divergence import KLPenalty
+from logitless.objective.entropy import EntropyBonus
 from logitless.objective.filters import Filter
 from logitless.objective.kl_control import KLControl
-from logitless.objective.objective import EntropyBonus, Ratio
 from logitless.objective.own import OwnAdvantage, OwnSurrogate
 from logitless.objective.presets import PRESETS
+from logitless.objective.ratio import Ratio
 from logitless.objective.surrogate import Surrogate
 from logitless.objective.value import ValueLoss
 from logitless.objective.weighting import Weighting

@@ -36,7 +36,7 @@ def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> t
     return "bfloat16", f"{name} computes in it"
 
 
-def resolved_dtypes(recipe: Recipe, *, plans_for_gpus: bool = False) -> dict[str, str]:
+def resolved_dtypes(recipe: Recipe, *, plans_for_gpus: bool) -> dict[str, str]:
     """The keys of ``model`` that are ``auto``, each with its dtype on this machine.
 
     An adapter is bfloat16 only on a base in bfloat16. With full fine-tuning the reference has the policy's dtype, so

@@ -32,7 +32,7 @@ def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
-def read_mapping(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def read_mapping(path: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Read a recipe's file and apply overrides; nothing of it is checked.
 
     Args:

@@ -199,7 +199,7 @@ class Machine:
     recipe: "Recipe"
     device: str
 
-    def lacks(self, package: str | None = None) -> str:
+    def lacks(self, package: str | None) -> str:
         """Which of a GPU and a package is missing, in words; empty where both are there."""
         if self.device != "cuda":
             return "no GPU"

@@ -147,7 +147,7 @@ class MlflowWriter:
 
 
 def open_writers(
-    sections: Sequence[WriterSection], *, folder: RunFolder, config: Mapping[str, Any], first_step: int = 0
+    sections: Sequence[WriterSection], *, folder: RunFolder, config: Mapping[str, Any], first_step: int
 ) -> tuple[Writer, ...]:
     """Open the writers of a recipe, in its order. Ids of runs at services are kept in the run folder for a resume.
 
