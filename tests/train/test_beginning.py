@@ -52,7 +52,7 @@ def test_what_is_wrong_with_the_beginning_is_said_before_anything_is_loaded(tmp_
 def test_a_run_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypatch):
     """``output`` starts at the current folder, which need not be the one that the run was started in."""
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigurationError, match=rf"a run to resume at {re.escape(str(tmp_path))}/runs/new; given none"):
+    with pytest.raises(ConfigurationError, match=rf"a run to resume at {re.escape(str(tmp_path))}/runs/new; given"):
         start(tiny_recipe(tmp_path, name="new", output="runs"), resume=True)
 
 

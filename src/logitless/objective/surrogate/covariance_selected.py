@@ -20,8 +20,8 @@ from logitless.objective.surrogate.policy_loss import (
     SelectionInputs,
     SurrogateInputs,
     SurrogateTerms,
-    check_trust_region,
     check_fraction,
+    check_trust_region,
 )
 from logitless.objective.surrogate.unclipped import importance_loss
 
