@@ -27,12 +27,17 @@ def practice(folder: Path) -> dict[str, Any]:
 HELD = dict.fromkeys(("beta", "beta_min", "beta_max"), 0.1)
 
 
+WIDE = {"epsilon_low": 0.2, "epsilon_high": 0.28}
+
+
 def rules(raw: dict[str, Any]) -> list[str]:
     return [finding.rule for finding in audit_recipe(parse_recipe(raw))]
 
 
 def test_a_recipe_as_papers_have_it_has_no_finding(tmp_path: Path) -> None:
     assert rules(practice(tmp_path)) == []
+    assert rules(practice(tmp_path) | {"algorithm": {"preset": "gspo"}}) == []
+    assert rules(practice(tmp_path) | {"algorithm": {"preset": "dapo", "parameters": WIDE}}) == []
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,8 @@ def test_a_recipe_as_papers_have_it_has_no_finding(tmp_path: Path) -> None:
     [
         ("normalisation across groups", "algorithm", {"advantage": {"name": "batch_standardized"}}),
         ("normalisation by micro-batch", "algorithm", {"weighting": {"name": "micro_batch_token_mean"}}),
+        ("clip range of a shared ratio", "algorithm", {"preset": "gspo", "parameters": WIDE}),
+        ("clip range of a shared ratio", "algorithm", {"preset": "grpo", "ratio": {"name": "sequence_token"}}),
         ("filtered sampling", "rollout", {"sampling": {"max_new_tokens": 256, "top_p": 0.95}}),
         ("filtered sampling", "rollout", {"sampling": {"max_new_tokens": 256, "repetition_penalty": 1.1}}),
         ("reference without effect", "kl", {"control": {"name": "fixed", "beta": 0.0}}),

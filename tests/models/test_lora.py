@@ -211,6 +211,7 @@ def test_modules_trained_whole_come_back_from_the_adapters_file(tmp_path):
         ("llama-tied", {"modules_to_save": ("head",)}, "'lm_head' among .* are tied"),
         ("llama-tied", {"targets": ("lm_head",)}, "LM head and embedding are tied"),
         ("llama", {"targets": ("no_such_proj",)}, "targets that name linear modules"),
+        ("llama", {"targets": ("q_proj", "v_prj")}, "given 'v_prj'. Choose from down_proj, .*v_proj, or use"),
         ("llama", {"dropout": 1.0}, "at least 0 and below 1"),
         ("llama", {"rank": 0}, "a rank of at least 1"),
         ("llama", {"alpha": 0.0}, "a positive alpha"),

@@ -170,6 +170,10 @@ REFUSED: dict[str, list[Callable[[], object]]] = {
     "ratio_min < ratio_max": [
         lambda: Clip(1.2, 0.8), lambda: Cispo(5.0, ratio_min=6.0), lambda: ClipCov(ratio_min=2.0),
     ],
+    "ratio_min <= 1 <= ratio_max": [  # an epsilon in place of a bound
+        lambda: Clip(0.2, 0.28), lambda: Clip(ratio_max=0.28, ratio_min=0.0), lambda: Clip(1.1, 1.2),
+        lambda: ClipCov(ratio_min=0.2, ratio_max=0.28),
+    ],
     "Bounds are absolute": [lambda: Clip(-0.2, 0.2), lambda: Cispo(0.2)],
     "ratio_cap of at least": [lambda: Clip(0.8, 1.2, ratio_cap=1.0)],
     "dual above 1": [lambda: Clip(0.8, 1.2, dual=1.0)],

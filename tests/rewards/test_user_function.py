@@ -110,6 +110,17 @@ def test_a_function_that_returns_no_list_of_numbers_is_refused_before_the_first_
         Function(path=f"{tmp_path}/mine.py:mine").check({"answer": ["4", "5"]})
 
 
+def test_a_function_that_raises_at_both_completions_of_its_check_is_told_of_once(tmp_path, caplog):
+    """Written for conversations, where a completion is a list of messages."""
+    (tmp_path / "mine.py").write_text("def mine(completions):\n    return [c[0]['content'] for c in completions]\n")
+    (tmp_path / "half.py").write_text("def half(completions):\n    return [1 / len(c) for c in completions]\n")
+    for _ in range(2):
+        Function(path=f"{tmp_path}/mine.py:mine").check({})
+        Function(path=f"{tmp_path}/half.py:half").check({})
+    [told] = caplog.messages
+    assert "reward 'mine' raises at an empty completion and at 'The answer is 4.': TypeError: string indices" in told
+
+
 @pytest.mark.parametrize(
     ("result", "error"),
     [

@@ -1,6 +1,7 @@
 """Where a run begins: what is wrong with it is said before anything is loaded, and a complete run is left as it is."""
 
 import logging
+import re
 from pathlib import Path
 from unittest import mock
 
@@ -45,6 +46,14 @@ def test_what_is_wrong_with_the_beginning_is_said_before_anything_is_loaded(tmp_
     with pytest.raises(ConfigurationError, match=said):
         start(tiny_recipe(tmp_path, **changes), **options)
     assert sorted(path.name for path in folder.iterdir()) == ["config.yaml", "notes.txt", "rollouts"]
+
+
+@pytest.mark.usefixtures("loads_nothing")
+def test_a_run_that_is_not_there_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    """``output`` starts at the current folder, which need not be the one that the run was started in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=rf"a run to resume at {re.escape(str(tmp_path))}/runs/new; given"):
+        start(tiny_recipe(tmp_path, name="new", output="runs"), resume=True)
 
 
 def test_the_remedy_of_a_refused_resume_names_a_fork_where_there_can_be_one(tmp_path):

@@ -12,6 +12,7 @@ from logitless.doctor.finding import Finding, Places, rule
 from logitless.objective.advantage import BatchStandardized, Gdpo
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.kl_control import FixedKL, LinearKL, ProportionalKL, ZieglerKL
+from logitless.objective.surrogate.clip import Clip
 from logitless.objective.weighting import MicroBatchTokenMean
 from logitless.rollout.recorded import read_completions
 from logitless.train.assembly.algorithm import algorithm_of
@@ -24,6 +25,9 @@ FULL_RATE, LORA_RATE = (1e-7, 1e-5), (5e-6, 5e-4)
 
 BLOCK_TOKENS = (50_000, 200_000)
 """Sampled tokens a block in published runs."""
+
+SHARED_CLIP = 0.05
+"""Distance from 1 that clips of a sequence's or a turn's ratio have nowhere in published runs."""
 
 MAX_EPOCHS, MIN_GROUP = 4, 4
 
@@ -124,6 +128,21 @@ def _across_micro_batches(audited: Audited) -> Places:
     """
     if isinstance(audited.algorithm.weighting, MicroBatchTokenMean):
         yield "algorithm.weighting", "micro_batch_token_mean"
+
+
+@rule("clip range of a shared ratio")
+def _wide_clip(audited: Audited) -> Places:
+    """A token's clip range, 0.8 to 1.2, for the ratio of a sequence or a turn.
+
+    Reason: The ratio is a mean over many tokens and stays close to 1, so that such a range clips nothing.
+    Remedy: Use epsilon_low 3e-4 and epsilon_high 4e-4, or leave parameters out.
+    Source: GSPO: arXiv:2507.18071, sec. 5.1
+    """
+    surrogate, ratio = audited.algorithm.objective.surrogate, audited.algorithm.objective.ratio
+    if not isinstance(surrogate, Clip) or ratio.averages == "token":
+        return
+    if min(1 - surrogate.ratio_min, surrogate.ratio_max - 1) > SHARED_CLIP:
+        yield "algorithm", f"{surrogate.ratio_min:g} to {surrogate.ratio_max:g} for the ratio of a {ratio.averages}"
 
 
 @rule("prompt tokens in the loss")
@@ -313,6 +332,7 @@ def _nothing_held_out(audited: Audited) -> Places:
 RULES: tuple[Callable[[Audited], list[Finding]], ...] = (
     _across_groups,
     _across_micro_batches,
+    _wide_clip,
     _repeated_prompts,
     _filtered_sampling,
     _same_prompts,

@@ -593,7 +593,7 @@ def temperature_forgotten(modules: Sequence[Module]) -> Places:
     Reason: Tokens are sampled from softmax(logits / temperature), and no logits of this tree are divided by it: the
         trained log-probs belong to another policy than the one that sampled.
     Remedy: Divide the logits by the same temperature, or sample at 1.
-    Source: TRL's and verl's trainers divide; docs/head.md, temperature
+    Source: TRL's and verl's trainers divide
     """
     divided = re.compile(
         r"logits[\w\[\]:, .()-]*\s*/\s*[\w.]*temp|\.div_?\([\w.]*temp|/=\s*[\w.]*temp|temperature=[\w.]*temperature"

@@ -127,7 +127,10 @@ def add_lora(model: nn.Module, options: LoraOptions, *, seed: int = 0) -> nn.Mod
 def _targets(model: nn.Module, options: LoraOptions) -> tuple[str | list[str], list[str] | None]:
     """PEFT's ``target_modules`` and ``target_parameters``."""
     if not expert_weights(model):
-        return options.targets if isinstance(options.targets, str) else list(options.targets), None
+        if isinstance(options.targets, str):
+            return options.targets, None
+        _check_targets(model, options.targets)
+        return list(options.targets), None
     found = lora_targets(model, options.targets)
     if found.parameters and options.dropout:
         raise ConfigurationError(
@@ -136,6 +139,20 @@ def _targets(model: nn.Module, options: LoraOptions) -> tuple[str | list[str], l
             remedy="Set model.lora.dropout: 0, or name targets outside of the experts.",
         )
     return list(found.modules), list(found.parameters) or None
+
+
+def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
+    """Refuse a target that names no module. PEFT refuses only if none of them does."""
+    modules = dict(model.named_modules())
+    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in modules)]
+    if unknown:
+        linear = (name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
+        raise ConfigurationError(
+            needed="targets that name linear modules of the model",
+            given=", ".join(map(repr, unknown)),
+            remedy=f"Choose from {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}, "
+            "or use 'all-linear'.",
+        )
 
 
 _READ_BY_WEIGHT = {

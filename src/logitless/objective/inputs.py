@@ -87,7 +87,8 @@ def known(value: Any, choices: Collection[Any], what: str) -> Any:
     """
     if value not in choices:
         names = [str(choice) for choice in choices]
-        near = difflib.get_close_matches(str(value), names)
+        small = {name.lower(): name for name in names}  # "GRPO" is like no name of small letters
+        near = [small[name] for name in difflib.get_close_matches(str(value).lower(), small)]
         raise ConfigurationError(
             needed=f"{'an' if what[0] in 'aeiou' else 'a'} {what}",
             given=repr(value),

@@ -117,7 +117,7 @@ def dapo(epsilon_low: float = 0.2, epsilon_high: float = 0.28) -> Algorithm:
     Notes:
         - TRL's default for ``epsilon_high`` is ``epsilon``, 0.2.
         - TRL divides by the tokens of the generation batch: ``token_mean(scope=block)``.
-        - DAPO's dynamic sampling and overlong penalty belong to data and rewards.
+        - Its dynamic sampling is `rollout.zero_signal: refill`, its overlong penalty the reward `overlong`.
 
     Example:
         >>> dapo().objective.surrogate.ratio_max

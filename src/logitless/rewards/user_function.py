@@ -1,7 +1,9 @@
 """Reward functions with TRL's signature: run in worker processes by import path, or in this process if trusted."""
 
 import asyncio
+import functools
 import inspect
+import logging
 import os
 import traceback
 from collections.abc import Sequence
@@ -29,6 +31,8 @@ from logitless.rewards.workers.pooled import PooledReward, verdict_of
 from logitless.rewards.workers.sandbox import require_sandbox
 from logitless.rewards.workers.tasks import accepted_columns, awaited, missing_arguments, scores_of
 from logitless.types import Verdict
+
+logger = logging.getLogger("logitless")
 
 TRIED = "The answer is 4."
 """A completion that ``Function.check`` has scored: a mean over an empty one may well be NaN."""
@@ -97,7 +101,7 @@ class Function(PooledReward):
         """Check that workers can import the function, that its arguments are columns, and what it returns.
 
         It is called for two completions of the first row, an empty one and ``TRIED``. If it raises there, or has no
-        finite score for one of them, completions may yet do better.
+        finite score for one of them, completions may yet do better; a function that raises for both is told of.
 
         Raises:
             ConfigurationError: it cannot be imported, an argument without a default is no column, a column has a
@@ -121,6 +125,8 @@ class Function(PooledReward):
         row = {name: values[0] for name, values in columns.items() if values}
         items = [self._item(row, "", text, []) for text in ("", TRIED)]
         outcomes = self.run("call_function", items, (self._located,), self.process, self._variables())
+        if all(outcome.status == "raised" for outcome in outcomes):
+            _warn_of_raising(self.metric_name, outcomes[-1].message)
         returned = [outcome.value for outcome in outcomes if outcome.status == "done"]
         wrong = [value for value in returned if "error" in value]
         if wrong and (len(wrong) == len(returned) or any("malformed" in value for value in wrong)):
@@ -170,6 +176,11 @@ class Function(PooledReward):
 
     def _converted(self, text: Text, role: str) -> Text:
         return [{"role": role, "content": text}] if self.messages and isinstance(text, str) else text
+
+
+@functools.cache  # once, and not for each source of the data
+def _warn_of_raising(name: str, message: str) -> None:
+    logger.warning("reward %r raises at an empty completion and at %r: %s", name, TRIED, message)
 
 
 @dataclass(frozen=True, kw_only=True)

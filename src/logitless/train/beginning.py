@@ -266,7 +266,7 @@ def _check_is_begun(folder: RunFolder) -> None:
     """Refuse to resume a run that was never started."""
     if not folder.config.is_file():
         raise ConfigurationError(
-            needed=f"a run to resume at {folder.path}",
+            needed=f"a run to resume at {folder.path.absolute()}",
             given="a folder without a run" if folder.path.is_dir() else "none",
             remedy="Leave out --resume to start it (--resume-or-start does either), or set name and output to a run's.",
         )

@@ -50,6 +50,7 @@ def test_parts_of_a_preset_are_replaced_by_name(tmp_path):
         ({"preset": "ppo", "ratio": {"name": "sequence"}}, r"'sequence'.*given gae.*name: token"),
         ({"preset": "gspo", "advantage": {"name": "reinforce_pp"}, "kl": IN_REWARD}, r"'sequence'.*given reinforce_pp"),
         ({"preset": "grpoo"}, "Did you mean 'grpo'"),
+        ({"preset": "GRPO"}, "Did you mean 'grpo'"),
         ({"preset": "grpo", "parameters": {"epsilom": 1}}, "Did you mean 'epsilon'"),
         ({"preset": "grpo", "advantage": {"name": "gdpo"}, "kl": IN_REWARD}, r"Set kl\.placement: loss"),
     ],

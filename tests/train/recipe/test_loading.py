@@ -226,6 +226,18 @@ def test_yaml_that_cannot_be_a_recipe_or_would_build_an_object_is_an_error_in_wo
     assert "python" not in text or "well-formed YAML" in message
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a: 1\n b: {c: 2}\n", "given mapping values are not allowed here, in line 11, column 3: b: {c: 2}. Repair"),
+        ("a: {b: 1\nc: 2\n", "while parsing a flow mapping that begins in line 10, in line 11, column 2: c: 2. Repair"),
+        ("a: [1\n", "while parsing a flow sequence that begins in line 10, in line 11, column 1. Repair"),
+    ],
+)
+def test_broken_yaml_is_told_with_its_line(tmp_path, text, said):
+    assert said in refused(tmp_path, text)  # behind nine lines of a recipe
+
+
 def test_every_problem_is_listed_at_once(tmp_path):
     message = refused(tmp_path, "", "sead=1", "train.blocks=many", "model.device=3")
     assert all(each in message for each in ("'sead'", "train.blocks", "'many'", "model.device"))

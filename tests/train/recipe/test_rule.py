@@ -40,6 +40,7 @@ ON_SERVER = "teacher={source: http://127.0.0.1:1, advantage: true}"
 TOP = (ON_SERVER, "teacher.temperature=1", "teacher.divergence=reverse_kl", "teacher.top_k=5")
 SEVERAL = ("teacher={source: {x: start, y: self}, column: kind, template: '{{ hint }}{{ prompt }}', advantage: 1}",)
 CENTRED = ("algorithm.surrogate={name: reinforce}", "algorithm.score_centering=device")
+OVERLONG = "{name: overlong, max_length: %d, buffer: 2}"
 BASE = ("teacher={source: base, advantage: true}", *LORA)
 
 
@@ -66,6 +67,7 @@ OF_RECIPES = [  # what goes together, and what breaks one rule of it
     (TOOLS, "evaluation.sampling={max_new_tokens: 9}"),
     (TOOLS, "rollout.environment=null"),
     ((), "rollout.sampling.temperature=0"),
+    ((f"rewards=[{OVERLONG % 8}]",), f"rewards=[{{name: length}}, {OVERLONG % 9}]"),
     (("rollout.completions_per_prompt=1",), "rollout.zero_signal=drop"),
     (("rollout.zero_signal=refill",), "rollout.completions_per_prompt=1"),
     (PARITY, "rollout.sampling.top_k=2"),

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.policy_loss import PolicyLoss, SurrogateInputs, SurrogateTerms, check_bounds
+from logitless.objective.surrogate.policy_loss import PolicyLoss, SurrogateInputs, SurrogateTerms, check_trust_region
 
 
 @shaped
@@ -89,12 +89,12 @@ class Clip(PolicyLoss):
     """``clip_loss`` (PPO, GRPO, DAPO, GSPO).
 
     Args:
-        ratio_min, ratio_max: absolute bounds, 0 <= ratio_min < ratio_max.
+        ratio_min, ratio_max: absolute bounds, 0 <= ratio_min <= 1 <= ratio_max.
         ratio_cap: bound of the ratio for negative advantages, at least ratio_max.
         dual: c > 1 of dual-clip.
 
     Raises:
-        ConfigurationError: bounds out of order, a cap below ratio_max, or ``dual`` not above 1.
+        ConfigurationError: bounds out of order or on one side of 1, a cap below ratio_max, or ``dual`` not above 1.
     """
 
     ratio_min: float = 0.8
@@ -105,7 +105,7 @@ class Clip(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        check_bounds(self.ratio_min, self.ratio_max)
+        check_trust_region(self.ratio_min, self.ratio_max)
         if self.ratio_cap is not None and self.ratio_cap < self.ratio_max:
             raise ConfigurationError(
                 needed=f"ratio_cap of at least ratio_max ({self.ratio_max})",

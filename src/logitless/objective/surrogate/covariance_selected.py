@@ -20,8 +20,8 @@ from logitless.objective.surrogate.policy_loss import (
     SelectionInputs,
     SurrogateInputs,
     SurrogateTerms,
-    check_bounds,
     check_fraction,
+    check_trust_region,
 )
 from logitless.objective.surrogate.unclipped import importance_loss
 
@@ -68,7 +68,7 @@ class ClipCov(PolicyLoss):
             current values.
 
     Raises:
-        ConfigurationError: bounds out of order, or a fraction outside (0, 1].
+        ConfigurationError: bounds out of order or on one side of 1, or a fraction outside (0, 1].
 
     Source: Clip-Cov, arXiv:2505.22617.
     """
@@ -83,7 +83,7 @@ class ClipCov(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        check_bounds(self.ratio_min, self.ratio_max)
+        check_trust_region(self.ratio_min, self.ratio_max)
         check_fraction(self.fraction)
         if self.low >= self.high:
             raise ConfigurationError(

@@ -128,6 +128,21 @@ def check_bounds(ratio_min: float, ratio_max: float) -> None:
         )
 
 
+def check_trust_region(ratio_min: float, ratio_max: float) -> None:
+    """Raises ConfigurationError unless ``0 <= ratio_min < ratio_max`` and the two enclose 1.
+
+    A bound on the wrong side of 1 takes the gradient from every token with an advantage of one sign: before the first
+    step all ratios are 1.
+    """
+    check_bounds(ratio_min, ratio_max)
+    if not ratio_min <= 1 <= ratio_max:
+        raise ConfigurationError(
+            needed="ratio_min <= 1 <= ratio_max",
+            given=f"ratio_min={ratio_min}, ratio_max={ratio_max}",
+            remedy="Bounds are absolute: epsilons of 0.2 and 0.28 are ratio_min=0.8, ratio_max=1.28.",
+        )
+
+
 def check_fraction(fraction: float) -> None:
     """Raises ConfigurationError unless the fraction is in (0, 1]."""
     if not 0 < fraction <= 1:

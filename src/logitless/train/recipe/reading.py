@@ -78,8 +78,19 @@ def _parse(text: str, where: str) -> Any:
         return yaml.load(text, Loader=_Loader)
     except (yaml.YAMLError, ValueError, TypeError, RecursionError) as error:  # 2024-13-01 is a ValueError
         raise ConfigurationError(
-            needed=f"well-formed YAML in {where}", given=str(error).replace("\n", " "), remedy="Repair that line."
+            needed=f"well-formed YAML in {where}", given=_problem(error, text), remedy="Repair that line."
         ) from error
+
+
+def _problem(error: Exception, text: str) -> str:
+    """An error of YAML in a line, with the line that it is about."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return str(error).replace("\n", " ")
+    at, begun = error.problem_mark, error.context_mark
+    lines = text.splitlines()
+    since = f" {error.context} that begins in line {begun.line + 1}" if error.context and begun else ""
+    shown = f": {lines[at.line].strip()[:80]}" if at.line < len(lines) else ""
+    return f"{error.problem}{since}, in line {at.line + 1}, column {at.column + 1}{shown}"
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from logitless.rewards.reward import Unscored
+from logitless.rewards.text.overlong import Overlong
 from logitless.rollout.environment import Limits
 from logitless.rollout.environments.options import EnvironmentOptions
 from logitless.rollout.sampling import SamplingOptions
@@ -91,6 +92,13 @@ def _longest_turn(recipe: "Recipe") -> int:
     return max(each.max_new_tokens for each in recipe.samplings)
 
 
+def _overlong(recipe: "Recipe") -> int | None:
+    """The greatest ``max_length`` of an ``overlong`` reward that training reads; None without one."""
+    trained = set(recipe.training_sources)
+    read = (reward for reward in recipe.rewards if reward.sources is None or trained.intersection(reward.sources))
+    return max((reward.max_length for reward in read if isinstance(reward, Overlong)), default=None)
+
+
 parity = given("rollout.parity.has_threshold", "rollout.parity")
 staleness = Setting["Recipe"](
     "rollout.staleness", lambda recipe: recipe.rollout.staleness > 0 and recipe.rollout.engine.recorded_run is None
@@ -126,6 +134,12 @@ RULES: tuple[Rule["Recipe"], ...] = (
         holds=lambda recipe: recipe.rollout.sampling.temperature > 0,
         given=lambda recipe: str(recipe.rollout.sampling.temperature),
         remedy="Sample at temperature 1, or set evaluation.sampling for greedy evaluation.",
+    ),
+    Setting["Recipe"]("rewards overlong", lambda recipe: _overlong(recipe) is not None).needs(
+        "a max_length that completions of the rollout can have",
+        holds=lambda recipe: (_overlong(recipe) or 0) <= recipe.rollout.longest_completion,
+        given=lambda recipe: f"{_overlong(recipe)}, and completions end after {recipe.rollout.longest_completion}",
+        remedy="Set max_length to rollout.sampling.max_new_tokens (limits.max_tokens with an environment).",
     ),
     chosen("rollout.zero_signal", "drop", "refill").needs(
         "at least two completions a prompt, for their rewards to differ",

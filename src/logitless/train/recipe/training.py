@@ -80,7 +80,9 @@ class TrainSection(Section):
         0.25, ge=0, le=1, description="share of a block's completions that a reward may fail at (error, timeout)"
     )
     max_blocks_unscored: PositiveInt = Field(3, description="blocks in a row over that share that stop the run")
-    max_blocks_without_signal: PositiveInt = Field(20, description="such blocks in a row that stop the run")
+    max_blocks_without_signal: PositiveInt = Field(
+        20, description="blocks in a row with nothing to train on that stop the run"
+    )
     optimizer: OptimizerSection = Field(default_factory=OptimizerSection)
     training_backend: Backend = Field("auto", description="head backend with gradients")
     scoring_backend: Backend = Field("auto", description="head backend without")
