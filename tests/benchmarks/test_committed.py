@@ -606,7 +606,7 @@ def test_the_page_has_the_first_calls_that_were_measured_alone():
     took = f"{min(alone):.1f} to {max(alone):.1f} s with empty caches (the {len(alone)} slowest of [{done} first"
     assert f"Alone, the sampler's first call takes {took}" in page
     done = sum(row["ok"] is True for row in committed("first-contact-H100")["rows"])
-    assert f"[{done} on an H100]" in page
+    assert f"[{done} on H100]" in page
 
 
 def test_the_first_step_of_a_135m_run_comes_within_12_seconds_or_30_with_empty_caches_and_the_page_says_when():

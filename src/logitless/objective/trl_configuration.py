@@ -108,7 +108,7 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
 
     Raises:
         ConfigurationError: an unknown field or value; a router loss; a moving reference; VESPO with a correction that
-            is not per token; a delta below 1 or of at most ``1 - epsilon``; a fraction above 1.
+            is not per token; a delta of at most ``1 - epsilon``; a fraction above 1.
 
     Warns:
         UserWarning: ``cispo`` with an ``epsilon_high`` below 1 (TRL's default is 0.2), which in TRL is the ceiling.
@@ -176,9 +176,9 @@ def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
             given=f"vllm_importance_sampling_mode={values['vllm_importance_sampling_mode']!r}",
             remedy="Set it to 'token_truncate' or 'token_mask'.",
         )
-    if delta is not None and loss in _CLIPPED and (delta < 1 or delta <= 1 - values["epsilon"]):
+    if delta is not None and loss in _CLIPPED and delta <= 1 - values["epsilon"]:
         raise ConfigurationError(
-            needed="a delta of at least 1, the ratio of a token before the first step, and above 1 - epsilon",
+            needed=f"a delta above {1 - values['epsilon']}, the lower bound of the ratio",
             given=f"delta={delta}",
             remedy="Set delta above 1 + epsilon_high, or leave it out.",
         )

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from logitless.errors import ConfigurationError
 from logitless.objective.inputs import check_knobs, required, shaped
-from logitless.objective.surrogate.policy_loss import PolicyLoss, SurrogateInputs, SurrogateTerms, check_trust_region
+from logitless.objective.surrogate.policy_loss import (
+    PolicyLoss,
+    SurrogateInputs,
+    SurrogateTerms,
+    check_bounds,
+    check_trust_region,
+)
 
 
 @shaped
@@ -105,7 +111,9 @@ class Clip(PolicyLoss):
 
     def __post_init__(self) -> None:
         check_knobs(self)
-        check_trust_region(self.ratio_min, self.ratio_max)
+        # with a cap ratio_max may be below 1, as TRL's ``delta``
+        check = check_trust_region if self.ratio_cap is None else check_bounds
+        check(self.ratio_min, self.ratio_max)
         if self.ratio_cap is not None and self.ratio_cap < self.ratio_max:
             raise ConfigurationError(
                 needed=f"ratio_cap of at least ratio_max ({self.ratio_max})",
