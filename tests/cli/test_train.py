@@ -104,7 +104,7 @@ def test_one_of_several_processes_leaves_a_folder_in_the_way_to_the_one_that_wri
     (Path(recipe.output) / "other" / "notes.txt").write_text("of this node")
     monkeypatch.setenv("WORLD_SIZE", str(world_size))
     with pytest.raises(ConfigurationError, match="existing") if world_size == 1 else nullcontext():
-        _check_name(recipe)
+        _check_name(recipe, forks=False)
 
 
 # --- dry runs -------------------------------------------------------------------------------------------------------

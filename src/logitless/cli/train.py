@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
             given = check_recipe(options.recipe, options.overrides)  # a wrong key need not wait for what follows
             if not (resume or options.numbered or options.dry_run):
-                _check_name(given)  # nor a name that is taken
+                _check_name(given, forks=options.fork is not None)  # nor a name that is taken
             import_transformers()
             from logitless.train.entry import train
             from logitless.train.long_lived import startup_objects_frozen
@@ -128,7 +128,7 @@ def _device_for(options: argparse.Namespace) -> str:
     return str(model.get("device", "auto"))
 
 
-def _check_name(recipe: "Recipe") -> None:
+def _check_name(recipe: "Recipe", *, forks: bool) -> None:
     """Refuse a name that is taken, unless torchrun has restarted the run of this name. Several processes do so
     together, once they have met: a folder here says nothing about the node that writes."""
     from logitless.distributed.ranks import restarted
@@ -136,7 +136,7 @@ def _check_name(recipe: "Recipe") -> None:
 
     folder, alone = RunFolder(Path(recipe.output) / recipe.name), os.environ.get("WORLD_SIZE", "1") == "1"
     if alone and is_taken(folder) and not restarted():
-        raise taken(folder)
+        raise taken(folder, forks=forks)
 
 
 def _planned(recipe: "Recipe", options: argparse.Namespace, resume: "Resume") -> int:
@@ -169,7 +169,7 @@ def _refused(recipe: "Recipe", *, resume: "Resume", fork: str | None, numbered: 
     needs_name = resume is False and not numbered
     algorithm, folder = algorithm_of(recipe), RunFolder(Path(recipe.output) / recipe.name)
     check_beginning(recipe, algorithm, Ranks.alone(), resume=resume, fork=fork, numbered=numbered or needs_name)
-    return taken(folder) if needs_name and is_taken(folder) else None
+    return taken(folder, forks=fork is not None) if needs_name and is_taken(folder) else None
 
 
 class _Ending(Callback):

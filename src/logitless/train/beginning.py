@@ -187,7 +187,7 @@ def check_beginning(
                 if fork is not None:
                     check_fork(parent_of(fork), recipe, algorithm)
                 if not numbered and is_taken(folder):
-                    raise taken(folder)
+                    raise taken(folder, forks=fork is not None)
     told = ranks.broadcast_object(None if done is None else done.as_json())
     return None if told is None else RunResult.of_json(told)
 

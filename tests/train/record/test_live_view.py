@@ -47,6 +47,17 @@ def test_off_a_terminal_each_step_with_something_to_show_is_one_plain_line():
     ]
 
 
+def test_the_evaluation_before_training_is_of_no_block():
+    view, out = view_of(2)
+    with view:
+        view.update({"step": 0, "block": 1, "evaluation/accuracy": 0.25}, sample=None)
+        view.update({"step": 0, "block": 1, "reward/mean": 0.5}, sample=None)  # a block without a step
+    assert out.getvalue().splitlines()[1:] == [
+        "before training  held-out accuracy 0.25",
+        "block 1/2  step 0  reward 0.5",
+    ]
+
+
 def test_a_reward_that_failed_in_a_block_is_named_with_its_share_in_the_first_line_of_the_block() -> None:
     view, out = view_of(3)
     with view:

@@ -10,7 +10,7 @@ import pyarrow.parquet
 import pytest
 
 from logitless.errors import ConfigurationError, DataError, InputError, TrainingError
-from logitless.train.record.run_folder import create_run_folder, open_run_folder
+from logitless.train.record.run_folder import create_run_folder, open_run_folder, taken
 from logitless.train.store.atomic import write_atomically
 from logitless.train.store.checkpoint import BackgroundSaver
 from tests.train.fake_run import fake_groups
@@ -95,6 +95,17 @@ def test_a_folder_with_anything_that_a_start_does_not_write_is_left_alone(tmp_pa
         (tmp_path / "toy" / name).mkdir(parents=True)
     with pytest.raises(ConfigurationError, match="given the existing"):
         create_run_folder(tmp_path, "toy")
+
+
+@pytest.mark.parametrize(
+    ("run", "forks", "resumable"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_to_resume_is_advised_only_where_a_run_is_and_none_is_forked(tmp_path, run, forks, resumable):
+    folder = create_run_folder(tmp_path, "toy")
+    if run:
+        folder.write_config("name: toy")
+    said = str(taken(folder, forks=forks))
+    assert ("Add --resume" in said, "--set name=..., or --numbered" in said) == (resumable, True)
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -193,6 +193,8 @@ class LiveView:
 
     def _line(self) -> str:
         parts = [f"block {self._block}/{self.total_blocks}", f"step {self._record['step']:.0f}"]
+        if self._record["step"] == 0 and "reward/mean" not in self._record:
+            parts = ["before training"]
         for name, label in self._shown:
             value = self._record.get(name)
             if value is not None:

@@ -262,7 +262,7 @@ def create_run_folder(root: Path, name: str, *, unique: bool = False) -> RunFold
             if not unique:
                 if folder.is_failed_start():
                     break
-                raise taken(folder) from error
+                raise taken(folder, forks=False) from error
             number += 1
         except OSError as error:
             raise cannot_write(folder.path, error) from error
@@ -276,13 +276,14 @@ def is_taken(folder: RunFolder) -> bool:
     return folder.path.exists() and not folder.is_failed_start()
 
 
-def taken(folder: RunFolder) -> ConfigurationError:
-    """The error for a folder that is taken."""
+def taken(folder: RunFolder, *, forks: bool) -> ConfigurationError:
+    """The error for a folder that is taken; a run that begins as a fork cannot go on with what is there."""
+    resumable = folder.config.is_file() and not forks
+    goes_on = "Add --resume (in Python resume=True) to go on with it, choose" if resumable else "Choose"
     return ConfigurationError(
         needed="a run folder that does not exist yet",
         given=f"the existing {folder.path}",
-        remedy="Add --resume (in Python resume=True) to go on with it, choose another name (--set name=...), or remove "
-        "the folder.",
+        remedy=f"{goes_on} another name (--set name=..., or --numbered), or remove the folder.",
     )
 
 
