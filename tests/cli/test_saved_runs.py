@@ -73,7 +73,7 @@ def parameters(run, which=-1):
 
 def exported(run, tmp_path, *arguments):
     target = tmp_path / "exported"
-    assert main(["export", str(run.path), "--to", str(target), *arguments]) == 0
+    assert main(["export", str(run.path), "--out", str(target), *arguments]) == 0
     return target
 
 
@@ -208,7 +208,7 @@ def test_a_run_whose_checkpoints_are_gone_is_exported_from_its_model(tmp_path):
     [
         (["--form", "adapter"], "full fine-tuning"),
         (["--checkpoint", "77"], "block-000002-"),
-        (["--to", "{run}"], "Remove it"),
+        (["--out", "{run}"], "Remove it"),
     ],
 )
 def test_what_cannot_be_exported_exits_2_and_writes_nothing(run, refused, arguments, said):
@@ -289,7 +289,7 @@ def test_a_push_that_cannot_be_or_would_publish_is_refused_before_anything_is_wr
     run, tmp_path, refused, hub, stand_in, answers, arguments, status, said
 ):
     hub(stand_in, answers=answers)
-    refused(said, "export", run.path, "--to", tmp_path / "exported", *arguments, status=status)
+    refused(said, "export", run.path, "--out", tmp_path / "exported", *arguments, status=status)
     assert not list(tmp_path.iterdir())
     assert stand_in.uploaded == []
 
@@ -302,7 +302,7 @@ def test_a_push_that_breaks_leaves_the_folder_and_says_how_to_push_it(run, tmp_p
 
     stand_in.upload_folder = gone
     target, said = tmp_path / "exported", f"hf upload toy {tmp_path / 'exported'} --private"
-    refused(said, "export", run.path, "--to", target, "--push-to-hub", "toy", status=1)
+    refused(said, "export", run.path, "--out", target, "--push-to-hub", "toy", status=1)
     assert (target / "model.safetensors").is_file()
 
 

@@ -21,7 +21,7 @@ ENDS = {"vocab_size": 11, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 
 def check_export(run: RunFolder, target: Path, kind: str) -> None:
     """What is exported computes in plain transformers what the run's policy does."""
     assert all(torch.isfinite(torch.tensor(step["loss/total"])) for step in steps_of(run))
-    assert main(["export", str(run.path), "--to", str(target), "--dtype", "float32"]) == 0
+    assert main(["export", str(run.path), "--out", str(target), "--dtype", "float32"]) == 0
     plain, report = AutoModelForCausalLM.from_pretrained(target, attn_implementation="eager", output_loading_info=True)
     assert plain.config.model_type == kind
     assert not report["missing_keys"]

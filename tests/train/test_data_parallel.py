@@ -270,7 +270,7 @@ def test_a_run_goes_on_with_another_number_of_ranks(two_ranks, tmp_path, before,
 
 
 def test_a_run_of_several_ranks_is_exported_to_one_folder_bitwise_equal_to_its_shards(two_ranks, tmp_path):
-    assert main(["export", str(two_ranks.path), "--to", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
+    assert main(["export", str(two_ranks.path), "--out", str(tmp_path / "exported"), "--dtype", "float32"]) == 0
     assert [path.name for path in (tmp_path / "exported").glob("*.safetensors")] == ["model.safetensors"]
     loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     tensors = checkpoints.load_checkpoint(two_ranks.checkpoints).tensors

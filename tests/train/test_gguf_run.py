@@ -37,7 +37,7 @@ def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transfor
     assert recipe.model.source == str(tmp_path / "tiny.gguf")
     run = completed(recipe)
     target = tmp_path / "exported"
-    assert main(["export", str(run.path), "--to", str(target), "--dtype", "float32"]) == 0
+    assert main(["export", str(run.path), "--out", str(target), "--dtype", "float32"]) == 0
     model, tokenizer = AutoModelForCausalLM.from_pretrained(target), AutoTokenizer.from_pretrained(target)
     assert (model.dtype, tokenizer.eos_token, tokenizer.pad_token) == (torch.float32, "<|im_end|>", "<|im_end|>")
     assert model.generation_config.eos_token_id == 2

@@ -11,7 +11,7 @@ from logitless.errors import ConfigurationError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The run, where to, and in which form."""
     add_run(parser)
-    parser.add_argument("--to", type=Path, metavar="FOLDER", help="default: export/ in the run folder")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: export/ in the run folder")
     add_checkpoint(parser)
     parser.add_argument(
         "--form", choices=("merged", "adapter"), default="merged", help="whole model (default), or LoRA's factors alone"
@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
         from logitless.train.record.run_folder import open_run_folder
         from logitless.train.saved_policy import load_policy
     folder = open_run_folder(options.run)
-    target: Path = options.to or folder.path / "export"
+    target: Path = options.out or folder.path / "export"
     check_form(load_recipe(folder.config), options.form, has_warm_start=folder.warm_start.is_dir())
     check_target(target)
     repo, private = options.push_to_hub, not options.public
