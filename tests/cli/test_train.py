@@ -303,9 +303,8 @@ def test_one_command_starts_a_run_goes_on_with_it_and_forks_it(tmp_path, capsys,
     printed = capsys.readouterr().out
     begins = f"fork of {run}: begins after 2 blocks"
     assert begins in printed
-    command = following_command(printed)
-    assert main(command) == 0  # begins where the fork did
-    assert begins in capsys.readouterr().out
+    assert main(following_command(printed)) == 0
+    assert "block 3" in capsys.readouterr().out
     assert status(capsys, *fork[1:], "--set", "model.lora={}", "--fork", str(run), "--dry-run")[0] == 2
 
 
@@ -346,7 +345,7 @@ def test_graded_rewards_show_the_held_out_reward_beside_the_accuracy(tmp_path, c
     summary = json.loads((tmp_path / "length-toy" / "summary.json").read_text())
     before, after = (summary[f"held_out_reward_{when}"] for when in ("before", "after"))
     assert f"  held-out reward    {before:.3f} -> {after:.3f}\n" in shown
-    assert "hotter" in shown.splitlines()[-1]
+    assert "logitless show" in shown.splitlines()[-1]
 
 
 def test_a_run_whose_held_out_completions_all_earn_nothing_names_the_command_that_shows_completions(tmp_path, capsys):
@@ -354,7 +353,7 @@ def test_a_run_whose_held_out_completions_all_earn_nothing_names_the_command_tha
     (tmp_path / "train.jsonl").write_text('{"prompt": "b", "answer": "?"}\n{"prompt": "c", "answer": "?"}\n')
     data = f"data.train={{name: file, path: {tmp_path / 'train.jsonl'}}}"
     assert main(["train", *SMALL, *settings, *sets(data)]) == 0
-    assert "logitless show" in capsys.readouterr().out.splitlines()[-1]
+    assert capsys.readouterr().out.splitlines()[-1].endswith("no held-out completion earned a reward: read some")
 
 
 def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):

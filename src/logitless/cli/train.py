@@ -311,26 +311,15 @@ def _next(
         return f"{_command()} {shlex.quote(str(replay / 'config.yaml'))} --resume  # goes on with the repeated run"
     if not result.complete:
         return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
-    if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
-        show = f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}"
-        return f"{show}  # no held-out completion earned a reward: read some"
-    others = [each for each in others if not each.startswith("rollout.sampling.temperature=")]
-    hotter = _set([f"name={name}-hotter", *others, "rollout.sampling.temperature=1.2"])
-    return f"{_command()} {recipe}{hotter}{_fork(result.folder)}"
+    unrewarded = summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0
+    why = "no held-out completion earned a reward: read some" if unrewarded else "what it has learned to say"
+    return f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}  # {why}"
 
 
 def _command() -> str:
     """How this run was started: by itself, or by torchrun with as many processes a node."""
     processes = os.environ.get("LOCAL_WORLD_SIZE") if "TORCHELASTIC_RUN_ID" in os.environ else None
     return f"{program()} train" if processes is None else f"torchrun --nproc-per-node {processes} -m logitless train"
-
-
-def _fork(folder: "RunFolder") -> str:
-    """The option with which a run begins where this one did; empty unless it is a fork."""
-    from logitless.train.record.provenance import parent_in
-
-    parent = parent_in(folder)
-    return "" if parent is None else f" --fork {shlex.quote('{run}:{checkpoint}'.format(**parent))}"
 
 
 def _set(settings: Sequence[str]) -> str:
