@@ -136,6 +136,7 @@ def test_traps_and_what_cannot_be_expressed_are_errors(fields, message):
         ({"loss_type": "sapo", "epsilon_high": 0.3}, "epsilon_high=0.3 has no effect"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}, "epsilon=0.1 has no effect"),
         ({"loss_type": "cispo", "epsilon_high": 5.0, "delta": 2.0}, "delta=2.0 has no effect"),
+        ({"epsilon_high": 1.28}, "epsilon_high=1.28 is a distance: ratios are clipped at 2.28"),
         ({"loss_type": "sapo", "delta": 2.0}, "delta=2.0 has no effect"),
         ({"loss_type": "vespo", "delta": 2.0}, "delta=2.0 has no effect"),
         ({"delta": 1.1}, "below 1 + epsilon_high"),

@@ -216,6 +216,10 @@ def _notes(values: Mapping[str, Any]) -> list[str]:
         notes.append(f"delta={values['delta']} has no effect with loss_type={loss!r}")
     elif values["delta"] is not None and values["delta"] < 1 + _epsilon_high(values):
         notes.append(f"delta={values['delta']} is below 1 + epsilon_high and bounds the ratio of positive advantages")
+    if loss in _CLIPPED and _epsilon_high(values) >= 1:
+        notes.append(
+            f"epsilon_high={_epsilon_high(values)} is a distance: ratios are clipped at {1 + _epsilon_high(values):g}"
+        )
     if loss == "luspo" and level != "sequence":
         notes.append("loss_type='luspo' is meant for importance_sampling_level='sequence'")
     if level == "sequence" and loss in ("bnpo", "dr_grpo", "dapo", "cispo"):

@@ -114,7 +114,7 @@ def prompts_in_words(counts: Mapping[str, int]) -> str:
 
 
 def _left_out(counts: Mapping[str, int]) -> list[str]:
-    words = {"empty": "empty", "too_long": "too long", "held_out": "held out"}
+    words = {"empty": "empty", "too_long": "too long", "held_out": "that repeat held-out prompts"}
     return [f"{counts[name]:,} {word}" for name, word in words.items() if counts.get(name)]
 
 
