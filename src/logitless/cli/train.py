@@ -129,8 +129,10 @@ def _device_for(options: argparse.Namespace) -> str:
 
 
 def _check_name(recipe: "Recipe", *, forks: bool) -> None:
-    """Refuse a name that is taken, unless torchrun has restarted the run of this name. Several processes do so
-    together, once they have met: a folder here says nothing about the node that writes."""
+    """Refuse a name that is taken, unless torchrun has restarted the run of this name.
+
+    Several processes look for it together, once they have met: a folder here says nothing about the node that writes.
+    """
     from logitless.distributed.ranks import restarted
     from logitless.train.record.run_folder import RunFolder, is_taken, taken
 

@@ -397,9 +397,9 @@ def reentrant_unset(module: Module) -> Places:
 def float16_alone(module: Module) -> Places:
     """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
 
-    A file that scales its loss (``scaler.scale(loss)``) has one, whoever made it.
-    ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()`` are left alone: transformers' trainers and
-    accelerate scale gradients then.
+    A file that calls ``scaler.scale(loss)`` is left alone: its gradient scaler may be made in another file. So are
+    ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()``: transformers' trainers and accelerate scale
+    gradients then.
 
     Reason: Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a scaler
         holds them between.
@@ -484,14 +484,14 @@ def _parameters_of(module: Module, call: ast.Call) -> str | None:
     if isinstance(given, ast.Name):
         given = next(iter(module.assigned(given.id, call)), given)
     every = () if given is None else ast.walk(given)
-    owners = [
+    owners = (
         ast.unparse(each.func.value)
         for each in every
         if isinstance(each, ast.Call)
         and isinstance(each.func, ast.Attribute)
         and called(each) in ("parameters", "named_parameters")
-    ]
-    return next(iter(owners), None)
+    )
+    return next(owners, None)
 
 
 _MODULE_CALLS = ("to", "cuda", "cpu", "eval", "train", "half", "bfloat16", "float", "double", "requires_grad_")

@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 from logitless.errors import CheckpointError, ConfigurationError, InputError
 from logitless.installed import optional
 from logitless.models.lm_head import causal_lm, is_peft
-from logitless.models.lora_targets import expert_weights, lora_targets
+from logitless.models.lora_targets import check_targets, expert_weights, lora_targets
 from logitless.models.seeded import seeded
 
 
@@ -129,7 +129,9 @@ def _targets(model: nn.Module, options: LoraOptions) -> tuple[str | list[str], l
     if not expert_weights(model):
         if isinstance(options.targets, str):
             return options.targets, None
-        _check_targets(model, options.targets)
+        modules = dict(model.named_modules())
+        linear = [name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D)]
+        check_targets(options.targets, list(modules), offered=linear, kinds="linear modules")
         return list(options.targets), None
     found = lora_targets(model, options.targets)
     if found.parameters and options.dropout:
@@ -139,20 +141,6 @@ def _targets(model: nn.Module, options: LoraOptions) -> tuple[str | list[str], l
             remedy="Set model.lora.dropout: 0, or name targets outside of the experts.",
         )
     return list(found.modules), list(found.parameters) or None
-
-
-def _check_targets(model: nn.Module, targets: tuple[str, ...]) -> None:
-    """Refuse a target that names no module. PEFT refuses only if none of them does."""
-    modules = dict(model.named_modules())
-    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in modules)]
-    if unknown:
-        linear = (name for name, module in modules.items() if isinstance(module, nn.Linear | Conv1D))
-        raise ConfigurationError(
-            needed="targets that name linear modules of the model",
-            given=", ".join(map(repr, unknown)),
-            remedy=f"Choose from {', '.join(sorted({name.rpartition('.')[2] for name in linear}))}, "
-            "or use 'all-linear'.",
-        )
 
 
 _READ_BY_WEIGHT = {

@@ -1,5 +1,6 @@
-"""LoRA targets in a mixture of experts, whose expert weights and routers are not linear modules."""
+"""LoRA targets by name, and in a mixture of experts, whose expert weights and routers are not linear modules."""
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -78,7 +79,8 @@ def lora_targets(model: nn.Module, targets: tuple[str, ...] | Literal["all-linea
         routers, ends = [], [name.rsplit(".", 1)[-1] for name in (*linear, *experts)]
     else:
         ends = list(targets)
-        _check_names(ends, [*linear, *routers, *experts])
+        names = [*linear, *routers, *experts]
+        check_targets(ends, names, offered=names, kinds="linear modules, expert weights or routers")
     modules, parameters = set[str](), set[str]()
     for end in ends:
         for name in _named(list(linear), end):
@@ -99,11 +101,22 @@ def _end(name: str, parts: int) -> str:
     return ".".join(name.split(".")[-parts:])
 
 
-def _check_names(ends: list[str], names: list[str]) -> None:
-    unknown = [end for end in ends if not _named(names, end)]
+def check_targets(targets: Sequence[str], names: list[str], *, offered: Iterable[str], kinds: str) -> None:
+    """Refuse targets of which one names nothing. PEFT refuses only if none of them does.
+
+    Args:
+        targets: ends of names.
+        names: that a target may end.
+        offered: names whose last parts the error offers.
+        kinds: what these are.
+
+    Raises:
+        ConfigurationError: a target names nothing.
+    """
+    unknown = [target for target in targets if not _named(names, target)]
     if unknown:
         raise ConfigurationError(
-            needed="targets that name linear modules, expert weights or routers of the model",
+            needed=f"targets that name {kinds} of the model",
             given=", ".join(map(repr, unknown)),
-            remedy=f"Choose from {', '.join(sorted({_end(name, 1) for name in names}))}, or use 'all-linear'.",
+            remedy=f"Choose from {', '.join(sorted({_end(name, 1) for name in offered}))}, or use 'all-linear'.",
         )

@@ -62,7 +62,7 @@ class Callback:
         """
 
 
-def check_callbacks(each: Sequence[Callback]) -> None:
+def check_callbacks(callbacks: Sequence[Callback]) -> None:
     """Refuse anything but a sequence of callbacks.
 
     Raises:
@@ -73,10 +73,10 @@ def check_callbacks(each: Sequence[Callback]) -> None:
         Traceback (most recent call last):
         logitless.errors.ConfigurationError: needed callbacks as a list of instances of logitless.Callback; given ...
     """
-    if not isinstance(each, Sequence) or not all(isinstance(callback, Callback) for callback in each):
+    if not isinstance(callbacks, Sequence) or not all(isinstance(each, Callback) for each in callbacks):
         raise ConfigurationError(
             needed="callbacks as a list of instances of logitless.Callback",
-            given=repr(each),
+            given=repr(callbacks),
             remedy="Derive a class from logitless.Callback, and pass callbacks=[Yours()].",
         )
 

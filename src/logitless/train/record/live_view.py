@@ -192,9 +192,9 @@ class LiveView:
         self.console.print(Text(text), soft_wrap=True)
 
     def _line(self) -> str:
-        parts = [f"block {self._block}/{self.total_blocks}", f"step {self._record['step']:.0f}"]
-        if self._record["step"] == 0 and "reward/mean" not in self._record:
-            parts = ["before training"]
+        before = self._record["step"] == 0 and "reward/mean" not in self._record
+        now = [f"block {self._block}/{self.total_blocks}", f"step {self._record['step']:.0f}"]
+        parts = ["before training"] if before else now
         for name, label in self._shown:
             value = self._record.get(name)
             if value is not None:
