@@ -6,7 +6,7 @@
     python benchmarks/evidence_smollm2.py run --variants "staleness 4" "staleness 4 centred" --trainers logitless
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
-Both trainers begin with the same weights (of the GGUF file, dequantized once) and get the recipe's prompts in the same
+Both trainers begin with the same weights (of the GGUF file, dequantized once, after the recipe's warm start) and get the recipe's prompts in the same
 order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by the
 recipe's engine: during the run here, from saved weights afterwards for TRL (``engine`` of its rows; those without it
 were evaluated in transformers' layers). Its time is not counted. Each run is a process of its own, ``--at-once`` of
@@ -88,8 +88,12 @@ class Run(NamedTuple):
         return tuple(row[field] for field in self._fields) == self
 
 
-def recipe_of(run: Run, folder: Path, changes: Sequence[str]) -> Recipe:
-    """The recipe of a run, whose model is the folder of ``base``."""
+def recipe_of(run: Run, folder: Path, changes: Sequence[str], *, is_warm: bool = True) -> Recipe:
+    """The recipe of a run, whose model is the folder of ``base``; or of ``warm``, where it has a warm start.
+
+    Args:
+        is_warm: whether a warm start has been done.
+    """
     settings = [
         f"seed={run.seed}",
         f"name={run.name}",
@@ -104,6 +108,9 @@ def recipe_of(run: Run, folder: Path, changes: Sequence[str]) -> Recipe:
         *changes,
     ]
     found = load_recipe(ROOT / "recipes" / f"smollm2-{run.task}.yaml", settings)
+    if is_warm and found.warm_start is not None:
+        model = found.model.model_copy(update={"source": str(folder / f"base-{run.task}")})
+        found = found.model_copy(update={"model": model, "warm_start": None})
     if run.variant == "lora":
         rate = found.train.optimizer.learning_rate * LORA_RATE
         optimizer = found.train.optimizer.model_copy(update={"learning_rate": rate})
@@ -119,6 +126,15 @@ def base(folder: Path, source: str) -> None:
     tokenizer.save_pretrained(str(part))
     (part / "digest").write_text(digest(dict(model.named_parameters())))
     part.rename(folder / "base")
+
+
+def warm(folder: Path, task: str, changes: Sequence[str]) -> None:
+    """Leave the weights after the warm start of a task's recipe, if it has one, as a folder that both trainers read."""
+    recipe = recipe_of(Run(task, "logitless", PLAIN, 0), folder, [*changes, "train.blocks=1"], is_warm=False)
+    path = folder / f"base-{task}"
+    if recipe.warm_start is not None and not path.exists():
+        shutil.rmtree(Path(recipe.output) / recipe.name, ignore_errors=True)
+        run_recipe(recipe).folder.warm_start.rename(path)
 
 
 def logitless_run(recipe: Recipe) -> dict[str, Any]:
@@ -206,11 +222,11 @@ def trl_run(inputs: Inputs, folder: Path) -> dict[str, Any]:
         scale_rewards="none" if preset == "dr_grpo" else "group",
     )
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32),
+        model=AutoModelForCausalLM.from_pretrained(recipe.model.source, dtype=torch.float32),
         reward_funcs=total,
         args=arguments,
         train_dataset=Dataset.from_list(rows),
-        processing_class=AutoTokenizer.from_pretrained(folder / "base", padding_side="left"),
+        processing_class=AutoTokenizer.from_pretrained(recipe.model.source, padding_side="left"),
         peft_config=None
         if lora is None
         else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.targets, task_type="CAUSAL_LM"),
@@ -468,15 +484,18 @@ def main() -> None:
     if options.what == "draw":
         plot(options.output)
     elif options.what == "base":
-        base(folder, options.weights)
+        if not (folder / "base").exists():
+            base(folder, options.weights)
+        for task in options.tasks:
+            warm(folder, task, options.set)
     elif options.what == "work":
         work(Run(*options.run), folder, options.set, at_once=options.at_once)
     else:
         until = time.time() + 60 * options.minutes
         out = options.out or options.output / f"evidence-smollm2-{short_name(device())}.json"
-        if not (folder / "base").exists():
-            command = [sys.executable, __file__, "base", "--folder", str(folder), "--weights", options.weights]
-            subprocess.run(command, check=True)
+        shared = ("--folder", str(folder), "--weights", options.weights, "--tasks", *options.tasks)
+        changes = (word for each in options.set for word in ("--set", each))
+        subprocess.run([sys.executable, __file__, "base", *shared, *changes], check=True)
         wanted = [
             Run(task, trainer, variant, seed)
             for task in options.tasks

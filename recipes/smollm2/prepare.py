@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import json
 import random
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -75,13 +76,15 @@ def whole(rows: Iterable[tuple[str, float]]) -> list[Row]:
 
 
 def easy_gsm8k(rows: list[Row]) -> list[Row]:
-    """GSM8K's questions with at most two steps of calculation and a whole number as their answer."""
+    """GSM8K's questions with at most two steps of calculation and a whole number as their answer; and its solutions."""
     found = []
     for row in rows:
-        answer = row["answer"].rpartition("####")[2].strip().replace(",", "")
-        if row["answer"].count("<<") <= 2 and answer.isdigit():
+        steps, _, number = row["answer"].rpartition("####")
+        answer = number.strip().replace(",", "")
+        if steps.count("<<") <= 2 and answer.isdigit():
             asked = f"{row['question']}\nThink step by step in a few words, then end with: The answer is <number>."
-            found.append({"prompt": asked, "answer": answer})
+            solution = f"{re.sub('<<.*?>>', '', steps).strip()}\nThe answer is {answer}."
+            found.append({"prompt": asked, "answer": answer, "solution": solution})
     return found
 
 

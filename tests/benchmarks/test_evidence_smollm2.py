@@ -37,7 +37,7 @@ def toy(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("toy")
     evidence.base(folder, str(write_gguf(folder / "tiny.gguf", quantized=True)))
     for name, numbers in (("train", range(8)), ("held_out", range(8, 12))):
-        rows = ({"prompt": f"{n}+{n}?", "answer": str(2 * n)} for n in numbers)
+        rows = ({"prompt": f"{n}+{n}?", "answer": str(2 * n), "solution": f"It is {2 * n}."} for n in numbers)
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
     return folder
 
@@ -73,6 +73,20 @@ def test_saved_weights_of_trl_are_evaluated_in_the_recipes_own_model_by_its_own_
     assert adapter
     for name, value in adapter.items():
         assert torch.equal(opened[0][2][name], value)
+
+
+def test_both_trainers_begin_where_a_recipes_warm_start_ends(toy) -> None:
+    warm = [*changes(toy), f"warm_start.data.path={toy / 'train'}.jsonl", "warm_start.steps=2"]
+    evidence.warm(toy, "addition", changes(toy))  # has none
+    evidence.warm(toy, "gsm8k-easy", warm)
+    assert {path.name for path in toy.glob("base*")} == {"base", "base-gsm8k-easy"}
+    before, *after = (
+        evidence.load(evidence.read(evidence.recipe_of(evidence.Run(task, trainer, "full", 0), toy, changes(toy))))
+        for task, trainer in (("addition", "trl"), ("gsm8k-easy", "logitless"), ("gsm8k-easy", "trl"))
+    )
+    weights, *others = ([parameter.detach() for parameter in each.model.parameters()] for each in (before, *after))
+    assert all(torch.equal(a, b) for a, b in zip(*others, strict=True))
+    assert not all(torch.equal(a, b) for a, b in zip(weights, others[0], strict=True))
 
 
 @pytest.mark.slow
