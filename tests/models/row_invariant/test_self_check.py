@@ -108,6 +108,36 @@ def test_a_kernel_that_several_shapes_share_is_compiled_once_and_before_the_chec
     assert {tile for tile, _ in ran} == {*tiles.values(), check.REFERENCE}
 
 
+def summed(terms, *, parts):
+    """Sums over the last dimension in float32, one term after the other in each part, then the parts."""
+    found = torch.zeros(terms.shape[:-1])
+    for part in terms.chunk(parts, -1):
+        own = torch.zeros(terms.shape[:-1])
+        for k in range(part.shape[-1]):
+            own = own + part[..., k]
+        found = found + own
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(("length", "bias"), [(512, False), (513, True), (64, True), (4096, False)])
+def test_another_order_of_sums_changes_nearly_every_number_that_is_checked(dtype, length, bias):
+    shape = Shape(80, length, dtype, dtype, bias, torch.device("cpu"))
+    rows, weight, added = check.cancelling_operands(shape, 1)  # a single row: 80 numbers
+    added = torch.zeros(80) if added is None else added.float()
+    assert (rows.double() @ weight.double().t()).abs().max() == 0
+
+    def differs(rows, weight, added):
+        terms = rows.float() * weight.float()
+        one, two = ((summed(terms, parts=parts) + added).to(dtype) for parts in (1, 2))
+        return int((one != two).sum())
+
+    assert differs(rows, weight, added) > 40
+    generator = torch.Generator().manual_seed(0)
+    plain = [torch.randn(n, length, generator=generator).to(dtype) for n in (1, 80)]
+    assert differs(*plain, added) < 4  # of random operands an order is hardly seen
+
+
 def test_a_second_library_is_looked_at_where_times_are_compared_and_where_the_first_failed(monkeypatch):
     looked = []
 

@@ -329,15 +329,8 @@ def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearF
     plan = Plan(default_tiles(shape))
     if shape.device.type != "cuda" or shape.dtype == torch.float32:
         return plan, finding  # one tile, whatever the number of rows
-    generator = torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(*size, device=shape.device, dtype=shape.dtype, generator=generator)
-
-    weight = normal(shape.columns, shape.length) * shape.length**-0.5
-    bias = normal(shape.columns) if shape.bias else None
     counts = FEW_ROWS if few_only else CHECKED_ROWS
-    rows = normal(counts[-1], shape.length)
+    rows, weight, bias = cancelling_operands(shape, counts[-1])
     reference = fixed_order_product(rows, weight, REFERENCE, bias=bias, dtype=shape.out_dtype)
     plan.tiles = {
         most: tile if _tile_serves(tile, rows, weight, bias, reference, min(most, 512), finding) else REFERENCE
@@ -364,6 +357,36 @@ def check_linear(shape: Shape, *, few_only: bool = False) -> tuple[Plan, LinearF
         plan.ways[count] = best if times[best] < _WORTH * times[usual] else usual
     finding.ways = {count: way_name(plan.ways.get(count) or plan.tile(count)) for count in counts}
     return plan, finding
+
+
+def cancelling_operands(shape: Shape, num_rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Rows, weight and bias whose products are 0 but for rounding, so that these show the order of the sums.
+
+    Of random operands another order changes one 16-bit number in some ten thousand, and the product of one row with a
+    small weight has a few hundred. Of these it changes nearly every number: what is left of the sums is their rounding,
+    and a bias of that size does not hide it.
+
+    Example:
+        >>> shape = Shape(3, 8, torch.bfloat16, torch.bfloat16, False, torch.device("cpu"))
+        >>> rows, weight, _ = cancelling_operands(shape, 2)
+        >>> (rows.double() @ weight.double().T).abs().max().item()
+        0.0
+    """
+    half, generator = shape.length // 2, torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
+    options: dict[str, Any] = {"device": shape.device, "generator": generator}
+    order = torch.randperm(half, **options)
+    uneven = torch.exp2(torch.randint(-3, 4, (half,), **options)).to(shape.dtype)
+
+    def in_halves(count: int, factors: Tensor | float, sign: int) -> Tensor:
+        made = torch.zeros(count, shape.length, dtype=shape.dtype, device=shape.device)
+        # times 64, so that the rounding of a sum is a normal number of float16 too
+        made[:, :half] = torch.randn(count, half, dtype=shape.dtype, **options) * (64 * factors)
+        made[:, half : 2 * half] = sign * made[:, order]
+        return made
+
+    rows, weight = in_halves(num_rows, uneven, -1), in_halves(shape.columns, 1.0, 1)
+    bias = torch.randn(shape.columns, dtype=shape.dtype, **options) / 64 if shape.bias else None
+    return rows, weight, bias
 
 
 def check_gated(shape: Shape) -> tuple[Plan, LinearFinding]:

@@ -1,0 +1,32 @@
+"""The self-check on a GPU: what it plans has the bits of the fixed-order kernel, also for what it did not look at."""
+
+import pytest
+import torch
+
+from logitless.models.kernels.linear import REFERENCE, fixed_order_product
+from logitless.models.row_invariant import self_check as check
+from logitless.models.row_invariant.linear import Shape, product, set_plan
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize(
+    ("columns", "length", "bias"),
+    [(80, 512, False), (164, 512, False), (512, 64, False), (512, 512, True), (1280, 512, False), (896, 4864, False)],
+)
+def test_few_rows_have_the_bits_of_the_fixed_order_by_the_kernel_that_is_planned(columns, length, bias, rows):
+    """A million numbers: with another order of sums some hundred would differ."""
+    device = torch.device("cuda")
+    shape = Shape(columns, length, torch.bfloat16, torch.bfloat16, bias, device)
+    plan, finding = check.check_linear(shape)
+    set_plan(shape, plan)
+    generator = torch.Generator(device).manual_seed(0)
+    weight, added = (
+        torch.randn(*size, device=device, dtype=torch.bfloat16, generator=generator)
+        for size in ((columns, length), (columns,))
+    )
+    added = added if bias else None
+    for _ in range(1_000_000 // (rows * columns)):
+        x = torch.randn(rows, length, device=device, dtype=torch.bfloat16, generator=generator)
+        assert torch.equal(product(x, weight, added), fixed_order_product(x, weight, REFERENCE, bias=added)), finding
