@@ -6,12 +6,12 @@
     python benchmarks/evidence_smollm2.py run --variants "staleness 4" "staleness 4 centred" --trainers logitless
     python benchmarks/evidence_smollm2.py --table                           # the tables of docs/evidence.md
 
-Both trainers begin with the same weights (of the GGUF file, dequantized once, after the recipe's warm start) and get the recipe's prompts in the same
-order, its rewards, completions a prompt, learning rate and number of steps. Held-out accuracy is greedy, by the
-recipe's engine: during the run here, from saved weights afterwards for TRL (``engine`` of its rows; those without it
-were evaluated in transformers' layers). Its time is not counted. Each run is a process of its own, ``--at-once`` of
-them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and only their seconds are reported. Rows
-are written as soon as a run ends; rows that the file has are not measured again.
+Both trainers begin with the same weights (of the GGUF file, dequantized once, after the recipe's warm start) and get
+the recipe's prompts in the same order, its rewards, completions a prompt, learning rate and number of steps. Held-out
+accuracy is greedy, by the recipe's engine: during the run here, from saved weights afterwards for TRL (``engine`` of
+its rows; those without it were evaluated in transformers' layers). Its time is not counted. Each run is a process of
+its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and only their
+seconds are reported. Rows are written as soon as a run ends; rows that the file has are not measured again.
 """
 
 import gc
