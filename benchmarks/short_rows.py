@@ -1,6 +1,7 @@
 """Forward and backward of one packed row, its layers launched kernel by kernel and as a CUDA graph.
 
     python benchmarks/short_rows.py
+    python benchmarks/short_rows.py --lora 16 --output FILE    # of an adapter of this rank
 
 The shapes of SmolLM2-135M and Qwen2.5-0.5B with random bfloat16 weights, gradients summed in float32; short
 completions of prompts that begin alike. ``graph`` says whether the row went through one: the longest does not.
@@ -13,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from first_contact import MODELS
 from logitless.bench.machine import environment, release
 from logitless.data.packing import pack
+from logitless.models.lm_head import backbone
 from logitless.models.loading import load_model
+from logitless.models.lora import LoraOptions, add_lora
 from logitless.models.row_invariant.layers import install_row_invariant
 from logitless.train.learn.policy import Policy
 from logitless.types import Completion, PackedBatch, Prompt
@@ -38,14 +42,17 @@ def batch_of(prompts: int, completions: int) -> PackedBatch:
     return pack(pairs)
 
 
-def policy_of(name: str, *, graphs: bool) -> Policy:
-    """A model of a published shape with row-invariant layers."""
-    model = load_model(
+def policy_of(name: str, *, rank: int, graphs: bool) -> Policy:
+    """A model of a published shape with row-invariant layers, and an adapter of a rank other than 0."""
+    model: nn.Module = load_model(
         MODELS[name], random_weights=True, seed=0, dtype=torch.bfloat16, device="cuda", attention="packed"
     )
+    if rank:
+        model = add_lora(model, LoraOptions(rank=rank))
     install_row_invariant(model)
     for parameter in model.parameters():
-        parameter.grad_dtype = torch.float32
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            parameter.grad_dtype = torch.float32
     policy = Policy(model)
     if graphs:
         policy.graph_short_rows()
@@ -69,14 +76,15 @@ def main() -> None:
     """Measure every model at every size, both ways, and write the file after each."""
     parser = command_line(__doc__)
     parser.add_argument("--models", default="smollm2-135m,qwen2.5-0.5b", help="by commas")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK", help="train an adapter; 0: every weight")
     parser.add_argument("--output", type=Path, default=RESULTS / "short-rows-H200.json")
     options = parser.parse_args()
     needs_gpu()
     results = Rows(options.output, environment("cuda", ("triton", "transformers")), ("model", "tokens", "graphs"))
     for name in options.models.split(","):
         for graphs in (False, True):
-            policy = policy_of(name, graphs=graphs)
-            installed: Any = policy.model.get_submodule("model")
+            policy = policy_of(name, rank=options.lora, graphs=graphs)
+            installed: Any = backbone(policy.model)
             for size in SIZES:
                 batch = batch_of(*size)
                 before = len(installed.row_invariant.graphs) if graphs else 0
