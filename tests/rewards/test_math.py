@@ -78,3 +78,17 @@ def test_a_gold_answer_without_mathematics_is_named_at_load_and_missing_afterwar
     assert reward.verdicts(["p"], ["3"], {"answer": ["The city of Paris."]})[0].status == "missing"
     with pytest.raises(ConfigurationError, match="'answer'"):
         reward.check({"gold": ["3"]})
+
+
+def test_completions_that_are_alike_are_graded_once_and_each_gets_the_verdict(monkeypatch):
+    graded = []
+    run = Math.run_confined
+
+    def noted(reward, task, items, texts):
+        graded.extend(items)
+        return run(reward, task, items, texts)
+
+    monkeypatch.setattr(Math, "run_confined", noted)
+    texts, gold = ["It is 4.", "2 + 2 = 4", "It is 4.", "It is 4."], ["4", "4", "4", "5"]
+    assert Math()(["2 + 2?"] * 4, texts, answer=gold) == [1.0, 1.0, 1.0, 0.0]
+    assert graded == [("4", "It is 4."), ("4", "2 + 2 = 4"), ("5", "It is 4.")]

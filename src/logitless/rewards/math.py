@@ -58,5 +58,7 @@ class Math(ConfinedReward):
         require("math_verify", "math-verify")
         answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), answers, strict=True))
-        parsed = [f"{gold} {text}" for gold, text in items]
-        return [self.verdict(outcome) for outcome in self.run_confined("grade_math", items, parsed)]
+        once = list(dict.fromkeys(items))  # completions of a prompt are often alike, and each costs a process
+        outcomes = self.run_confined("grade_math", once, [f"{gold} {text}" for gold, text in once])
+        verdicts = dict(zip(once, map(self.verdict, outcomes), strict=True))
+        return [verdicts[item] for item in items]
