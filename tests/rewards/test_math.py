@@ -2,11 +2,18 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from math_verify import parser
 
 from logitless.errors import ConfigurationError, DataError
 from logitless.objective import presets
 from logitless.objective.advantage import AdvantageInputs
 from logitless.rewards.math import Math
+from logitless.rewards.workers import tasks
+from logitless.rewards.workers.size import runs_nothing
+from logitless.rewards.workers.tasks import grade_math, grade_math_of_numbers
+from tests.rewards.takeovers import OF_A_FUNCTION
 
 
 @pytest.mark.parametrize(
@@ -84,11 +91,78 @@ def test_completions_that_are_alike_are_graded_once_and_each_gets_the_verdict(mo
     graded = []
     run = Math.run_confined
 
-    def noted(reward, task, items, texts):
+    def noted(reward, task, items, texts, **options):
         graded.extend(items)
-        return run(reward, task, items, texts)
+        return run(reward, task, items, texts, **options)
 
     monkeypatch.setattr(Math, "run_confined", noted)
     texts, gold = ["It is 4.", "2 + 2 = 4", "It is 4.", "It is 4."], ["4", "4", "4", "5"]
     assert Math()(["2 + 2?"] * 4, texts, answer=gold) == [1.0, 1.0, 1.0, 0.0]
     assert graded == [("4", "It is 4."), ("4", "2 + 2 = 4"), ("5", "It is 4.")]
+
+
+PIECES = [
+    "8",
+    "-8",
+    "0.5",
+    "1,000",
+    "72%",
+    "7 8",
+    " ",
+    "+",
+    "=",
+    "x",
+    "$",
+    "\\boxed{",
+    "}",
+    "\\frac{1}{2}",
+    "^",
+    "(",
+    ")",
+    "\n",
+]
+PIECES += ["The answer is ", "So ", "final answer is: ", "####", "**", "\\text{ apples}", "."]
+
+
+@given(st.sampled_from(["8", "-8", "0.5", "1000", "$\\frac{1}{2}$"]), st.lists(st.sampled_from(PIECES), max_size=8))
+def test_numbers_get_their_verdict_without_a_parser_of_more_than_words_and_numbers(gold, pieces):
+    text, parsed, named = "".join(pieces), [], ("parse_expr", "latex2sympy")
+
+    def noted(parse):
+        return lambda each, *options, **more: (parsed.append(each), parse(each, *options, **more))[1]
+
+    clear_parsed()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in named:
+            patch.setattr(parser, name, noted(getattr(parser, name)))
+        quick = grade_math_of_numbers(gold, text)
+    assert all(runs_nothing(each.removeprefix("-")) for each in parsed)
+    clear_parsed()
+    assert quick in (None, grade_math(gold, text))
+
+
+def clear_parsed():
+    """Forget what was parsed for other texts."""
+    for cached in (parser.parse_expr_cached, parser.parse_latex_cached, parser.extract_latex, tasks._parsed_gold):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("takeover", OF_A_FUNCTION)
+@pytest.mark.parametrize("written", ["{}", "${}$", "\\boxed{{{}}}", "The final answer is: {}"])
+def test_what_could_take_a_process_over_is_left_to_one_of_its_own_or_is_no_number(takeover, written):
+    assert grade_math_of_numbers("3", written.format(takeover)) in (None, {"score": 0.0})
+    assert grade_math_of_numbers("3", "3") == {"score": 1.0}
+
+
+def test_answers_that_are_numbers_share_a_process(monkeypatch):
+    ran = []
+    run = Math.run
+
+    def noted(reward, task, items, *options, **more):
+        ran.extend((task, way) for way in more.get("ways", ["kept"] * len(items)))
+        return run(reward, task, items, *options, **more)
+
+    monkeypatch.setattr(Math, "run", noted)
+    texts = ["So 2 + 2 = 4. The answer is 4.", "\\boxed{4}", "It costs $4", "$\\frac{8}{2}$"]
+    assert Math()(["2 + 2?"] * 4, texts, answer=["4"] * 4) == [1.0] * 4
+    assert ran == [("grade_math_of_numbers", "kept")] * 4 + [("grade_math", "confined")]

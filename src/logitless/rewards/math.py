@@ -1,7 +1,8 @@
 """Mathematical equality, decided by math-verify.
 
 math-verify may run for ever (towers of powers), and its parser evaluates parts of the text as Python. Therefore each
-text gets a process of its own in a sandbox, and texts whose size alone would stall it are refused.
+text of which it parses more than words and numbers gets a process of its own in a sandbox, and texts whose size alone
+would stall it are refused.
 """
 
 from collections.abc import Sequence
@@ -59,6 +60,7 @@ class Math(ConfinedReward):
         answers = texts if self.answer_tag is None else [tagged(text, self.answer_tag) or "" for text in texts]
         items = list(zip(column(batch.columns, self.column), answers, strict=True))
         once = list(dict.fromkeys(items))  # completions of a prompt are often alike, and each costs a process
-        outcomes = self.run_confined("grade_math", once, [f"{gold} {text}" for gold, text in once])
+        texts = [f"{gold} {text}" for gold, text in once]
+        outcomes = self.run_confined("grade_math", once, texts, harmless="grade_math_of_numbers")
         verdicts = dict(zip(once, map(self.verdict, outcomes), strict=True))
         return [verdicts[item] for item in items]

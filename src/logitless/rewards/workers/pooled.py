@@ -111,13 +111,28 @@ class ConfinedReward(PooledReward):
 
     sandbox: SandboxOption = "required"
 
-    def run_confined(self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str]) -> list[Outcome]:
-        """The outcome of each item; ``texts`` is all that the library parses of it, of the model and of the data."""
+    def run_confined(
+        self, task: str, items: Sequence[tuple[Any, ...]], texts: Sequence[str], *, harmless: str | None = None
+    ) -> list[Outcome]:
+        """The outcome of each item.
+
+        Args:
+            task: of ``tasks``.
+            items: its arguments.
+            texts: all that the library parses of each item, of the model and of the data.
+            harmless: a task that evaluates nothing of the texts, tried first in a shared process; None for an item is
+                left to ``task``.
+        """
         require_sandbox("grader", self.sandbox)
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
         shared_pool(self.purpose).load(*self.needs)
         shared_pool(self.purpose).load(self.warm, call=True)
-        return self.run(task, items, ways=["kept" if runs_nothing(text) else apart for text in texts])
+        tried = [None] * len(items) if harmless is None else self.run(harmless, items)
+        found = {n: each for n, each in enumerate(tried) if each is not None and each != Outcome("done")}
+        rest = [n for n in range(len(items)) if n not in found]
+        ways: list[Way] = ["kept" if runs_nothing(texts[n]) else apart for n in rest]
+        found |= zip(rest, self.run(task, [items[n] for n in rest], ways=ways), strict=True)
+        return [found[n] for n in range(len(items))]
 
     def verdict(self, outcome: Outcome) -> Verdict:
         """The verdict for an outcome."""

@@ -12,11 +12,11 @@ import json
 import logging
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from logitless.rewards.workers.plain_eval import guard_verifiers
-from logitless.rewards.workers.size import too_large
+from logitless.rewards.workers.size import runs_nothing, too_large
 from logitless.rewards.workers.worker import resolve
 
 Answer: TypeAlias = dict[str, Any]
@@ -155,6 +155,35 @@ def grade_math(gold: str, text: str) -> Answer:
         return {"score": 0.0}
     except Exception as error:
         return {"ungradable": f"it makes math-verify raise {type(error).__name__}"}
+
+
+def grade_math_of_numbers(gold: str, text: str) -> Answer | None:
+    """``grade_math``; None where it would parse anything but words and numbers as Python or LaTeX."""
+    from math_verify import parser
+
+    names = "parse_expr", "latex2sympy"
+    if not all(hasattr(parser, name) for name in names):  # another version: it may parse by other functions
+        return None
+    parsers = {name: getattr(parser, name) for name in names}
+    try:
+        for name, parse in parsers.items():
+            setattr(parser, name, functools.partial(_of_numbers, parse))
+        return grade_math(gold, text)
+    except _ParserNeededError:
+        return None
+    finally:
+        for name, parse in parsers.items():
+            setattr(parser, name, parse)
+
+
+class _ParserNeededError(BaseException):
+    """Not an ``Exception``: math-verify would catch that and go on."""
+
+
+def _of_numbers(parse: Callable[..., Any], text: str, *options: Any, **more: Any) -> Any:
+    if not runs_nothing(text.removeprefix("-")):
+        raise _ParserNeededError
+    return parse(text, *options, **more)
 
 
 @functools.lru_cache(maxsize=4096)
