@@ -47,8 +47,10 @@ def test_every_token_has_the_trainers_bits_while_weights_change_between_blocks(l
             assert scores.entropy.tolist() == [x for group in part for c in group for x in c.entropy_sampler]
             tokens += len(scores.logp)
         assert tokens > 5000
-        alone = engine.sample(prompts[5:6], 3, options, seed=block)
-        assert alone[0] == groups[5][:3]
+        alone = engine.sample(prompts[5:6], 3, options, seed=block)  # the last of them as a single row, for a while
+        for one, among_others in zip(alone[0], groups[5], strict=False):
+            assert one.token_ids.tolist() == among_others.token_ids.tolist(), block
+            assert one == among_others, block
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.requires_grad or not lora:
