@@ -119,7 +119,9 @@ def recipe_of(run: Run, folder: Path, changes: Sequence[str], *, is_warm: bool =
 
 
 def base(folder: Path, source: str) -> None:
-    """Leave the dequantized weights of a GGUF file and its tokenizer as a folder that both trainers read."""
+    """Leave the dequantized weights of a GGUF file and its tokenizer, once, as a folder that both trainers read."""
+    if (folder / "base").exists():
+        return
     model, tokenizer = load_model(source), load_tokenizer(source)
     part = folder / "base.part"
     model.save_pretrained(str(part))
@@ -129,7 +131,7 @@ def base(folder: Path, source: str) -> None:
 
 
 def warm(folder: Path, task: str, changes: Sequence[str]) -> None:
-    """Leave the weights after the warm start of a task's recipe, if it has one, as a folder that both trainers read."""
+    """Leave the weights after the warm start of a task's recipe, if it has one, once, as another such folder."""
     recipe = recipe_of(Run(task, "logitless", PLAIN, 0), folder, [*changes, "train.blocks=1"], is_warm=False)
     path = folder / f"base-{task}"
     if recipe.warm_start is not None and not path.exists():
@@ -291,9 +293,14 @@ def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> Non
     print(f"{row['held_out_before']:.3f} -> {row['held_out_after']:.3f}, blocks {row['seconds']:.0f} s", flush=True)
 
 
+def as_options(changes: Sequence[str]) -> list[str]:
+    """Changes of the recipe as another process of this program is given them."""
+    return [word for change in changes for word in ("--set", change)]
+
+
 def make(runs: Sequence[Run], folder: Path, out: Path, changes: Sequence[str], *, at_once: int, until: float) -> bool:
     """Make runs, each in a process, so many side by side on each GPU; whether all of them ended well."""
-    shared = ("--folder", str(folder), "--at-once", str(at_once), *(w for each in changes for w in ("--set", each)))
+    shared = ("--folder", str(folder), "--at-once", str(at_once), *as_options(changes))
     commands = {run.name: [sys.executable, __file__, "work", "--run", json.dumps(run), *shared] for run in runs}
     return in_processes(commands, folder, at_once=at_once, until=until, ended=lambda: gather(folder, out))
 
@@ -478,8 +485,7 @@ def main() -> None:
     if options.what == "draw":
         plot(options.output)
     elif options.what == "base":
-        if not (folder / "base").exists():
-            base(folder, options.weights)
+        base(folder, options.weights)
         for task in options.tasks:
             warm(folder, task, options.set)
     elif options.what == "work":
@@ -487,9 +493,8 @@ def main() -> None:
     else:
         until = time.time() + 60 * options.minutes
         out = options.out or options.output / f"evidence-smollm2-{short_name(device())}.json"
-        shared = ("--folder", str(folder), "--weights", options.weights, "--tasks", *options.tasks)
-        changes = (word for each in options.set for word in ("--set", each))
-        subprocess.run([sys.executable, __file__, "base", *shared, *changes], check=True)
+        given = ("--folder", str(folder), "--weights", options.weights, "--tasks", *options.tasks)
+        subprocess.run([sys.executable, __file__, "base", *given, *as_options(options.set)], check=True)
         wanted = [
             Run(task, trainer, variant, seed)
             for task in options.tasks

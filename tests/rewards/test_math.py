@@ -102,26 +102,9 @@ def test_completions_that_are_alike_are_graded_once_and_each_gets_the_verdict(mo
 
 
 PIECES = [
-    "8",
-    "-8",
-    "0.5",
-    "1,000",
-    "72%",
-    "7 8",
-    " ",
-    "+",
-    "=",
-    "x",
-    "$",
-    "\\boxed{",
-    "}",
-    "\\frac{1}{2}",
-    "^",
-    "(",
-    ")",
-    "\n",
-]
-PIECES += ["The answer is ", "So ", "final answer is: ", "####", "**", "\\text{ apples}", "."]
+    "8", "-8", "0.5", "1,000", "72%", "7 8", " ", "+", "=", "x", "$", "\\boxed{", "}", "\\frac{1}{2}", "^", "(", ")",
+    "\n", "The answer is ", "So ", "final answer is: ", "####", "**", "\\text{ apples}", ".",
+]  # fmt: skip
 
 
 @given(st.sampled_from(["8", "-8", "0.5", "1000", "$\\frac{1}{2}$"]), st.lists(st.sampled_from(PIECES), max_size=8))

@@ -1,4 +1,4 @@
-"""The self-check on a GPU: what it plans has the bits of the fixed-order kernel, also for what it did not look at."""
+"""The self-check on a GPU: kernels it selects are bitwise identical to the fixed-order kernel, on other inputs too."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
     ("columns", "length", "bias"),
     [(80, 512, False), (164, 512, False), (512, 64, False), (512, 512, True), (1280, 512, False), (896, 4864, False)],
 )
-def test_few_rows_have_the_bits_of_the_fixed_order_by_the_kernel_that_is_planned(columns, length, bias, rows):
+def test_the_kernel_selected_for_few_rows_is_bitwise_identical_to_the_fixed_order_kernel(columns, length, bias, rows):
     """A million numbers: with another order of sums some hundred would differ."""
     device = torch.device("cuda")
     shape = Shape(columns, length, torch.bfloat16, torch.bfloat16, bias, device)

@@ -120,19 +120,20 @@ class ConfinedReward(PooledReward):
             task: of ``tasks``.
             items: its arguments.
             texts: all that the library parses of each item, of the model and of the data.
-            harmless: a task that evaluates nothing of the texts, tried first in a shared process; None for an item is
-                left to ``task``.
+            harmless: a task that evaluates nothing of the texts, tried first in a shared process. An item for which it
+                returns None is left to ``task``.
         """
         require_sandbox("grader", self.sandbox)
         apart: Way = "confined" if self.sandbox == "required" else "fresh"
         shared_pool(self.purpose).load(*self.needs)
         shared_pool(self.purpose).load(self.warm, call=True)
-        tried = [None] * len(items) if harmless is None else self.run(harmless, items)
-        found = {n: each for n, each in enumerate(tried) if each is not None and each != Outcome("done")}
-        rest = [n for n in range(len(items)) if n not in found]
+        without_value = Outcome("done")
+        found = [without_value] * len(items) if harmless is None else self.run(harmless, items)
+        rest = [n for n, outcome in enumerate(found) if outcome == without_value]
         ways: list[Way] = ["kept" if runs_nothing(texts[n]) else apart for n in rest]
-        found |= zip(rest, self.run(task, [items[n] for n in rest], ways=ways), strict=True)
-        return [found[n] for n in range(len(items))]
+        for n, outcome in zip(rest, self.run(task, [items[n] for n in rest], ways=ways), strict=True):
+            found[n] = outcome
+        return found
 
     def verdict(self, outcome: Outcome) -> Verdict:
         """The verdict for an outcome."""

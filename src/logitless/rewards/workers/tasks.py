@@ -161,19 +161,16 @@ def grade_math_of_numbers(gold: str, text: str) -> Answer | None:
     """``grade_math``; None where it would parse anything but words and numbers as Python or LaTeX."""
     from math_verify import parser
 
-    names = "parse_expr", "latex2sympy"
-    if not all(hasattr(parser, name) for name in names):  # another version: it may parse by other functions
+    parsers: dict[str, Any] = {name: vars(parser).get(name) for name in ("parse_expr", "latex2sympy")}
+    if None in parsers.values():  # another version: it may parse by other functions
         return None
-    parsers = {name: getattr(parser, name) for name in names}
     try:
-        for name, parse in parsers.items():
-            setattr(parser, name, functools.partial(_of_numbers, parse))
+        vars(parser).update({name: functools.partial(_of_numbers, parse) for name, parse in parsers.items()})
         return grade_math(gold, text)
     except _ParserNeededError:
         return None
     finally:
-        for name, parse in parsers.items():
-            setattr(parser, name, parse)
+        vars(parser).update(parsers)
 
 
 class _ParserNeededError(BaseException):
