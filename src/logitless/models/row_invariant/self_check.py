@@ -375,7 +375,8 @@ def cancelling_operands(shape: Shape, num_rows: int) -> tuple[Tensor, Tensor, Te
     half, generator = shape.length // 2, torch.Generator(shape.device).manual_seed(shape.columns + shape.length)
     options: dict[str, Any] = {"device": shape.device, "generator": generator}
     order = torch.randperm(half, **options)
-    uneven = torch.exp2(torch.randint(-3, 4, (half,), **options)).to(shape.dtype)
+    powers = torch.tensor([2.0**n for n in range(-3, 4)], dtype=shape.dtype, device=shape.device)
+    uneven = powers[torch.randint(len(powers), (half,), **options)]
 
     def in_halves(count: int, factors: Tensor | float, sign: int) -> Tensor:
         made = torch.zeros(count, shape.length, dtype=shape.dtype, device=shape.device)
