@@ -3,7 +3,8 @@ launches.
 
 A layer of a small model is twenty kernels of ten microseconds each, and the host takes longer to launch them; a graph
 launches all at once. Its addresses and counts are fixed, so a packed row is padded to one of a few sizes, and the
-tables of its attention to a power of two of lines, with lines that refer to no token.
+tables of its attention to one of very few, with lines that refer to no token. A new size is a new graph, whose capture
+takes longer than ten steps, while a kernel passes over an empty line in nanoseconds.
 
 The forward pass is bitwise the same with and without padding. A weight's gradient is a product over the padded row, and
 may be summed in another order. Whether a row uses a graph depends on the row, the model and the GPU's memory only,
@@ -42,28 +43,35 @@ MEMORY_FRACTION = 16
 MOST_GRAPHS = 16
 
 _LEAST_ROWS = 256
-_LEAST_LINES = 64
+_LEAST_LINES = 256
+_LEAST_PARTS = 64
+_LEAST_BRANCH_ROWS = 16384
 
 
 def rounded_rows(num_rows: int) -> int:
-    """The number of tokens that a packed row is padded to: four sizes from each power of two to the next.
+    """The number of tokens that a packed row is padded to: two sizes from each power of two to the next.
 
     Example:
         >>> [rounded_rows(n) for n in (1, 256, 1025, 6300)]
-        [256, 256, 1280, 7168]
+        [256, 256, 1536, 8192]
     """
-    unit = max(_LEAST_ROWS, power_of_two(num_rows) // 8)
+    unit = max(_LEAST_ROWS, power_of_two(num_rows) // 4)
     return divided_up(num_rows, unit) * unit
 
 
-def rounded_lines(num_lines: int) -> int:
-    """The number of lines that a table is padded to.
+def rounded_lines(num_lines: int, least: int = _LEAST_LINES) -> int:
+    """The number of lines that a table is padded to: ``least`` times a power of four.
 
     Example:
-        >>> [rounded_lines(n) for n in (0, 1, 65)]
-        [0, 64, 128]
+        >>> [rounded_lines(n) for n in (0, 256, 257, 1025)]
+        [256, 256, 1024, 4096]
     """
-    return 0 if num_lines == 0 else max(_LEAST_LINES, power_of_two(num_lines))
+    return least if num_lines <= least else rounded_lines(num_lines, 4 * least)
+
+
+def rounded_parts(num_parts: int) -> int:
+    """The number of parts of keys' gradients that there is room for; each takes memory."""
+    return max(_LEAST_PARTS, power_of_two(num_parts))
 
 
 @dataclass(frozen=True)
@@ -99,24 +107,32 @@ class HostTables:
     @cached_property
     def padded(self) -> list[Tensor]:
         """Every array, padded: tables, branch rows if there are any, positions."""
+        most = max(len(table[0] if isinstance(table, tuple) else table) for table in self.tables.values())
         found = list[Tensor]()
-        for name, table in self.tables.items():
-            for part in table[:2] if isinstance(table, tuple) else (table,):
-                lines = torch.zeros(rounded_lines(len(part)), 8, dtype=torch.int32)
-                lines[: len(part)] = part
-                if name[0] == "key":
-                    lines[len(part) :, 4] = -1  # padding lines belong to no part
-                found.append(lines)
+        for table in self.tables.values():
+            if isinstance(table, tuple):
+                tiles, divided, _ = table
+                found.append(_padded(tiles, rounded_lines(most)))
+                found[-1][len(tiles) :, 4] = -1  # padding lines belong to no part
+                found.append(_padded(divided, rounded_lines(len(divided), _LEAST_PARTS)))
+            else:
+                found.append(_padded(table, rounded_lines(most)))
         if self.branch_rows is not None:
-            room = rounded_lines(len(self.branch_rows)) - len(self.branch_rows)
-            found.append(torch.cat([self.branch_rows, self.branch_rows.new_zeros(room)]))
+            found.append(_padded(self.branch_rows, rounded_lines(len(self.branch_rows), _LEAST_BRANCH_ROWS)))
         return [*found, self.positions]
 
     @property
     def size(self) -> tuple[Any, ...]:
         """Equal for packed rows that fit the same ``PaddedLayout``."""
-        parts = [rounded_lines(table[2]) for table in self.tables.values() if isinstance(table, tuple)]
+        parts = [rounded_parts(table[2]) for table in self.tables.values() if isinstance(table, tuple)]
         return (*self.tables, self.branch_rows is None, *map(len, self.padded), *parts)
+
+
+def _padded(lines: Tensor, count: int) -> Tensor:
+    """So many lines, those behind the given ones 0."""
+    found = lines.new_zeros(count, *lines.shape[1:])
+    found[: len(lines)] = lines
+    return found
 
 
 class PaddedLayout:
@@ -144,7 +160,7 @@ class PaddedLayout:
         self.branch_rows: Tensor | None = None if tables.branch_rows is None else arrays.pop()
         lines = iter([array.view(-1, 8) for array in arrays])
         self._tables: dict[Any, Any] = {
-            name: (next(lines), next(lines), rounded_lines(table[2])) if isinstance(table, tuple) else next(lines)
+            name: (next(lines), next(lines), rounded_parts(table[2])) if isinstance(table, tuple) else next(lines)
             for name, table in tables.tables.items()
         }
 
