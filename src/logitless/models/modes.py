@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Sets a model to evaluation mode, which also turns off gradient checkpointing, and restores its mode.
+    """Sets a model to evaluation mode, which also turns off gradient checkpointing, and restores its modules' modes.
 
     Example:
         >>> layer = nn.Dropout()
@@ -20,12 +20,43 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         >>> layer.training
         True
     """
-    training = model.training
-    model.eval()
+    # As model.eval() and model.train(), in a tenth of the time: an adapted model has thousands of modules.
+    training = [module for module in every_module(model) if module.training]
+    for module in training:
+        object.__setattr__(module, "training", False)
     try:
         yield
     finally:
-        model.train(training)
+        for module in training:
+            object.__setattr__(module, "training", True)
+
+
+def every_module(model: nn.Module) -> Iterator[nn.Module]:
+    """Every module of a model, as ``model.modules()``, in a fraction of its time; one that is shared comes repeatedly.
+
+    Example:
+        >>> [type(module).__name__ for module in every_module(nn.Sequential(nn.Linear(1, 1), nn.ReLU()))]
+        ['Sequential', 'ReLU', 'Linear']
+    """
+    left: list[nn.Module | None] = [model]
+    while left:
+        module = left.pop()
+        if module is not None:
+            yield module
+            left.extend(module._modules.values())
+
+
+def every_parameter(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Every parameter of a model, as ``model.parameters()``, in a fraction of its time; a tied one comes repeatedly.
+
+    Example:
+        >>> [tuple(parameter.shape) for parameter in every_parameter(nn.Linear(2, 3))]
+        [(3, 2), (3,)]
+    """
+    for module in every_module(model):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                yield parameter
 
 
 class _Compiled(threading.local):

@@ -34,7 +34,7 @@ def bits(x):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("widths", [(128, 24), (20, 8)], ids=["whole tiles", "map by map"])
+@pytest.mark.parametrize("widths", [(64, 24), (20, 8)], ids=["whole tiles", "map by map"])
 def test_each_row_has_the_bits_of_low_rank_products_with_its_own_adapter(widths, dtype):
     length, most = 72, max(RANKS)
     x, outs = torch.randn(40, length).to(dtype), [torch.randn(40, sum(widths)).to(dtype)]
@@ -56,11 +56,11 @@ def test_each_row_has_the_bits_of_low_rank_products_with_its_own_adapter(widths,
             )
         outs[0][own] = part
     whole = outs[1]
-    add_rows_own(x, a, b, scale, index, [whole] if widths[0] == 128 else whole.split(widths, 1), widths)
+    add_rows_own(x, a, b, scale, index, [whole] if widths[0] == 64 else whole.split(widths, 1), widths)
     assert torch.equal(bits(outs[0]), bits(whole))
     a[1] = torch.nan  # neighbours of a tenant whose numbers are not finite
     again = whole.clone()
-    add_rows_own(x, a, b, scale, index, [again], widths) if widths[0] == 128 else None
+    add_rows_own(x, a, b, scale, index, [again], widths) if widths[0] == 64 else None
     assert torch.equal(bits(whole)[index == 0], bits(again)[index == 0])
 
 

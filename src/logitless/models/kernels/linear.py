@@ -304,7 +304,9 @@ def low_rank_kernel(
     tl.store(at, tl.fma(acc, scale, before.to(tl.float32)).to(out.dtype.element_ty), mask=stored)
 
 
-_LOW_RANK_TILE = (32, 128, 4)  # rows, columns, warps
+LOW_RANK_COLUMNS = 64
+"""Of a tile of LoRA's second product. Heads are 64 columns wide or more, so queries, keys and values go together."""
+
 MOST_RANK = 64
 
 
@@ -312,10 +314,10 @@ def whole_tiles(widths: Sequence[int]) -> bool:
     """Whether ``add_low_rank`` can take maps of these widths together: no tile may span two maps.
 
     Example:
-        >>> whole_tiles((4096, 1024, 1024)), whole_tiles((96, 32)), whole_tiles((100,))
+        >>> whole_tiles((576, 192, 192)), whole_tiles((96, 32)), whole_tiles((100,))
         (True, False, True)
     """
-    return len(widths) <= 3 and all(width % _LOW_RANK_TILE[1] == 0 for width in widths[:-1])
+    return len(widths) <= 3 and all(width % LOW_RANK_COLUMNS == 0 for width in widths[:-1])
 
 
 def add_low_rank(low: Tensor, weight: Tensor, out: Tensor, widths: Sequence[int], scale: float) -> None:
@@ -329,9 +331,10 @@ def add_low_rank(low: Tensor, weight: Tensor, out: Tensor, widths: Sequence[int]
         scale: of the product.
     """
     (num_rows, _), (num_columns, rank) = low.shape, weight.shape
-    rows, columns, warps = _LOW_RANK_TILE
+    rows = 32
     starts = [*accumulate(widths), num_columns, num_columns]
-    low_rank_kernel[(divided_up(num_rows, rows) * divided_up(num_columns, columns),)](
+    low_rank_kernel[(divided_up(num_rows, rows) * divided_up(num_columns, LOW_RANK_COLUMNS),)](
         low, weight, out, scale, num_rows, num_columns, starts[0], starts[1], rank, low.stride(0), out.stride(0),
-        ROWS=rows, COLUMNS=columns, DEPTH=max(16, power_of_two(rank)), num_warps=warps, **overlapping(low.device),
+        ROWS=rows, COLUMNS=LOW_RANK_COLUMNS, DEPTH=max(16, power_of_two(rank)), num_warps=4,
+        **overlapping(low.device),
     )  # fmt: skip

@@ -19,7 +19,7 @@ import triton.language as tl
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from logitless.models.kernels.linear import INTERPRETED, Tile
+from logitless.models.kernels.linear import INTERPRETED, LOW_RANK_COLUMNS, Tile
 from logitless.models.kernels.overlap import after_inputs, overlapping
 from logitless.models.kernels.rows import divided_up, empty_rows, power_of_two
 from logitless.quick_launch import quick_launch
@@ -127,10 +127,6 @@ def add_low_rank_kernel_of_rows(
     tl.store(at, value.to(out.dtype.element_ty), mask=inside_out)
 
 
-_COLUMNS = 128
-"""Of a tile of the second product, as ``whole_tiles`` has it."""
-
-
 def add_rows_own(
     x: Float[Tensor, "M K"], a: Float[Tensor, "S C K"], b: Float[Tensor, "S N R"], scale: Float[Tensor, "S"],
     index: Int[Tensor, "M"], outs: Sequence[Tensor], widths: Sequence[int], *, tile: Tile | None = None,
@@ -160,10 +156,10 @@ def add_rows_own(
     rows, skipped = 16 if num_rows <= 16 else 32, 0
     ends = [*accumulate(widths), total, total] if len(outs) == 1 else [total, total]
     for number, out in enumerate(outs):
-        add_low_rank_kernel_of_rows[(divided_up(num_rows, rows) * divided_up(out.shape[1], _COLUMNS),)](
+        add_low_rank_kernel_of_rows[(divided_up(num_rows, rows) * divided_up(out.shape[1], LOW_RANK_COLUMNS),)](
             low[:, number * rank :], b, scale, index, out, num_rows, out.shape[1], total, skipped, ends[0], ends[1],
             rank, columns, out.stride(0),
-            ROWS=rows, COLUMNS=_COLUMNS, DEPTH=min(64, max(16, power_of_two(rank))), num_warps=4, **overlap,
+            ROWS=rows, COLUMNS=LOW_RANK_COLUMNS, DEPTH=min(64, max(16, power_of_two(rank))), num_warps=4, **overlap,
         )  # fmt: skip
         skipped += out.shape[1]
 

@@ -33,7 +33,7 @@ from logitless.head.api import why_not
 from logitless.head.contract import on_device
 from logitless.models.attention import AttentionLayout
 from logitless.models.lm_head import backbone, causal_lm, lm_head
-from logitless.models.modes import evaluating
+from logitless.models.modes import evaluating, every_parameter
 from logitless.models.row_invariant.coverage import uncovered
 from logitless.models.row_invariant.delta_net import CHUNK
 from logitless.models.row_invariant.layers import Installation, install_row_invariant
@@ -244,7 +244,7 @@ class GpuEngine:
 
         The kernels of the check and of the steps are compiled together.
         """
-        facts = tuple((p.shape, p.dtype, p.device) for p in self._model.parameters())
+        facts = tuple((p.shape, p.dtype, p.device) for p in every_parameter(self._model))
         if facts != self._checked and self._weight.is_cuda:
             from logitless.models.row_invariant.self_check import self_check
 

@@ -7,6 +7,7 @@ driver is called directly. On a CPU it is ordinary memory.
 
 import ctypes
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -131,8 +132,13 @@ class PageMemory:
             _driver("cuMemSetAccess", _u64(address), _size(size), ctypes.byref(access), _size(1))
 
 
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
 def _driver(name: str, *arguments: Any) -> None:
-    result = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    result = getattr(_library(), name)(*arguments)
     if result == _OUT_OF_MEMORY:
         raise torch.OutOfMemoryError(f"{name} found no memory")
     if result:

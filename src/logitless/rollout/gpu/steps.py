@@ -25,6 +25,7 @@ from logitless.models.kernels.attention_tiles import SPLIT
 from logitless.models.kernels.linear import fixed_order_product
 from logitless.models.kernels.rows import divided_up, power_of_two
 from logitless.models.lm_head import backbone, lm_head
+from logitless.models.modes import every_parameter
 from logitless.models.row_invariant.adapters import AdapterStack
 from logitless.models.row_invariant.decoding import PagedRows, prefill
 from logitless.models.row_invariant.delta_net import DecodedStates, DeltaForm, DeltaSlots
@@ -573,7 +574,7 @@ def facts_of(model: nn.Module) -> tuple[Any, ...]:
     decoder: Any = backbone(model)
     stack: AdapterStack | None = decoder.row_invariant.stack
     of_stack = () if stack is None else stack.facts
-    return (*((p.data_ptr(), p.shape, p.dtype, p.device) for p in model.parameters()), of_stack)
+    return (*((p.data_ptr(), p.shape, p.dtype, p.device) for p in every_parameter(model)), of_stack)
 
 
 def bucket(rows: int) -> int:
