@@ -344,7 +344,7 @@ def lacking(out: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
-    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of runs that had a GPU alone."""
+    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of seeds that had a GPU alone in both."""
     lines = [
         "| Task | Tuned | Seeds | Held out, before | After | In TRL | TRL less logitless, 95% | A block | In TRL | "
         "All blocks | In TRL | TRL / logitless |",
@@ -367,7 +367,8 @@ def _line(task: str, variant: str, here: list[dict[str, Any]], trl: list[dict[st
     if min(map(len, after)) > 1:
         middle, half = difference(*after)
         apart = f"{middle:+.3f} ± {half:.3f}"
-    alone = [[row for row in each if row["at_once"] == 1] for each in (here, trl)]
+    times = [{row["seed"]: row for row in each if row["at_once"] == 1} for each in (here, trl)]
+    alone = [[each[seed] for seed in times[0].keys() & times[1].keys()] for each in times]
     blocks = [f"{fmean(median(row['block_seconds']) for row in each):.2f} s" if each else "" for each in alone]
     seconds = [fmean(row["seconds"] for row in each) if each else 0.0 for each in alone]
     total = [f"{each:.0f} s" if each else "" for each in seconds]

@@ -18,11 +18,12 @@ def row(trainer: str, seed: int, after: float, **changed: Any) -> dict[str, Any]
     return made | {"block_seconds": [10.0, 10.0, 20.0], "curve": [[0, 0.01], [3, after]], "base": "w"} | changed
 
 
-def test_the_table_has_the_interval_of_the_difference_and_the_seconds_of_runs_that_were_alone() -> None:
+def test_the_table_has_the_interval_of_the_difference_and_the_seconds_of_seeds_that_were_alone_in_both() -> None:
     """Three seeds each, all 0.1 apart: the pooled spread is 0.1, sqrt(2/3) of it times 2.776 is 0.227."""
     rows = [row("logitless", seed, 0.7 + seed / 10, at_once=1 + 2 * (seed > 0)) for seed in range(3)]
     rows += [
-        row("trl", s, 0.7 + s / 10, seconds=120.0, block_seconds=[40.0] * 3, at_once=1 + (s > 0)) for s in range(3)
+        row("trl", s, 0.7 + s / 10, seconds=120.0 + s, block_seconds=[40.0 + s] * 3, at_once=1 + s // 2)
+        for s in range(3)
     ]
     (line,) = evidence.compared(rows).splitlines()[2:]
     assert line == (

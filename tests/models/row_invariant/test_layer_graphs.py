@@ -83,9 +83,9 @@ def test_rows_alike_are_of_one_size():
     assert tables_of(decoder, [PromptGroup(1) for _ in range(300)], 512).size not in sizes
 
 
-def test_sizes_grow_by_at_most_a_half_and_tables_by_four():
+def test_sizes_grow_by_at_most_a_quarter_and_tables_by_four():
     for n in range(257, 20_000):
-        assert n <= rounded_rows(n) <= max(n + 256, 1.5 * n)
+        assert n <= rounded_rows(n) <= max(n + 512, 1.25 * n)
         assert n <= rounded_lines(n) < 4 * n
         assert n <= rounded_parts(n) < 2 * n
 

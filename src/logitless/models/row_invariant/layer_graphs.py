@@ -49,13 +49,13 @@ _LEAST_BRANCH_ROWS = 16384
 
 
 def rounded_rows(num_rows: int) -> int:
-    """The number of tokens that a packed row is padded to: two sizes from each power of two to the next.
+    """The number of tokens that a packed row is padded to; the longer it is, the more its padding costs.
 
     Example:
         >>> [rounded_rows(n) for n in (1, 256, 1025, 6300)]
-        [256, 256, 1536, 8192]
+        [256, 256, 1536, 7168]
     """
-    unit = max(_LEAST_ROWS, power_of_two(num_rows) // 4)
+    unit = max(_LEAST_ROWS if num_rows <= 4 * _LEAST_ROWS else 2 * _LEAST_ROWS, power_of_two(num_rows) // 8)
     return divided_up(num_rows, unit) * unit
 
 
