@@ -344,7 +344,7 @@ def lacking(out: Path, runs: Sequence[Run]) -> list[Run]:
 
 
 def compared(rows: list[dict[str, Any]]) -> str:
-    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of seeds that had a GPU alone in both."""
+    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of those that were alone in both."""
     lines = [
         "| Task | Tuned | Seeds | Held out, before | After | In TRL | TRL less logitless, 95% | A block | In TRL | "
         "All blocks | In TRL | TRL / logitless |",
