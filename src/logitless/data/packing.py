@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,97 +48,84 @@ def pack(
         >>> batch.inputs.input_ids, batch.inputs.source, batch.target
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
-    sequences = [_read_pair(prompt, completion, version) for prompt, completion in pairs]
-    lengths = tuple(each.length for each in sequences)
-    starts = list(accumulate(lengths, initial=0))[:-1]
-    positions = np.arange(max(lengths, default=0))
+    completions = [completion for _, completion in pairs]
+    prompt_lengths = np.array([len(prompt.token_ids) for prompt, _ in pairs], np.int64)
+    if not prompt_lengths.all():
+        raise InputError(
+            needed="prompts of at least one token",
+            given=f"prompt {pairs[int(prompt_lengths.argmin())][0].id!r} without tokens",
+            remedy="Drop empty prompts, or start them with the BOS token.",
+        )
+    counts = np.array([completion.length for completion in completions], np.int64)
+    # what follows has an entry for each token of each completion, end to end
+    sequence = np.repeat(np.arange(len(pairs)), counts)
+    token = _concatenated([completion.token_ids for completion in completions], np.int64)
+    trained = _end_to_end([completion.trained for completion in completions], counts, True, np.bool_)
+    is_read = np.bincount(sequence[trained], minlength=len(pairs)) > 0
+    lengths = np.where(is_read, prompt_lengths + counts - 1, 0)
+    starts = lengths.cumsum() - lengths
+    predicted_at = np.arange(len(token)) + (starts + prompt_lengths - 1 - (counts.cumsum() - counts))[sequence]
+    read = [
+        ids
+        for (prompt, completion), length in zip(pairs, lengths, strict=True)
+        if length
+        for ids in (prompt.token_ids, completion.token_ids[:-1])
+    ]
 
-    def predicted_at(places: Sequence[np.ndarray]) -> dict[str, Any]:
-        source = _concatenated([start + own for start, own in zip(starts, places, strict=True)], np.int64)
-        return {"source": source, "source_counts": tuple(map(len, places))}
+    def sources(of: np.ndarray) -> dict[str, Any]:
+        return {
+            "source": torch.from_numpy(predicted_at[of]),
+            "source_counts": tuple(np.bincount(sequence[of], minlength=len(pairs)).tolist()),
+        }
+
+    def of_trained(name: str, missing: float, dtype: Any) -> Tensor:
+        values = [getattr(completion, name) for completion in completions]
+        return torch.from_numpy(_end_to_end(values, counts, missing, dtype)[trained])
 
     inputs = PackedInputs(
-        input_ids=_concatenated([each.read for each in sequences], np.int64),
-        position_ids=_concatenated([positions[:length] for length in lengths], np.int64),
-        lengths=lengths,
-        **predicted_at([each.scored for each in sequences]),
-        prefixes=_shared_prefixes(pairs, lengths),
+        input_ids=torch.from_numpy(_concatenated(read, np.int64)),
+        position_ids=torch.from_numpy(np.arange(lengths.sum()) - np.repeat(starts, lengths)),
+        lengths=tuple(lengths.tolist()),
+        **sources(trained),
+        prefixes=_shared_prefixes(pairs, lengths.tolist()),
     )
     batch = PackedBatch(
         inputs=inputs,
-        target=_concatenated([each.target for each in sequences], np.int64),
-        turn=_concatenated([each.turn for each in sequences], np.int64),
-        logp_sampler=_concatenated([each.logp_sampler for each in sequences], np.float32),
-        lag=None if version is None else _concatenated([each.lag for each in sequences], np.int64),
+        target=torch.from_numpy(token[trained]),
+        turn=of_trained("turn", 0, np.int64),
+        logp_sampler=of_trained("logp_sampler", np.nan, np.float32),
+        lag=None if version is None else torch.from_numpy(_lags(completions, counts, version)[trained]),
     )
     if not observed:
         return batch
-    said = _concatenated([each.said for each in sequences], np.int64)
-    others_read = replace(inputs, **predicted_at([each.said_at for each in sequences]))
+    others = ~trained & is_read[sequence]
+    said = torch.from_numpy(token[others])
     nothing = torch.full((len(said),), torch.nan)
-    return replace(batch, observed=PackedBatch(others_read, said, torch.zeros_like(said), nothing))
-
-
-class _Sequence(NamedTuple):
-    """A prompt with its completion, before it is packed.
-
-    Args:
-        read: token ids that the model reads; empty without a scored token.
-        scored, said_at: positions at which scored tokens, and those of tools and environments, are predicted.
-        target, turn, logp_sampler, lag: of each scored token; ``lag`` is empty if it is not counted.
-        said: ids of the tokens of tools and environments.
-    """
-
-    read: np.ndarray
-    scored: np.ndarray
-    target: np.ndarray
-    turn: np.ndarray
-    logp_sampler: np.ndarray
-    lag: np.ndarray
-    said: np.ndarray
-    said_at: np.ndarray
-
-    @property
-    def length(self) -> int:
-        return len(self.read)
-
-
-def _read_pair(prompt: Prompt, completion: Completion, version: int | None) -> _Sequence:
-    prompt_length, ids = len(prompt.token_ids), completion.token_ids
-    if not prompt_length:
-        raise InputError(
-            needed="prompts of at least one token",
-            given=f"prompt {prompt.id!r} without tokens",
-            remedy="Drop empty prompts, or start them with the BOS token.",
-        )
-    none = ids[:0]
-    trained = np.arange(len(ids)) if completion.trained is None else np.flatnonzero(completion.trained)
-    others = np.flatnonzero(~completion.trained) if completion.trained is not None and len(trained) else none
-    return _Sequence(
-        read=np.concatenate([prompt.token_ids, ids[:-1]]) if len(trained) else none,
-        scored=trained + (prompt_length - 1),
-        target=ids[trained],
-        turn=_values_at(completion.turn, trained, 0, np.int64),
-        logp_sampler=_values_at(completion.logp_sampler, trained, float("nan"), np.float32),
-        lag=none if version is None else _lags(completion, trained, version),
-        said=ids[others],
-        said_at=others + (prompt_length - 1),
+    return replace(
+        batch, observed=PackedBatch(replace(inputs, **sources(others)), said, torch.zeros_like(said), nothing)
     )
 
 
-def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> Tensor:
-    return torch.from_numpy(np.concatenate([np.zeros(0, dtype), *parts]))
+def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts])
 
 
-def _values_at(values: np.ndarray | None, indices: np.ndarray, missing: float, dtype: Any) -> np.ndarray:
-    """``values[indices]``; without values, ``missing`` for each index."""
-    return np.full(len(indices), missing, dtype) if values is None else values[indices]
+def _end_to_end(values: Sequence[np.ndarray | None], counts: np.ndarray, missing: float, dtype: Any) -> np.ndarray:
+    """The values of all completions; ``missing`` for each token of those that have none."""
+    if all(own is None for own in values):
+        return np.full(counts.sum(), missing, dtype)
+    filled = (np.full(n, missing, dtype) if own is None else own for own, n in zip(values, counts, strict=True))
+    return _concatenated(list(filled), dtype)
 
 
-def _lags(completion: Completion, tokens: np.ndarray, version: int) -> np.ndarray:
-    """Optimizer steps from the weights that sampled each of these tokens to ``version``; 0 where unknown."""
-    sampled_with = version if completion.weights_version is None else completion.weights_version
-    return version - _values_at(completion.token_versions, tokens, sampled_with, np.int64)
+def _lags(completions: Sequence[Completion], counts: np.ndarray, version: int) -> np.ndarray:
+    """Optimizer steps from the weights that sampled each token to ``version``; 0 where unknown."""
+    known = [version if each.weights_version is None else each.weights_version for each in completions]
+    sampled_with = np.repeat(np.array(known, np.int64), counts)
+    for completion, end, count in zip(completions, counts.cumsum(), counts, strict=True):
+        if completion.token_versions is not None:
+            sampled_with[end - count : end] = completion.token_versions
+    return version - sampled_with
 
 
 def nothing_to_score() -> PackedBatch:
@@ -178,8 +165,12 @@ def _shared_prefixes(
     for sequences in by_prompt.values():
         prompt_length = len(pairs[sequences[0]][0].token_ids)
         add_prefix(sequences, prompt_length)
-        completions = {s: _sortable(pairs[s][1].token_ids[: lengths[s] - prompt_length]) for s in sequences}
-        order = sorted(sequences, key=completions.__getitem__)
+        completions = {
+            s: _sortable(pairs[s][1].token_ids[: lengths[s] - prompt_length])
+            for s in sequences
+            if lengths[s] >= prompt_length + LEAST_SHARED
+        }
+        order = sorted(completions, key=completions.__getitem__)
         for first, last, length in _runs_with_common_prefix([completions[s] for s in order]):
             add_prefix(order[first:last], prompt_length + length)
     return tuple(map(tuple, prefixes))
@@ -212,9 +203,9 @@ def _runs_with_common_prefix(texts: Sequence[bytes]) -> Iterator[tuple[int, int,
 
 def _common_prefix_length(text: bytes, other: bytes) -> int:
     """In tokens."""
-    shorter = min(len(text), len(other)) // _BYTES_PER_TOKEN
-    differ = np.frombuffer(text, ">i8", shorter) != np.frombuffer(other, ">i8", shorter)
-    return int(differ.argmax()) if differ.any() else shorter
+    shorter = min(len(text), len(other))
+    differ = int.from_bytes(text[:shorter], "big") ^ int.from_bytes(other[:shorter], "big")
+    return (shorter - (differ.bit_length() + 7) // 8) // _BYTES_PER_TOKEN
 
 
 @dataclass

@@ -41,6 +41,13 @@ def test_a_part_is_full_by_its_bytes_too(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(contents(fake_run(tmp_path, num_blocks=3))) == 3
 
 
+def test_writing_a_block_opens_no_part_but_the_last(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, read = [], pyarrow.parquet.read_metadata
+    monkeypatch.setattr(pyarrow.parquet, "read_metadata", lambda path: (opened.append(path.name), read(path))[1])
+    run.write_rollouts(8, fake_groups(8, 7))
+    assert set(opened) == {"part-000007.parquet"}
+
+
 @pytest.mark.parametrize("block", range(1, 8))
 def test_one_block_is_found_among_all(run: RunFolder, block: int) -> None:
     rows = run.read_block(block)

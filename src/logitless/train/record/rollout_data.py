@@ -11,7 +11,6 @@ import array
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ import pyarrow.parquet
 from logitless.errors import DataError
 from logitless.types import Group
 
-FULL_ROWS, FULL_BYTES = 16_384, 8 * 2**20
+FULL_ROWS, FULL_BYTES = 4096, 8 * 2**20
 """A part with so many rows or bytes is full, which limits what is rewritten with each block."""
 
 COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
@@ -62,7 +61,7 @@ def rows_of(block: int, groups: Sequence[Group], advantages: Sequence[Sequence[f
             "weights_version": completion.weights_version,
             "reward": reward,
             "advantage": advantage,
-            "verdicts": json.dumps({name: asdict(verdict) for name, verdict in verdicts.items()}),
+            "verdicts": json.dumps({name: vars(verdict) for name, verdict in verdicts.items()}),
             "num_turns": completion.num_turns,
             "conversation": None if messages is None else json.dumps(messages, default=str),
             **{f"reward/{name}": verdict.score for name, verdict in verdicts.items()},
@@ -199,8 +198,9 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """All parts, by their first block."""
-    return sorted((path for path in folder.glob("*.parquet") if not path.name.startswith(".")), key=_span)
+    """All parts, by their first block, whose number is their name."""
+    found = (path for path in folder.glob("*.parquet") if not path.name.startswith("."))
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def _span(path: Path) -> tuple[int, int]:
