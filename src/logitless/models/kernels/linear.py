@@ -305,7 +305,7 @@ def low_rank_kernel(
 
 
 LOW_RANK_COLUMNS = 64
-"""Of a tile of LoRA's second product. Heads are 64 columns wide or more, so queries, keys and values go together."""
+"""Of a tile of LoRA's second product. Most heads are multiples of it wide: queries, keys and values go together."""
 
 MOST_RANK = 64
 
