@@ -92,10 +92,19 @@ def test_both_trainers_begin_where_a_recipes_warm_start_ends(toy) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("trainer", "variant"),
-    [("logitless", "full"), ("logitless", "staleness 1 centred"), ("trl", "full"), ("trl", "lora")],
+    ("trainer", "variant", "micro_batches"),
+    [
+        ("logitless", "full", 1),
+        ("logitless", "staleness 1 centred", 1),
+        ("trl", "full", 1),
+        ("trl", "full", 2),
+        ("trl", "lora", 1),
+    ],
 )
-def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(toy, trainer, variant) -> None:
+def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(
+    toy, monkeypatch, trainer, variant, micro_batches
+) -> None:
+    monkeypatch.setitem(evidence.TRL_MICRO_BATCHES, "addition", micro_batches)
     run = evidence.Run("addition", trainer, variant, 0)
     evidence.work(run, toy, changes(toy), at_once=1)
     evidence.gather(toy, toy / "out.json")
@@ -105,5 +114,6 @@ def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(toy, trainer, var
     assert [block for block, _ in found[0]["curve"]] == [0, 1, 2]
     assert found[0]["seconds"] == pytest.approx(sum(found[0]["block_seconds"]))
     assert min(found[0]["block_seconds"]) > 0
+    assert found[0].get("micro_batches", 1) == micro_batches
     rate = 2e-5 * (10 if variant == "lora" else 1)
     assert found[0]["learning_rate"] == pytest.approx(rate)
