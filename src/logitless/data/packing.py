@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from logitless.distributed.shares import attention_cost, shares_by_cost
 from logitless.errors import InputError
@@ -48,62 +47,100 @@ def pack(
         >>> batch.inputs.input_ids, batch.inputs.source, batch.target
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
-    completions = [completion for _, completion in pairs]
-    prompt_lengths = np.array([len(prompt.token_ids) for prompt, _ in pairs], np.int64)
-    if not prompt_lengths.all():
-        raise InputError(
-            needed="prompts of at least one token",
-            given=f"prompt {pairs[int(prompt_lengths.argmin())][0].id!r} without tokens",
-            remedy="Drop empty prompts, or start them with the BOS token.",
-        )
-    counts = np.array([completion.length for completion in completions], np.int64)
-    # what follows has an entry for each token of each completion, end to end
-    sequence = np.repeat(np.arange(len(pairs)), counts)
-    token = _concatenated([completion.token_ids for completion in completions], np.int64)
-    trained = _end_to_end([completion.trained for completion in completions], counts, True, np.bool_)
-    is_read = np.bincount(sequence[trained], minlength=len(pairs)) > 0
-    lengths = np.where(is_read, prompt_lengths + counts - 1, 0)
-    starts = lengths.cumsum() - lengths
-    predicted_at = np.arange(len(token)) + (starts + prompt_lengths - 1 - (counts.cumsum() - counts))[sequence]
+    tokens = _Tokens.of(pairs)
+    trained = tokens.trained
     read = [
         ids
-        for (prompt, completion), length in zip(pairs, lengths, strict=True)
+        for (prompt, completion), length in zip(pairs, tokens.lengths, strict=True)
         if length
         for ids in (prompt.token_ids, completion.token_ids[:-1])
     ]
-
-    def sources(of: np.ndarray) -> dict[str, Any]:
-        return {
-            "source": torch.from_numpy(predicted_at[of]),
-            "source_counts": tuple(np.bincount(sequence[of], minlength=len(pairs)).tolist()),
-        }
-
-    def of_trained(name: str, missing: float, dtype: Any) -> Tensor:
-        values = [getattr(completion, name) for completion in completions]
-        return torch.from_numpy(_end_to_end(values, counts, missing, dtype)[trained])
-
     inputs = PackedInputs(
         input_ids=torch.from_numpy(_concatenated(read, np.int64)),
-        position_ids=torch.from_numpy(np.arange(lengths.sum()) - np.repeat(starts, lengths)),
-        lengths=tuple(lengths.tolist()),
-        **sources(trained),
-        prefixes=_shared_prefixes(pairs, lengths.tolist()),
+        position_ids=torch.from_numpy(np.arange(tokens.lengths.sum()) - np.repeat(tokens.starts, tokens.lengths)),
+        lengths=tuple(tokens.lengths.tolist()),
+        **tokens.sources(trained),
+        prefixes=_shared_prefixes(pairs, tokens.lengths.tolist()),
     )
     batch = PackedBatch(
         inputs=inputs,
-        target=torch.from_numpy(token[trained]),
-        turn=of_trained("turn", 0, np.int64),
-        logp_sampler=of_trained("logp_sampler", np.nan, np.float32),
-        lag=None if version is None else torch.from_numpy(_lags(completions, counts, version)[trained]),
+        target=torch.from_numpy(tokens.ids[trained]),
+        turn=torch.from_numpy(tokens.values("turn", 0, np.int64)[trained]),
+        logp_sampler=torch.from_numpy(tokens.values("logp_sampler", np.nan, np.float32)[trained]),
+        lag=None if version is None else torch.from_numpy(tokens.lags(version)[trained]),
     )
     if not observed:
         return batch
-    others = ~trained & is_read[sequence]
-    said = torch.from_numpy(token[others])
+    others = ~trained & (tokens.lengths > 0)[tokens.sequence]
+    said, others_read = torch.from_numpy(tokens.ids[others]), replace(inputs, **tokens.sources(others))
     nothing = torch.full((len(said),), torch.nan)
-    return replace(
-        batch, observed=PackedBatch(replace(inputs, **sources(others)), said, torch.zeros_like(said), nothing)
-    )
+    return replace(batch, observed=PackedBatch(others_read, said, torch.zeros_like(said), nothing))
+
+
+@dataclass(frozen=True)
+class _Tokens:
+    """The N tokens of B completions, end to end.
+
+    Args:
+        completions: B.
+        counts: [B] tokens of each.
+        lengths: [B] tokens that the model reads, the prompt's included; 0 without a trained one.
+        sequence: [N] the completion of each token.
+        ids: [N].
+        trained: [N] False for tokens of a tool or environment.
+        predicted_at: [N] index of the packed token at which each is predicted.
+    """
+
+    completions: Sequence[Completion]
+    counts: np.ndarray
+    lengths: np.ndarray
+    sequence: np.ndarray
+    ids: np.ndarray
+    trained: np.ndarray
+    predicted_at: np.ndarray
+
+    @classmethod
+    def of(cls, pairs: Sequence[tuple[Prompt, Completion]]) -> "_Tokens":
+        completions = [completion for _, completion in pairs]
+        prompts = np.array([len(prompt.token_ids) for prompt, _ in pairs], np.int64)
+        if not prompts.all():
+            raise InputError(
+                needed="prompts of at least one token",
+                given=f"prompt {pairs[int(prompts.argmin())][0].id!r} without tokens",
+                remedy="Drop empty prompts, or start them with the BOS token.",
+            )
+        counts = np.array([completion.length for completion in completions], np.int64)
+        sequence = np.repeat(np.arange(len(pairs)), counts)
+        trained = _end_to_end([completion.trained for completion in completions], counts, True, np.bool_)
+        is_read = np.bincount(sequence[trained], minlength=len(pairs)) > 0
+        lengths = np.where(is_read, prompts + counts - 1, 0)
+        first = lengths.cumsum() - lengths + prompts - 1  # where each completion's first token is predicted
+        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        ids = _concatenated([completion.token_ids for completion in completions], np.int64)
+        return cls(completions, counts, lengths, sequence, ids, trained, first[sequence] + within)
+
+    @property
+    def starts(self) -> np.ndarray:
+        """[B] index of each sequence's first packed token."""
+        return self.lengths.cumsum() - self.lengths
+
+    def sources(self, of: np.ndarray) -> dict[str, Any]:
+        """``source`` and ``source_counts`` of the tokens [N] that are True."""
+        counts = np.bincount(self.sequence[of], minlength=len(self.counts))
+        return {"source": torch.from_numpy(self.predicted_at[of]), "source_counts": tuple(counts.tolist())}
+
+    def values(self, name: str, missing: float, dtype: Any) -> np.ndarray:
+        """[N] field of ``Completion``; ``missing`` where it is None."""
+        return _end_to_end([getattr(each, name) for each in self.completions], self.counts, missing, dtype)
+
+    def lags(self, version: int) -> np.ndarray:
+        """[N] optimizer steps from the weights that sampled each token to ``version``; 0 where unknown."""
+        known = [version if each.weights_version is None else each.weights_version for each in self.completions]
+        sampled_with = np.repeat(np.array(known, np.int64), self.counts)
+        for completion, end in zip(self.completions, self.counts.cumsum(), strict=True):
+            if completion.token_versions is not None:
+                sampled_with[end - completion.length : end] = completion.token_versions
+        return version - sampled_with
 
 
 def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
@@ -114,18 +151,8 @@ def _end_to_end(values: Sequence[np.ndarray | None], counts: np.ndarray, missing
     """The values of all completions; ``missing`` for each token of those that have none."""
     if all(own is None for own in values):
         return np.full(counts.sum(), missing, dtype)
-    filled = (np.full(n, missing, dtype) if own is None else own for own, n in zip(values, counts, strict=True))
-    return _concatenated(list(filled), dtype)
-
-
-def _lags(completions: Sequence[Completion], counts: np.ndarray, version: int) -> np.ndarray:
-    """Optimizer steps from the weights that sampled each token to ``version``; 0 where unknown."""
-    known = [version if each.weights_version is None else each.weights_version for each in completions]
-    sampled_with = np.repeat(np.array(known, np.int64), counts)
-    for completion, end, count in zip(completions, counts.cumsum(), counts, strict=True):
-        if completion.token_versions is not None:
-            sampled_with[end - count : end] = completion.token_versions
-    return version - sampled_with
+    filled = [np.full(n, missing, dtype) if own is None else own for own, n in zip(values, counts, strict=True)]
+    return _concatenated(filled, dtype)
 
 
 def nothing_to_score() -> PackedBatch:
