@@ -10,8 +10,9 @@ Both trainers begin with the same weights (of the GGUF file, dequantized once, a
 the recipe's prompts in the same order, its rewards, completions a prompt, learning rate and number of steps. Held-out
 accuracy is greedy, by the recipe's engine: during the run here, from saved weights afterwards for TRL (``engine`` of
 its rows; those without it were evaluated in transformers' layers). Its time is not counted. Each run is a process of
-its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU, and only their
-seconds are reported. Rows are written as soon as a run ends; rows that the file has are not measured again.
+its own, ``--at-once`` of them on each GPU. Runs of the seeds in ``--alone`` go first, one on each GPU; seconds are
+reported of seeds that were alone in both trainers. Rows are written as soon as a run ends; rows that the file has are
+not measured again.
 """
 
 import gc

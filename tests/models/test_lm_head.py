@@ -76,6 +76,11 @@ def test_a_model_without_a_decoder_below_its_head_is_refused():
         backbone(backbone(tiny("llama")))
 
 
+def test_a_model_without_a_head_is_refused():
+    with pytest.raises(UnavailableError, match="a linear LM head"):
+        lm_head(backbone(tiny("llama")))
+
+
 def test_a_model_that_is_not_of_transformers_is_refused():
     with pytest.raises(InputError, match="a transformers model"):
         backbone(nn.Linear(2, 2))
@@ -117,6 +122,13 @@ def test_a_peft_model_has_the_logits_of_its_head_with_adapters_on_and_off(option
         assert lm_head(model).lora_a is None
     assert not torch.allclose(on, off, atol=1e-2)
     torch.testing.assert_close(off, tiny("llama")(input_ids=inputs.input_ids[None]).logits[0])
+
+
+def test_an_adapter_is_found_in_a_head_that_something_wraps():
+    model = adapted(target_modules=["lm_head"])
+    inner = causal_lm(model)
+    inner.lm_head = torch.compile(inner.lm_head, backend="eager")
+    assert lm_head(model).lora_a is not None
 
 
 def test_dora_on_the_head_is_refused():

@@ -356,18 +356,16 @@ def _active_module(layer: Any) -> Any:
 
 def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
     """(linear layer, (A, B, scale) or None) of a layer that may carry a LoRA adapter."""
-    modules = layer._modules  # not attributes, which nn.Module looks up slowly: this runs for each layer and pass
-    if "base_layer" not in modules:
+    if not hasattr(layer, "base_layer"):
         return layer, None
-    base = modules["base_layer"]
-    while "base_layer" in base._modules:
-        base = base._modules["base_layer"]
-    of_a = modules.get("lora_A", {})
+    base, of_a = layer.base_layer, getattr(layer, "lora_A", {})
+    while hasattr(base, "base_layer"):
+        base = base.base_layer
     active = [name for name in layer.active_adapters if name in of_a]
     if layer.disable_adapters or layer.merged or not active:
         return base, None
     name = active[0]
-    dropout = modules["lora_dropout"][name]
+    dropout = layer.lora_dropout[name]
     odd = {
         "several active adapters": len(active) > 1,
         "a LoRA variant (DoRA, ...)": bool(layer.lora_variant),
@@ -381,7 +379,7 @@ def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
             given=", ".join(given),
             remedy="Leave the LM head out of the adapter's target modules, or call disable_dropout.",
         )
-    return base, (of_a[name].weight, modules["lora_B"][name].weight, float(layer.scaling[name]))
+    return base, (of_a[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
 
 
 def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:

@@ -132,12 +132,17 @@ def test_a_function_that_a_later_block_brings_is_null_before(tmp_path: Path) -> 
     assert table["reward/b"].to_pylist() == [None, 1.0]
 
 
-def test_files_of_a_run_begun_before_are_read_and_gone_on_from(run: RunFolder) -> None:
-    table = pyarrow.parquet.read_table(run.rollouts / "part-000007.parquet")
-    (run.rollouts / "part-000007.parquet").unlink()
-    old = table.drop_columns(["group", "sample", "weights_version"])
-    pyarrow.parquet.write_table(old, run.rollouts / "block-000007.parquet")
+@pytest.mark.parametrize("first", [1, 7])
+def test_files_of_a_run_begun_before_are_read_and_gone_on_from(run: RunFolder, first: int) -> None:
+    part = run.rollouts / f"part-00000{first}.parquet"
+    old = pyarrow.parquet.read_table(part).drop_columns(["group", "sample", "weights_version"])
+    part.unlink()
+    pyarrow.parquet.write_table(old, run.rollouts / f"block-00000{first}.parquet")
+    assert [block for block, _ in open_run_folder(run.path).read_rollouts()] == [1, 2, 3, 4, 5, 6, 7]
+    for block in (5, 6, 7):  # resumed after block 4
+        run.write_rollouts(block, fake_groups(block, 8))
     assert open_run_folder(run.path).rollout_blocks() == [1, 2, 3, 4, 5, 6, 7]
+    assert len(run.read_block(5)) == 32
     run.write_rollouts(8, fake_groups(8, 8))
     assert len(run.read_block(7)) == len(run.read_block(8)) == 32
 

@@ -59,11 +59,11 @@ def rounded_rows(num_rows: int) -> int:
     return divided_up(num_rows, unit) * unit
 
 
-def rounded_lines(num_lines: int, least: int = _LEAST_LINES) -> int:
+def rounded_lines(num_lines: int, least: int) -> int:
     """The number of lines that a table is padded to: ``least`` times a power of four.
 
     Example:
-        >>> [rounded_lines(n) for n in (0, 256, 257, 1025)]
+        >>> [rounded_lines(n, 256) for n in (0, 256, 257, 1025)]
         [256, 256, 1024, 4096]
     """
     return least if num_lines <= least else rounded_lines(num_lines, 4 * least)
@@ -112,11 +112,11 @@ class HostTables:
         for table in self.tables.values():
             if isinstance(table, tuple):
                 tiles, divided, _ = table
-                found.append(_padded(tiles, rounded_lines(most)))
+                found.append(_padded(tiles, rounded_lines(most, _LEAST_LINES)))
                 found[-1][len(tiles) :, 4] = -1  # padding lines belong to no part
                 found.append(_padded(divided, rounded_lines(len(divided), _LEAST_PARTS)))
             else:
-                found.append(_padded(table, rounded_lines(most)))
+                found.append(_padded(table, rounded_lines(most, _LEAST_LINES)))
         if self.branch_rows is not None:
             found.append(_padded(self.branch_rows, rounded_lines(len(self.branch_rows), _LEAST_BRANCH_ROWS)))
         return [*found, self.positions]

@@ -198,9 +198,14 @@ def _text(message: Mapping[str, Any]) -> str:
 
 
 def _paths(folder: Path) -> list[Path]:
-    """All parts, by their first block, whose number is their name."""
-    found = (path for path in folder.glob("*.parquet") if not path.name.startswith("."))
-    return sorted(found, key=lambda path: (len(path.name), path.name))
+    """All parts, by their first block."""
+    return sorted((path for path in folder.glob("*.parquet") if not path.name.startswith(".")), key=_first_block)
+
+
+def _first_block(path: Path) -> int:
+    """From the name, without opening the file, where it ends with the number."""
+    number = path.stem.rpartition("-")[2]
+    return int(number) if number.isdigit() else _span(path)[0]
 
 
 def _span(path: Path) -> tuple[int, int]:
