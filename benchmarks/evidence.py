@@ -325,10 +325,11 @@ def logitless_run(size: str, folder: Path, name: str, seed: int) -> dict[str, An
     }
 
 
-def trl_arguments(output: Path, **settings: Any) -> Any:
+def trl_arguments(output: Path, *, micro_batches: int = 1, **settings: Any) -> Any:
     """A ``GRPOConfig`` with these settings, and nothing else of TRL's defaults that would make it another algorithm.
 
-    A step has one micro-batch, unless the settings say more.
+    Args:
+        micro_batches: of a step.
     """
     from trl import GRPOConfig
 
@@ -337,6 +338,7 @@ def trl_arguments(output: Path, **settings: Any) -> Any:
         lr_scheduler_type="constant",
         weight_decay=0.0,
         max_grad_norm=1.0,
+        gradient_accumulation_steps=micro_batches,
         epsilon=0.2,
         beta=0.0,
         bf16=device() == "cuda",
@@ -347,7 +349,7 @@ def trl_arguments(output: Path, **settings: Any) -> Any:
         save_strategy="no",
         report_to=[],
         disable_tqdm=True,
-        **{"gradient_accumulation_steps": 1} | settings,
+        **settings,
     )
 
 

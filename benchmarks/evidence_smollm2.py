@@ -171,7 +171,7 @@ def logitless_run(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def trl_run(inputs: Inputs, task: str, folder: Path) -> dict[str, Any]:
+def trl_run(inputs: Inputs, folder: Path, *, micro_batches: int) -> dict[str, Any]:
     """TRL's trainer with the recipe's settings: its own layers, its own sampler, its own loss."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -214,13 +214,12 @@ def trl_run(inputs: Inputs, task: str, folder: Path) -> dict[str, Any]:
     rows = [{"prompt": data.train[number].text, **data.train[number].columns} for number in numbers]
     preset, lora = recipe.algorithm.preset, recipe.model.lora
     sequences = rollout.prompts_per_block * rollout.completions_per_prompt
-    micro_batches = TRL_MICRO_BATCHES.get(task, 1)
     arguments = trl_arguments(
         folder / "runs" / recipe.name,
         seed=recipe.seed,
         learning_rate=recipe.train.optimizer.learning_rate,
         per_device_train_batch_size=sequences // micro_batches,
-        gradient_accumulation_steps=micro_batches,
+        micro_batches=micro_batches,
         num_generations=rollout.completions_per_prompt,
         num_iterations=1,
         max_steps=blocks,
@@ -281,7 +280,10 @@ def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> Non
     """One run in this process: its row as JSON in the folder when it is done."""
     recipe = recipe_of(run, folder, changes)
     began = time.perf_counter()
-    found = trl_run(read(recipe), run.task, folder) if run.trainer == "trl" else logitless_run(recipe)
+    if run.trainer == "trl":
+        found = trl_run(read(recipe), folder, micro_batches=TRL_MICRO_BATCHES.get(run.task, 1))
+    else:
+        found = logitless_run(recipe)
     row = {
         **run._asdict(),
         "held_out_before": found["curve"][0][1],

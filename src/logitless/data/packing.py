@@ -48,19 +48,19 @@ def pack(
         (tensor([1, 2, 3]), tensor([1, 2]), tensor([3, 4]))
     """
     tokens = _Tokens.of(pairs)
-    trained = tokens.trained
+    trained, lengths = tokens.trained, tuple(tokens.lengths.tolist())
     read = [
         ids
-        for (prompt, completion), length in zip(pairs, tokens.lengths, strict=True)
+        for (prompt, completion), length in zip(pairs, lengths, strict=True)
         if length
         for ids in (prompt.token_ids, completion.token_ids[:-1])
     ]
     inputs = PackedInputs(
         input_ids=torch.from_numpy(_concatenated(read, np.int64)),
-        position_ids=torch.from_numpy(np.arange(tokens.lengths.sum()) - np.repeat(tokens.starts, tokens.lengths)),
-        lengths=tuple(tokens.lengths.tolist()),
+        position_ids=torch.from_numpy(_counted(tokens.lengths)),
+        lengths=lengths,
         **tokens.sources(trained),
-        prefixes=_shared_prefixes(pairs, tokens.lengths.tolist()),
+        prefixes=_shared_prefixes(pairs, lengths),
     )
     batch = PackedBatch(
         inputs=inputs,
@@ -115,14 +115,8 @@ class _Tokens:
         is_read = np.bincount(sequence[trained], minlength=len(pairs)) > 0
         lengths = np.where(is_read, prompts + counts - 1, 0)
         first = lengths.cumsum() - lengths + prompts - 1  # where each completion's first token is predicted
-        within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         ids = _concatenated([completion.token_ids for completion in completions], np.int64)
-        return cls(completions, counts, lengths, sequence, ids, trained, first[sequence] + within)
-
-    @property
-    def starts(self) -> np.ndarray:
-        """[B] index of each sequence's first packed token."""
-        return self.lengths.cumsum() - self.lengths
+        return cls(completions, counts, lengths, sequence, ids, trained, first[sequence] + _counted(counts))
 
     def sources(self, of: np.ndarray) -> dict[str, Any]:
         """``source`` and ``source_counts`` of the tokens [N] that are True."""
@@ -141,6 +135,16 @@ class _Tokens:
             if completion.token_versions is not None:
                 sampled_with[end - completion.length : end] = completion.token_versions
         return version - sampled_with
+
+
+def _counted(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... for each count, end to end.
+
+    Example:
+        >>> _counted(np.array([2, 0, 3])).tolist()
+        [0, 1, 0, 1, 2]
+    """
+    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
 
 
 def _concatenated(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:

@@ -358,10 +358,8 @@ def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
     """(linear layer, (A, B, scale) or None) of a layer that may carry a LoRA adapter."""
     if not hasattr(layer, "base_layer"):
         return layer, None
-    base, of_a = layer.base_layer, getattr(layer, "lora_A", {})
-    while hasattr(base, "base_layer"):
-        base = base.base_layer
-    active = [name for name in layer.active_adapters if name in of_a]
+    base = layer.get_base_layer()
+    active = [name for name in layer.active_adapters if name in getattr(layer, "lora_A", {})]
     if layer.disable_adapters or layer.merged or not active:
         return base, None
     name = active[0]
@@ -379,7 +377,7 @@ def _split_lora(layer: Any) -> tuple[Any, tuple[Tensor, Tensor, float] | None]:
             given=", ".join(given),
             remedy="Leave the LM head out of the adapter's target modules, or call disable_dropout.",
         )
-    return base, (of_a[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
+    return base, (layer.lora_A[name].weight, layer.lora_B[name].weight, float(layer.scaling[name]))
 
 
 def verify_lm_head(model: nn.Module, head: LMHead | None = None) -> None:

@@ -4,7 +4,7 @@ launches.
 A layer of a small model is twenty kernels of ten microseconds each, and the host takes longer to launch them; a graph
 launches all at once. Its addresses and counts are fixed, so a packed row is padded to one of a few sizes, and the
 tables of its attention to one of very few, with lines that refer to no token. A new size is a new graph, whose capture
-takes longer than ten steps, while a kernel passes over an empty line in nanoseconds.
+takes longer than ten replays.
 
 The forward pass is bitwise the same with and without padding. A weight's gradient is a product over the padded row, and
 may be summed in another order. Whether a row uses a graph depends on the row, the model and the GPU's memory only,
