@@ -234,9 +234,9 @@ def _runs_with_common_prefix(texts: Sequence[bytes]) -> Iterator[tuple[int, int,
 
 def _common_prefix_length(text: bytes, other: bytes) -> int:
     """In tokens."""
-    shorter = min(len(text), len(other))
-    differ = int.from_bytes(text[:shorter], "big") ^ int.from_bytes(other[:shorter], "big")
-    return (shorter - (differ.bit_length() + 7) // 8) // _BYTES_PER_TOKEN
+    shorter = min(len(text), len(other)) // _BYTES_PER_TOKEN
+    differ = np.frombuffer(text, ">i8", shorter) != np.frombuffer(other, ">i8", shorter)
+    return int(differ.argmax()) if differ.any() else shorter
 
 
 @dataclass
