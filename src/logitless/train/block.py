@@ -32,13 +32,14 @@ class JudgedBlock:
         sampled: the groups, those of refills included.
         kept: one flag a group: whether it is trained on.
         rounds: rounds of sampling; more than 1 where zero-signal groups were refilled.
-        exact: whether the sampler's log-probs are bitwise identical to training's (``ExactEngine``).
+        exact: whether the sampler's log-probs are bitwise identical to training's (``ExactEngine``); equal blocks may
+            differ in it.
     """
 
     sampled: tuple[Group, ...]
     kept: tuple[bool, ...]
     rounds: int
-    exact: bool = False
+    exact: bool = field(default=False, compare=False)
 
     @property
     def trained(self) -> list[Group]:

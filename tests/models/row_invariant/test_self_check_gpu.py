@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from logitless.models.kernels.linear import REFERENCE, fixed_order_product
+from logitless.models.row_invariant import linear
 from logitless.models.row_invariant import self_check as check
 from logitless.models.row_invariant.linear import Shape, product, set_plan
 
@@ -15,18 +16,21 @@ pytestmark = pytest.mark.gpu
     ("columns", "length", "bias"),
     [(80, 512, False), (164, 512, False), (512, 64, False), (512, 512, True), (1280, 512, False), (896, 4864, False)],
 )
-def test_the_kernel_selected_for_few_rows_is_bitwise_identical_to_the_fixed_order_kernel(columns, length, bias, rows):
+def test_the_kernel_selected_for_few_rows_is_bitwise_identical_to_the_fixed_order_kernel(
+    columns, length, bias, rows, monkeypatch
+):
     """A million numbers: with another order of sums some hundred would differ."""
-    device = torch.device("cuda")
-    shape = Shape(columns, length, torch.bfloat16, torch.bfloat16, bias, device)
-    plan, finding = check.check_linear(shape)
-    set_plan(shape, plan)
+    device = torch.device("cuda", torch.cuda.current_device())
+    monkeypatch.setattr(linear, "_plans", {})
     generator = torch.Generator(device).manual_seed(0)
     weight, added = (
         torch.randn(*size, device=device, dtype=torch.bfloat16, generator=generator)
         for size in ((columns, length), (columns,))
     )
     added = added if bias else None
+    shape = Shape.of(weight, added)
+    plan, finding = check.check_linear(shape)
+    set_plan(shape, plan)
     for _ in range(1_000_000 // (rows * columns)):
         x = torch.randn(rows, length, device=device, dtype=torch.bfloat16, generator=generator)
         assert torch.equal(product(x, weight, added), fixed_order_product(x, weight, REFERENCE, bias=added)), finding

@@ -1,5 +1,6 @@
 """A run that is repeated is the same in every bit, or ends at the first token, metric or weight that is not."""
 
+import dataclasses
 import json
 import logging
 import shutil
@@ -54,6 +55,10 @@ def test_the_first_difference_is_named_with_both_tokens(other, recorded, here):
         check_same_block(2, block_of(**other), block_of())
     assert recorded in error.value.needed
     assert here in error.value.given
+
+
+def test_a_block_is_the_same_whether_or_not_its_sampler_is_known_to_be_exact():
+    check_same_block(2, dataclasses.replace(block_of(), exact=True), block_of())
 
 
 @pytest.fixture
