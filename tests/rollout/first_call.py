@@ -19,7 +19,7 @@ from tests.rollout.plain_forward import policy_logp, trainers_scores
 
 def main() -> None:
     """Samples with each of the options, and compares with a forward pass of training."""
-    faulthandler.dump_traceback_later(600, exit=True)  # a process that hangs ends, and says where
+    faulthandler.dump_traceback_later(300, exit=True)  # a process that hangs ends, and says where
     name, *texts = sys.argv[1:]
     model = wide_model(name)
     engine, policy = engine_of(model, max_rows=64), Policy(model)

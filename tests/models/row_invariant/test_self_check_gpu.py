@@ -6,7 +6,7 @@ import torch
 from logitless.models.kernels.linear import REFERENCE, fixed_order_product
 from logitless.models.row_invariant import linear
 from logitless.models.row_invariant import self_check as check
-from logitless.models.row_invariant.linear import Shape, product, set_plan
+from logitless.models.row_invariant.linear import Shape, product
 
 pytestmark = pytest.mark.gpu
 
@@ -20,8 +20,7 @@ def test_the_kernel_selected_for_few_rows_is_bitwise_identical_to_the_fixed_orde
     columns, length, bias, rows, monkeypatch
 ):
     """A million numbers: with another order of sums some hundred would differ."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    monkeypatch.setattr(linear, "_plans", {})
+    device = torch.device("cuda")
     generator = torch.Generator(device).manual_seed(0)
     weight, added = (
         torch.randn(*size, device=device, dtype=torch.bfloat16, generator=generator)
@@ -30,7 +29,7 @@ def test_the_kernel_selected_for_few_rows_is_bitwise_identical_to_the_fixed_orde
     added = added if bias else None
     shape = Shape.of(weight, added)
     plan, finding = check.check_linear(shape)
-    set_plan(shape, plan)
+    monkeypatch.setitem(linear._plans, shape, plan)
     for _ in range(1_000_000 // (rows * columns)):
         x = torch.randn(rows, length, device=device, dtype=torch.bfloat16, generator=generator)
         assert torch.equal(product(x, weight, added), fixed_order_product(x, weight, REFERENCE, bias=added)), finding

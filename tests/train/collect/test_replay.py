@@ -1,10 +1,10 @@
 """A run that is repeated is the same in every bit, or ends at the first token, metric or weight that is not."""
 
-import dataclasses
 import json
 import logging
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 import yaml
@@ -58,7 +58,7 @@ def test_the_first_difference_is_named_with_both_tokens(other, recorded, here):
 
 
 def test_a_block_is_the_same_whether_or_not_its_sampler_is_known_to_be_exact():
-    check_same_block(2, dataclasses.replace(block_of(), exact=True), block_of())
+    check_same_block(2, replace(block_of(), exact=True), block_of())
 
 
 @pytest.fixture
