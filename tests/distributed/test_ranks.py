@@ -242,7 +242,7 @@ def test_ranks_that_are_started_again_do_not_find_that_nccl_s_watchdog_ended_tho
 
 
 STUCK = """
-import atexit, sys, time
+import atexit, os, time
 from unittest import mock
 from logitless.distributed import ranks
 
@@ -255,7 +255,8 @@ with mock.patch("torch.distributed.distributed_c10d._abort_process_group", lambd
             begin = time.monotonic()
             raise RuntimeError("no more room")
     except RuntimeError as error:
-        print(error, "early" if time.monotonic() - begin < 20 else "late")
+        when = "early" if time.monotonic() - begin < 20 else "late"
+        os.write(1, f"{error} {when}\\n".encode())  # at once: both ranks write into one pipe
 atexit._run_exitfuncs()
 print("waits")
 """

@@ -135,6 +135,53 @@ def test_mlflow_gets_the_recipe_as_parameters_and_as_a_file_and_each_step(calls,
     ]
 
 
+@pytest.fixture
+def mlflow(monkeypatch, tmp_path):
+    """The real package, which notes in files below ``tmp_path``."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.chdir(tmp_path)
+    yield mlflow
+    mlflow.end_run()
+    mlflow.set_tracking_uri(None)
+
+
+def test_mlflow_itself_has_the_recipe_and_the_metrics_also_of_a_run_that_goes_on(mlflow, tmp_path):
+    section = {"name": "mlflow", "tracking_uri": (tmp_path / "kept").as_uri(), "tags": {"a": "b"}}
+    config = {"train": {"blocks": 3}, "prompts": "x" * 300, "none": None}
+    for step in (1, 2):
+        (writer,) = opened(tmp_path / "toy", section, config=config)
+        writer.write({"step": step, "constraint/a:b (c)/pass_rate": step / 4, "kl_ref/k3_mean": None})
+        writer.close()
+    [run] = mlflow.search_runs(search_all_experiments=True, output_format="list")
+    assert run.data.params == {"train.blocks": "3", "prompts": "x" * 250, "none": "None"}
+    assert run.data.tags["a"] == "b"
+    assert run.info.run_name == "toy"
+    [name] = run.data.metrics
+    assert name == "constraint/a:b _c_/pass_rate"
+    measured = mlflow.MlflowClient().get_metric_history(run.info.run_id, name)
+    assert [(each.step, each.value) for each in measured] == [(1, 0.25), (2, 0.5)]
+    assert mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/recipe.json") == config
+
+
+@pytest.mark.parametrize(
+    ("uri", "said"),
+    [("http://127.0.0.1:9", "127.0.0.1"), ("sqlite:///kept.db", "needs the whole package: pip install")],
+)
+def test_mlflow_that_begins_no_run_is_an_error_that_says_what_to_do(mlflow, tmp_path, uri, said):
+    with pytest.raises(UnavailableError, match=said) as refused:
+        opened(tmp_path, {"name": "mlflow", "tracking_uri": uri})
+    assert "Name a server that runs in `tracking_uri`" in str(refused.value)
+
+
+@pytest.mark.parametrize(("service", "remedy"), [("wandb", "Run `wandb login`"), ("trackio", "Check `space_id`")])
+def test_a_service_that_begins_no_run_is_an_error_that_says_what_to_do(calls, tmp_path, monkeypatch, service, remedy):
+    monkeypatch.setattr(sys.modules[service], "init", mock.Mock(side_effect=RuntimeError("No API key configured.")))
+    with pytest.raises(UnavailableError, match=f"RuntimeError: No API key configured.*{remedy}"):
+        opened(tmp_path, {"name": service})
+
+
 def test_a_run_that_is_resumed_goes_on_in_the_same_run_of_every_service(calls, tmp_path):
     services = [{"name": "wandb"}, {"name": "trackio"}, {"name": "mlflow"}]
     recipe = tiny_recipe(tmp_path, writers=services, train__blocks=2)

@@ -64,7 +64,9 @@ class MlflowSection(Section):
 
     name: Literal["mlflow"] = "mlflow"
     tracking_uri: str | None = Field(
-        None, description="of the server or folder; None: MLFLOW_TRACKING_URI, or MLflow's"
+        None,
+        description="of a server, `http://...`, or with the whole package `mlflow` of a database, `sqlite:///...`; "
+        "None: MLFLOW_TRACKING_URI, or MLflow's",
     )
     experiment: str = Field("logitless", description="made if it is not there")
     run_name: str | None = Field(None, description="shown there; None: the run's name")

@@ -6,8 +6,10 @@ A writer gets the records of ``metrics.jsonl``, after they are on disk.
 import importlib
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -20,6 +22,13 @@ from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
 
 _DISTRIBUTIONS = {"mlflow": "'logitless[mlflow]'"}
+
+_REMEDIES = {
+    "wandb": "Run `wandb login` or set WANDB_API_KEY, write `mode: offline`, or leave it out of `writers`.",
+    "trackio": "Check `space_id` and the hub's login, or leave it out of `writers`.",
+    "mlflow": "Name a server that runs in `tracking_uri` (or MLFLOW_TRACKING_URI); a database (`sqlite:///...`) needs "
+    "the whole package: pip install mlflow.",
+}
 
 
 @runtime_checkable
@@ -79,7 +88,7 @@ class ServiceWriter:
         run_id: for a later resume: the id at Weights & Biases, the name at trackio.
 
     Raises:
-        UnavailableError: the package is not installed.
+        UnavailableError: the package is not installed, or its service does not begin the run.
     """
 
     def __init__(
@@ -94,7 +103,8 @@ class ServiceWriter:
         self._module = _imported(section.name)
         options = section.model_dump(mode="json", exclude={"name", "run_name", "run_id"}, exclude_none=True)
         options |= section.begin(run_name, run_id, folder)
-        run = self._module.init(config=dict(config), **options)
+        with _beginning(section.name):
+            run = self._module.init(config=dict(config), **options)
         self.run_id: str = getattr(run, section.identified_by)
 
     def write(self, record: Record) -> None:
@@ -116,25 +126,27 @@ class MlflowWriter:
         run_id: for a later resume.
 
     Raises:
-        UnavailableError: the package is not installed.
+        UnavailableError: the package is not installed, or no run can begin at the tracking URI.
     """
 
     def __init__(
         self, section: MlflowSection, *, run_name: str, config: Mapping[str, Any], run_id: str | None = None
     ) -> None:
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its own 7 wait for minutes
         self._module = module = _imported("mlflow")
-        if section.tracking_uri is not None:
-            module.set_tracking_uri(section.tracking_uri)
         known = section.run_id or run_id
-        if known is None:
-            module.set_experiment(section.experiment)
-        run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
+        with _beginning("mlflow"):
+            if section.tracking_uri is not None:
+                module.set_tracking_uri(section.tracking_uri)
+            if known is None:
+                module.set_experiment(section.experiment)
+            run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
+            if known is None:  # MLflow does not allow to change parameters
+                parameters = list(_flat(config))
+                for at in range(0, len(parameters), 100):  # MLflow's limit for one call
+                    module.log_params(dict(parameters[at : at + 100]))
+            module.log_dict(dict(config), "recipe.json")
         self.run_id: str = run.info.run_id
-        if known is None:  # MLflow does not allow to change parameters
-            parameters = list(_flat(config))
-            for at in range(0, len(parameters), 100):  # MLflow's limit for one call
-                module.log_params(dict(parameters[at : at + 100]))
-        module.log_dict(dict(config), "recipe.json")
 
     def write(self, record: Record) -> None:
         """Log one record at its step; characters that MLflow refuses in names become `_`."""
@@ -152,7 +164,7 @@ def open_writers(
     """Open the writers of a recipe, in its order. Ids of runs at services are kept in the run folder for a resume.
 
     Raises:
-        UnavailableError: a named package is not installed; nothing was started.
+        UnavailableError: a named package is not installed (nothing was started), or a service does not begin a run.
     """
     check_writers(sections)
     kept: dict[str, str] = json.loads(folder.writers.read_text()) if folder.writers.exists() else {}
@@ -200,6 +212,19 @@ def _imported(package: str) -> ModuleType:
             needed=f"the package {package}, named in `writers`",
             given="an environment without it",
             remedy=f"Run pip install {_DISTRIBUTIONS.get(package, package)}, or leave it out of `writers`.",
+        ) from error
+
+
+@contextmanager
+def _beginning(service: str) -> Iterator[None]:
+    """What a service says when it does not begin a run, as an error that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        raise UnavailableError(
+            needed=f"a run at {service}, named in `writers`",
+            given=f"{type(error).__name__}: {error}",
+            remedy=_REMEDIES[service],
         ) from error
 
 
