@@ -1,8 +1,10 @@
 """Benchmarks of settings: every contender is measured or has its reason, and the fastest becomes recipe lines."""
 
+import argparse
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 
 from logitless.bench import recommended, settings
-from logitless.bench.settings import Contender, Scale, Step, Timing, best_lines, measured
+from logitless.bench.settings import Contender, Scale, SettingBenchmark, Step, Timing, best_lines, measured
 from logitless.cli.main import main
 from logitless.doctor.machine import left_on_the_table, takes_row_invariant_layers
 from logitless.train.plan.run_plan import plan_of
@@ -50,6 +52,20 @@ def test_a_quick_look_prints_and_keeps_every_contender(
     assert all(row["name"] in out for row in found["rows"])
     assert all(line in out for line in found["recommended"])
     assert (tmp_path / f"{name}.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize("name", ["precision", "attention", "compile", "layers", "optimizer"])
+def test_lines_that_rule_out_row_invariant_layers_say_so(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    benchmark: SettingBenchmark = getattr(settings, name.upper())
+    timed = [Contender(f"{ms} ms", partial(slept, ms / 1000), (f"a: {ms}",)) for ms in (1, 9)]
+    benchmark = replace(benchmark, contenders=lambda *_: iter(timed))
+    parser = argparse.ArgumentParser()
+    benchmark.add_arguments(parser)
+    benchmark.run(parser.parse_args(["--quick", "--device", "cpu", "--out", str(tmp_path)]))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("in a recipe")]
+    assert ("rule out row-invariant" in line) == (name in ("precision", "attention", "compile"))
 
 
 def test_a_training_step_keeps_no_cache_of_keys_and_values(monkeypatch: pytest.MonkeyPatch) -> None:

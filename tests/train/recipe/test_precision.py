@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,9 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, a_gpu):
         ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),
         ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: vllm"),
         ({"rollout__engine": {"name": "transformers"}}, "rollout.engine: transformers", "Leave rollout.engine out."),
+        ({"train__optimizer": {"moments": "host"}}, "train.optimizer.moments: host", "holds 18 bytes a weight."),
+        ({"train__share_prompts": False}, "train.share_prompts: false", "Leave it out."),
+        ({"train__cuda_graphs": False}, "train.cuda_graphs: false", "Leave it out."),
     ],
     ids=str,
 )
@@ -169,8 +173,34 @@ def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, a
     assert warning.endswith("Leave model.quantize out where the GPU holds the base in 16 bits.")
 
 
+def test_each_costly_choice_has_its_own_warning_and_those_that_cost_nothing_have_none(tmp_path, a_gpu):
+    train = {"train__share_prompts": False, "train__cuda_graphs": False}
+    engine = {"rollout__engine": {"name": "transformers"}}
+    warnings = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **train, **engine))
+    assert [each.split(":")[1].strip() for each in warnings] == [
+        "transformers samples, for rollout.engine",
+        "train.share_prompts",
+        "train.cuda_graphs",
+    ]
+    adapters = LORA | {"train__optimizer": {"moments": "8bit"}}  # their moments are small
+    assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **adapters)) == []
+
+
+def test_the_dry_run_shows_the_warnings(tmp_path, a_gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(total_memory=80 * 2**30))
+    recipe = tiny_recipe(tmp_path, **ON_GPU, **COVERED, train__share_prompts=False)
+    [line] = [line for line in dry_run(recipe).splitlines() if "WARNING" in line]
+    assert line.strip() == warnings_of(recipe)[0]
+
+
+def test_the_first_lines_of_a_run_show_the_warnings(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("logitless.train.assembly.stages.costly_choices", lambda *_: ["WARNING: too slow."])
+    start(tiny_recipe(tmp_path, train__blocks=1))
+    assert "WARNING: too slow." in capsys.readouterr().out.splitlines()
+
+
 def test_a_cpu_has_nothing_to_be_warned_of(tmp_path):
-    assert warnings_of(tiny_recipe(tmp_path), torch.device("cpu")) == []
+    assert warnings_of(tiny_recipe(tmp_path, train__share_prompts=False), torch.device("cpu")) == []
 
 
 def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_results():
@@ -191,4 +221,19 @@ def test_the_factors_of_the_warnings_and_the_page_are_those_of_the_committed_res
     assert f"{1000 * steps['logitless']:.0f} ms instead of {1000 * steps['logitless-autocast']:.0f} (" in page
     assert "ten times as fast" in page
     assert 3.5 < steps["logitless-autocast"] / steps["logitless"] < 4.5  # "about 4 times"
+    long = {
+        way: found("step-qwen3-1.7b.json", workload="long", contender=way, live=1.0)["seconds"]
+        for way in ("logitless", "logitless-8bit-moments", "logitless-host-moments")
+    }
+    assert [round(long[way] / long["logitless"], 1) for way in long] == [1.0, 2.1, 2.3]
+    shared = {
+        what: found("common-beginnings-H200.json", model="qwen3-1.7b", shared=what)["seconds"]
+        for what in ("nothing", "prompts")
+    }
+    assert round(shared["nothing"] / shared["prompts"], 1) == 3.6
+    rows = {
+        graphs: found("short-rows-H200.json", model="smollm2-135m", tokens=511, graphs=graphs)["seconds"]
+        for graphs in (False, True)
+    }
+    assert round(rows[False] / rows[True], 1) == 4.2
     assert 9 < rates["gpu"]["tokens_per_second"] / rates["transformers"]["tokens_per_second"] < 11  # "ten times"
