@@ -6,7 +6,8 @@
 
 A case is ``logitless train RECIPE --set ...``: two small blocks, with the defaults of all keys but the tested ones. The
 caches of Triton, the driver and the self-check are empty when its process begins; a resumed run has the caches of its
-first half. The models have random weights, few layers, and published widths, heads and vocabularies.
+first half. The models have random weights, published widths, heads and vocabularies, and few layers; all of them where
+the memory is what is tested. Where an engine must refuse, the run must end at once and say what to do (``refused``).
 
 A first call's seconds are those of the engine's first ``sample`` and of the self-check before it, with compilation;
 ``seconds_to_it`` count from the process's imports. Several cases share the CPU, so their first calls take longer than a
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import wraps
 from importlib.util import find_spec
 from pathlib import Path
@@ -119,18 +120,22 @@ class Case:
         overrides: of the recipe, as ``--set`` takes them; ``{held_out}`` is a file of prompts, ``{few}`` a number of
             tokens.
         of_gpu: further ones under ``rollout.engine: gpu``.
+        of_model: further ones by model.
         resumed: the run is stopped after half its blocks, and goes on in another process.
         num_gpus: processes, by torchrun.
         limit_bytes: of the GPU's memory that the process may use.
-        without_gpu_engine: why the engine ``gpu`` refuses it; empty where it does not.
+        whole: the model has all its layers.
+        without_gpu_engine: what the engine ``gpu`` says when it refuses; empty where it does not.
         needs: a package.
     """
 
     overrides: tuple[str, ...] = ()
     of_gpu: tuple[str, ...] = ()
+    of_model: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     resumed: bool = False
     num_gpus: int = 1
     limit_bytes: int | None = None
+    whole: bool = False
     without_gpu_engine: str = ""
     needs: str = ""
 
@@ -171,24 +176,32 @@ CASES: dict[str, Case] = {
     "resume": Case(("checkpoint.keep=1",), resumed=True),
     "lora": Case((_LORA,)),
     "four_bits": Case(
-        (_LORA, "model.quantize=nf4"), without_gpu_engine="its products are not row-invariant", needs="bitsandbytes"
+        (_LORA, "model.quantize=nf4"),
+        without_gpu_engine="Set rollout.engine: transformers, or auto.",
+        needs="bitsandbytes",
     ),
     "several_gpus": Case(of_gpu=("parallel.replicate=2",), num_gpus=2),
-    "24_gb": Case(limit_bytes=CARD_BYTES),
+    "24_gb": Case(
+        of_model={"qwen3-1.7b": ("train.optimizer.moments=host",)},  # 18 bytes a weight would be 31 GB
+        limit_bytes=CARD_BYTES,
+        whole=True,
+    ),
 }
 ENGINES = ("auto", "gpu", "transformers")
 
 
-def overrides_of(case: Case, engine: str, folder: Path, *, few: int = 24) -> list[str]:
+def overrides_of(case: Case, model: str, engine: str, folder: Path, *, few: int = 24) -> list[str]:
     """What ``--set`` is given for a case.
 
     Args:
         case: one of ``CASES``.
+        model: one of ``MODELS``.
         engine: one of ``ENGINES``.
         folder: that ``write_recipe`` wrote to.
         few: tokens of a completion that is evaluated.
     """
-    given = [*case.overrides, *(case.of_gpu if engine == "gpu" else ()), f"rollout.engine={{name: {engine}}}"]
+    given = [*case.overrides, *(case.of_gpu if engine == "gpu" else ()), *case.of_model.get(model, ())]
+    given.append(f"rollout.engine={{name: {engine}}}")
     filled = {"{held_out}": str(folder / "held_out.jsonl"), "{few}": str(few)}
     for name, value in filled.items():
         given = [each.replace(name, value) for each in given]
@@ -295,7 +308,11 @@ def main_of_a_case(
         each.start()
     for engine in (GpuEngine, TransformersEngine):
         mock.patch.object(engine, "sample", timed(engine.sample)).start()
-    return main(arguments)
+    status = main(arguments)
+    if report.exists() and torch.cuda.is_available():
+        found = {**json.loads(report.read_text()), "peak_bytes": torch.cuda.max_memory_reserved()}
+        report.write_text(json.dumps(found))
+    return status
 
 
 @dataclass(frozen=True)
@@ -315,8 +332,6 @@ class Runner:
     def skipped(self, name: str, engine: str) -> str:
         """Why a case cannot run here; empty where it can."""
         case = CASES[name]
-        if engine == "gpu" and case.without_gpu_engine:
-            return f"rollout.engine gpu refuses it: {case.without_gpu_engine}"
         if case.needs and find_spec(case.needs) is None:
             return f"{case.needs} is not installed"
         if case.num_gpus > max(1, len(self.devices)):
@@ -341,19 +356,24 @@ class Runner:
         row |= {"first_call_seconds": None, "error": None}
         if reason := self.skipped(name, engine):
             return {**row, "error": f"skipped: {reason}"}
-        case, recipe = CASES[name], self.folder / model / "recipe.yaml"
+        case = CASES[name]
+        recipe = self.folder / folder_of(model, has_all_layers(model, case)) / "recipe.yaml"
+        refusal = case.without_gpu_engine if engine == "gpu" else ""
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             here = Path(place)
-            sets = [*overrides_of(case, engine, recipe.parent), f"output={here / 'runs'}"]
+            sets = [*overrides_of(case, model, engine, recipe.parent), f"output={here / 'runs'}"]
             halves = [[*sets, "train.blocks=1"], sets] if case.resumed and not first_only else [sets]
             for number, each in enumerate(halves):
                 words = [word for one in each for word in ("--set", one)]
                 command = ["train", str(recipe), *words, *["--resume"] * number]
                 status, output, report = self._process(case, here, command, device, first_only=first_only)
-                row["ok"] = status == 0 and report != {}
                 for key, value in report.items():
-                    row[key] = max(row.get(key) or 0, value) if isinstance(value, float) else value
+                    row[key] = value if isinstance(value, str) else max(row.get(key) or 0, value)
+                if refusal and status == 1 and report == {} and refusal in output:
+                    row |= {"ok": True, "refused": error_of(status, output, self.timeout)}
+                    break
+                row["ok"] = status == 0 and report != {} and not refusal
                 if not row["ok"]:
                     row["error"] = error_of(status, output, self.timeout)
                     break
@@ -392,6 +412,16 @@ class Runner:
             output, _ = process.communicate()
             status = None
         return status, output, json.loads(report.read_text()) if report.exists() else {}
+
+
+def has_all_layers(model: str, case: Case) -> bool:
+    """Whether a case has the whole model; of a mixture, of which one GPU does not hold the training, never."""
+    return case.whole and "num_experts" not in MODELS[model]
+
+
+def folder_of(model: str, whole: bool) -> str:
+    """Where ``write_models`` leaves a model."""
+    return f"{model}-whole" if whole else model
 
 
 _RAISED = re.compile(r"([\w.]+(Error|Exception|Interrupt)|logitless \w+):")
@@ -443,7 +473,7 @@ def _sampler(row: Mapping[str, Any]) -> tuple[str, str]:
 def beyond_bound(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Rows whose first call took more than the bound, and none of the same model and sampler, which took at least as
     long beside others, took less alone."""
-    done = [row for row in rows if row["ok"]]
+    done = [row for row in rows if row["ok"] and "refused" not in row]
     alone = [row for row in done if row.get("alone_seconds", BOUND + 1) <= BOUND]
     reach = dict[tuple[str, str], float]()
     for row in alone:
@@ -497,21 +527,29 @@ class Results:
         print(f"{row['model']} {row['options']} {row['engine']}: {state}{seconds}", file=sys.stderr, flush=True)
 
 
-def write_models(folder: Path, names: Iterable[str], layers: int, *, toy: bool) -> None:
-    """A folder for each model with its recipe and, but at toy size, its random weights in bfloat16."""
+def write_models(folder: Path, keys: Iterable[tuple[str, str]], layers: int, *, toy: bool) -> None:
+    """A folder for each model with its recipe and, but at toy size, its random weights in bfloat16.
+
+    Args:
+        folder: that there is.
+        keys: models and cases that are run.
+        layers: of a model that is not whole.
+        toy: take the models of ``TOYS``.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from logitless.models.char_tokenizer import character_tokenizer
 
-    for name in names:
-        place = folder / name
+    for name, whole in sorted({(model, has_all_layers(model, CASES[case])) for model, case in keys}):
+        place = folder / folder_of(name, whole)
         place.mkdir()
         if toy:
             character_tokenizer("abcdefgh").save_pretrained(str(place / "tokenizer"))
             write_recipe(place, TOYS[name], place / "tokenizer")
             continue
-        config = AutoConfig.for_model(**{**MODELS[name], "num_hidden_layers": NUM_LAYERS.get(name, layers)})
+        cut = {} if whole else {"num_hidden_layers": NUM_LAYERS.get(name, layers)}
+        config = AutoConfig.for_model(**MODELS[name] | cut)
         with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
             model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         model.save_pretrained(place / "model")
@@ -526,6 +564,7 @@ def measure(options: argparse.Namespace) -> Results:
     import torch
 
     from logitless.bench.machine import environment
+    from logitless.train.record.provenance import environment as made_with
     from script import short_name
 
     begun = time.perf_counter()
@@ -542,6 +581,7 @@ def measure(options: argparse.Namespace) -> Results:
     large = [key for key in missing if key not in several and "num_experts" in MODELS[key[0]]]
     together = [key for key in missing if key not in several and key not in large]
     lock = threading.Lock()
+    commit = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
 
     def time_left() -> float:
         return float(options.seconds - (time.perf_counter() - begun))
@@ -550,7 +590,7 @@ def measure(options: argparse.Namespace) -> Results:
         options.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         runner = Runner(Path(place), options.timeout, devices)
-        write_models(runner.folder, options.models, options.layers, toy=options.toy)
+        write_models(runner.folder, {key[:2] for key in missing}, options.layers, toy=options.toy)
         slowest = [10.0]
 
         def run_all(keys: Sequence[tuple[str, str, str]], places: Sequence[str | None]) -> None:
@@ -564,7 +604,7 @@ def measure(options: argparse.Namespace) -> Results:
                     return  # it would not end in time
                 device = free.get()
                 try:
-                    row = {**runner.row(*key, device), "at_once": len(places)}
+                    row = {**runner.row(*key, device), "at_once": len(places), "commit": commit}
                 finally:
                     free.put(device)
                 with lock:

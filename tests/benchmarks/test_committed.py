@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from itertools import product
 from typing import Any
 
 import pytest
@@ -596,6 +597,11 @@ def test_every_first_contact_went_well_in_time(path):
     rows = json.loads(path.read_text())["rows"]
     assert [row for row in rows if row["ok"] is False] == []
     assert first_contact.beyond_bound(rows) == []
+    models = [name for name, config in first_contact.MODELS.items() if "num_experts" not in config]
+    keys = [(row["model"], row["options"], row["engine"]) for row in rows]
+    assert sorted(keys) == sorted(product(models, first_contact.CASES, first_contact.ENGINES))
+    refused = {(row["options"], row["engine"]) for row in rows if row["ok"] is None}
+    assert refused <= {("four_bits", "gpu")}
 
 
 def test_the_page_has_the_first_calls_that_were_measured_alone():

@@ -28,18 +28,27 @@ SMALL = [
 IN_ONE_PROCESS = [name for name, case in benchmark.CASES.items() if case.num_gpus == 1]
 
 
+def _toys():
+    """Models, cases and engines: one model a case, and the others where time is not short."""
+    models = list(benchmark.TOYS)
+    for number, name in enumerate(IN_ONE_PROCESS):
+        for model in models:
+            marks = () if model == models[number % len(models)] else pytest.mark.slow
+            for engine in benchmark.ENGINES:
+                yield pytest.param(model, name, engine, marks=marks)
+
+
 @pytest.fixture
 def toy(tmp_path, monkeypatch):
-    """Runs a case's command line on its model; returns the exit status."""
+    """Runs a case's command line on a toy model; returns the exit status."""
     monkeypatch.setattr("logitless.train.run.write_report", lambda path: None)
     monkeypatch.setattr(steps, "STEPS", 2)
     character_tokenizer("abcdefgh").save_pretrained(str(tmp_path / "tokenizer"))
 
-    def run(name, engine):
-        model = list(benchmark.TOYS)[list(benchmark.CASES).index(name) % len(benchmark.TOYS)]
+    def run(model, name, engine):
         recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS[model], tmp_path / "tokenizer")
         case = benchmark.CASES[name]
-        sets = [*benchmark.overrides_of(case, engine, tmp_path, few=2), *SMALL, f"output={tmp_path}/runs"]
+        sets = [*benchmark.overrides_of(case, model, engine, tmp_path, few=2), *SMALL, f"output={tmp_path}/runs"]
         command = ["train", str(recipe), *(word for each in sets for word in ("--set", each))]
         first = main([*command, "--set", "train.blocks=1"]) if case.resumed else 0
         return first or main([*command, *["--resume"] * case.resumed])
@@ -47,17 +56,14 @@ def toy(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("engine", benchmark.ENGINES)
-@pytest.mark.parametrize("name", IN_ONE_PROCESS)
-def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, name, engine):
-    case = benchmark.CASES[name]
-    if case.needs:
-        pytest.importorskip(case.needs)
-    if engine == "gpu" and case.without_gpu_engine:
-        assert toy(name, engine) == 1
-        assert "Sample with rollout.engine: {name: transformers}" in capsys.readouterr().err
+@pytest.mark.parametrize(("model", "name", "engine"), list(_toys()))
+def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, model, name, engine):
+    refusal = benchmark.CASES[name].without_gpu_engine
+    if engine == "gpu" and refusal:
+        assert toy(model, name, engine) == 1
+        assert refusal in capsys.readouterr().err
         return
-    assert toy(name, engine) == 0
+    assert toy(model, name, engine) == 0
     assert ("layers row-invariant" in capsys.readouterr().out) == (engine == "gpu")
     lines = [line for line in RunFolder(tmp_path / "runs" / "contact").read_metrics() if "loss/total" in line]
     assert len(lines) == (4 if name == "changed_options" else 2)
@@ -78,15 +84,55 @@ def _on_a_rank(rank, recipe, overrides):
 def test_a_first_contact_of_two_processes_goes_well_at_toy_size(tmp_path, engine):
     character_tokenizer("abcdefgh").save_pretrained(str(tmp_path / "tokenizer"))
     recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS["smollm2-135m"], tmp_path / "tokenizer")
-    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], engine, tmp_path, few=2)
+    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], "smollm2-135m", engine, tmp_path, few=2)
     overrides += [*SMALL, f"output={tmp_path}/runs", "train.blocks=1"]
     assert run_on_ranks(2, _on_a_rank, recipe, overrides) == [True, True]
 
 
 @pytest.mark.parametrize("engine", benchmark.ENGINES)
 @pytest.mark.parametrize("name", benchmark.CASES)
-def test_every_case_is_a_recipe_at_real_size_too(tmp_path, name, engine):
+@pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen3-1.7b"])
+def test_every_case_is_a_recipe_at_real_size_too(tmp_path, model, name, engine):
     recipe = benchmark.write_recipe(tmp_path, str(tmp_path), tmp_path)
-    checked = load_recipe(recipe, benchmark.overrides_of(benchmark.CASES[name], engine, tmp_path))
+    overrides = benchmark.overrides_of(benchmark.CASES[name], model, engine, tmp_path)
+    checked = load_recipe(recipe, overrides, plans_for_gpus=True)
     assert checked.rollout.engine.name == engine
     assert checked.model.device == "auto"
+
+
+def row(seconds, *, model="a", alone=None, **others):
+    found = {"model": model, "sampled_by": "GpuEngine", "ok": True, "first_call_seconds": seconds, **others}
+    return found if alone is None else {**found, "alone_seconds": alone}
+
+
+@pytest.mark.parametrize(
+    ("rows", "beyond"),
+    [
+        ([row(9.0)], []),
+        ([row(11.0)], [11.0]),
+        ([row(20.0, alone=9.0), row(15.0)], []),  # it took less beside others than one that was quick alone
+        ([row(20.0, alone=9.0), row(21.0)], [21.0]),
+        ([row(20.0, alone=11.0), row(15.0)], [20.0, 15.0]),
+        ([row(20.0, alone=9.0), row(15.0, model="b")], [15.0]),
+        ([row(20.0, alone=9.0), row(15.0, sampled_by="TransformersEngine")], [15.0]),
+        ([row(15.0, ok=False), row(None, ok=True, refused="no")], []),
+    ],
+)
+def test_a_first_call_is_in_time_by_itself_or_by_one_that_took_longer_beside_others(rows, beyond):
+    assert [each["first_call_seconds"] for each in benchmark.beyond_bound(rows)] == beyond
+
+
+@pytest.mark.parametrize(
+    ("status", "output", "ok"),
+    [
+        (1, "logitless train: needed x. Set rollout.engine: transformers, or auto. More.", True),
+        (1, "RuntimeError: device-side assert", False),
+        (0, "", False),
+    ],
+)
+def test_a_refusal_is_well_where_it_says_what_to_do(tmp_path, monkeypatch, status, output, ok):
+    monkeypatch.setattr(benchmark, "find_spec", lambda _: True)
+    monkeypatch.setattr(benchmark.Runner, "_process", lambda *_, **__: (status, output, {}))
+    found = benchmark.Runner(tmp_path, 1.0, ["0"]).row("smollm2-135m", "four_bits", "gpu", "0")
+    assert found["ok"] is ok
+    assert ("refused" in found) == ok == (found["error"] is None)

@@ -2,6 +2,7 @@
 
 import sys
 
+import bitsandbytes
 import pytest
 import torch
 from torch import nn
@@ -38,11 +39,6 @@ def test_adapters_and_the_lm_head_are_no_part_of_the_base():
     assert not any("lora" in name or "lm_head" in name for name in names)
 
 
-@pytest.fixture
-def bitsandbytes():
-    return pytest.importorskip("bitsandbytes")
-
-
 def scored(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Log-probs of two completions under adapters that are not nothing, and the adapters' gradients."""
     model = add_lora(model, LoraOptions(rank=2), seed=3)
@@ -57,7 +53,7 @@ def scored(model: nn.Module) -> tuple[torch.Tensor, list[torch.Tensor]]:
     return logp.detach(), list(torch.autograd.grad(logp.sum(), trained))
 
 
-def test_lora_on_four_bits_is_lora_on_the_weights_that_they_say(bitsandbytes):
+def test_lora_on_four_bits_is_lora_on_the_weights_that_they_say():
     small = load_model(CONFIG, random_weights=True, four_bit="nf4")
     plain = load_model(CONFIG, random_weights=True)
     linears = dict(base_linears(small))
@@ -72,7 +68,7 @@ def test_lora_on_four_bits_is_lora_on_the_weights_that_they_say(bitsandbytes):
         assert float((found - gradient).norm() / gradient.norm()) < 1e-3
 
 
-def test_a_weight_takes_a_little_more_than_four_bits(bitsandbytes):
+def test_a_weight_takes_a_little_more_than_four_bits():
     model = load_model(CONFIG | {"hidden_size": 256, "intermediate_size": 1024}, random_weights=True)
     weights = sum(layer.weight.numel() for _, layer in base_linears(model))
     quantize(model, "nf4", CPU)

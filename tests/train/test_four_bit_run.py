@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-
 from logitless.train.recipe.loading import load_recipe
 from logitless.train.record.metrics import repeatable
 from tests.train.tiny import start
@@ -14,8 +12,6 @@ FOUR_BITS = ["model.quantize=nf4", "model.lora={rank: 2}", "model.device=cpu", "
 
 
 def test_a_run_over_four_bits_goes_on_bit_for_bit_and_says_that_sampling_has_other_bits(tmp_path, capsys):
-    pytest.importorskip("bitsandbytes")
-
     def lines(folder, *blocks):
         for number, count in enumerate(blocks):
             changes = [f"output={folder}", f"train.blocks={count}", "checkpoint.every_blocks=1"]
