@@ -190,17 +190,17 @@ CASES: dict[str, Case] = {
 ENGINES = ("auto", "gpu", "transformers")
 
 
-def overrides_of(case: Case, model: str, engine: str, folder: Path, *, few: int = 24) -> list[str]:
+def overrides_of(case: Case, model: str | None, engine: str, folder: Path, *, few: int = 24) -> list[str]:
     """What ``--set`` is given for a case.
 
     Args:
         case: one of ``CASES``.
-        model: one of ``MODELS``.
+        model: one of ``MODELS``; None where there is no GPU, for what they need is for one.
         engine: one of ``ENGINES``.
         folder: that ``write_recipe`` wrote to.
         few: tokens of a completion that is evaluated.
     """
-    given = [*case.overrides, *(case.of_gpu if engine == "gpu" else ()), *case.of_model.get(model, ())]
+    given = [*case.overrides, *(case.of_gpu if engine == "gpu" else ()), *case.of_model.get(model or "", ())]
     given.append(f"rollout.engine={{name: {engine}}}")
     filled = {"{held_out}": str(folder / "held_out.jsonl"), "{few}": str(few)}
     for name, value in filled.items():
@@ -362,7 +362,10 @@ class Runner:
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             here = Path(place)
-            sets = [*overrides_of(case, model, engine, recipe.parent), f"output={here / 'runs'}"]
+            sets = [
+                *overrides_of(case, model if self.devices else None, engine, recipe.parent),
+                f"output={here / 'runs'}",
+            ]
             halves = [[*sets, "train.blocks=1"], sets] if case.resumed and not first_only else [sets]
             for number, each in enumerate(halves):
                 words = [word for one in each for word in ("--set", one)]

@@ -48,7 +48,7 @@ def toy(tmp_path, monkeypatch):
     def run(model, name, engine):
         recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS[model], tmp_path / "tokenizer")
         case = benchmark.CASES[name]
-        sets = [*benchmark.overrides_of(case, model, engine, tmp_path, few=2), *SMALL, f"output={tmp_path}/runs"]
+        sets = [*benchmark.overrides_of(case, None, engine, tmp_path, few=2), *SMALL, f"output={tmp_path}/runs"]
         command = ["train", str(recipe), *(word for each in sets for word in ("--set", each))]
         first = main([*command, "--set", "train.blocks=1"]) if case.resumed else 0
         return first or main([*command, *["--resume"] * case.resumed])
@@ -84,7 +84,7 @@ def _on_a_rank(rank, recipe, overrides):
 def test_a_first_contact_of_two_processes_goes_well_at_toy_size(tmp_path, engine):
     character_tokenizer("abcdefgh").save_pretrained(str(tmp_path / "tokenizer"))
     recipe = benchmark.write_recipe(tmp_path, benchmark.TOYS["smollm2-135m"], tmp_path / "tokenizer")
-    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], "smollm2-135m", engine, tmp_path, few=2)
+    overrides = benchmark.overrides_of(benchmark.CASES["several_gpus"], None, engine, tmp_path, few=2)
     overrides += [*SMALL, f"output={tmp_path}/runs", "train.blocks=1"]
     assert run_on_ranks(2, _on_a_rank, recipe, overrides) == [True, True]
 
