@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 from typing import Any, NamedTuple
 
 import torch
@@ -352,13 +352,42 @@ def lacking(out: Path, runs: Sequence[Run]) -> list[Run]:
     return [run for run in runs if not any(run.is_of(row) for row in rows)]
 
 
-def compared(rows: list[dict[str, Any]]) -> str:
-    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of those that were alone in both."""
-    lines = [
-        "| Task | Tuned | Seeds | Held out, before | After | In TRL | TRL less logitless, 95% | A block | In TRL | "
-        "All blocks | In TRL | TRL / logitless |",
-        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+class Compared(NamedTuple):
+    """Rows of a task and choice here and in TRL."""
+
+    task: str
+    variant: str
+    here: list[dict[str, Any]]
+    trl: list[dict[str, Any]]
+
+    @property
+    def apart(self) -> tuple[float, float] | None:
+        """TRL's held-out accuracy less this one, and half of its 95% interval; None for one seed."""
+        here, trl = ([row["held_out_after"] for row in each] for each in self[2:])
+        return difference(here, trl) if min(len(here), len(trl)) > 1 else None
+
+    @property
+    def alone(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]] | None:
+        """Rows of the seeds that had a GPU to themselves in both; None if there are none."""
+        here, trl = ({row["seed"]: row for row in each if row["at_once"] == 1} for each in self[2:])
+        seeds = sorted(here.keys() & trl.keys())
+        return ([here[seed] for seed in seeds], [trl[seed] for seed in seeds]) if seeds else None
+
+    def ratio(self, clock: str) -> float | None:
+        """TRL's seconds over these, alone in both.
+
+        Args:
+            clock: ``seconds``, of blocks, or ``run_seconds``, of processes from imports to the model that is written.
+        """
+        if self.alone is None:
+            return None
+        here, trl = (fmean(row[clock] for row in each) for each in self.alone)
+        return trl / here
+
+
+def comparisons(rows: list[dict[str, Any]]) -> list[Compared]:
+    """Tasks and choices that both trainers were measured on."""
+    found = list[Compared]()
     for task in TASKS:
         for variant in (PLAIN, "lora"):
             here, trl = (
@@ -366,24 +395,32 @@ def compared(rows: list[dict[str, Any]]) -> str:
                 for trainer in TRAINERS
             )
             if here and trl:
-                lines.append(_line(task, variant, here, trl))
+                found.append(Compared(task, variant, here, trl))
+    return found
+
+
+def compared(rows: list[dict[str, Any]]) -> str:
+    """Each task here and in TRL: held-out accuracy over the seeds, and the seconds of those that were alone in both."""
+    head = (
+        "Task",
+        "Tuned",
+        *("Seeds", "Held out, before", "After", "In TRL", "TRL less logitless, 95%"),
+        *("All blocks", "In TRL", "TRL / logitless", "Whole process"),
+    )
+    lines = [f"| {' | '.join(head)} |", "|---|---|" + "--:|" * 9, *map(_line, comparisons(rows))]
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def _line(task: str, variant: str, here: list[dict[str, Any]], trl: list[dict[str, Any]]) -> str:
-    after = [[row["held_out_after"] for row in each] for each in (here, trl)]
-    seeds, apart = ", ".join(dict.fromkeys(str(len(each)) for each in after)), ""
-    if min(map(len, after)) > 1:
-        middle, half = difference(*after)
-        apart = f"{middle:+.3f} ± {half:.3f}"
-    times = [{row["seed"]: row for row in each if row["at_once"] == 1} for each in (here, trl)]
-    alone = [[each[seed] for seed in times[0].keys() & times[1].keys()] for each in times]
-    blocks = [f"{fmean(median(row['block_seconds']) for row in each):.2f} s" if each else "" for each in alone]
-    seconds = [fmean(row["seconds"] for row in each) if each else 0.0 for each in alone]
-    total = [f"{each:.0f} s" if each else "" for each in seconds]
-    ratio = f"{seconds[1] / seconds[0]:.1f}" if all(seconds) else ""
-    cells = [task, variant, seeds, f"{here[0]['held_out_before']:.3f}", *map(_spread, after), apart]
-    return f"| {' | '.join([*cells, *blocks, *total, ratio])} |"
+def _line(of: Compared) -> str:
+    after = [[row["held_out_after"] for row in each] for each in (of.here, of.trl)]
+    seeds = ", ".join(dict.fromkeys(str(len(each)) for each in after))
+    apart = "" if of.apart is None else "{:+.3f} ± {:.3f}".format(*of.apart)
+    cells = [of.task, of.variant, seeds, f"{of.here[0]['held_out_before']:.3f}", *map(_spread, after), apart]
+    if of.alone is None:
+        return f"| {' | '.join([*cells, *4 * ('',)])} |"
+    cells += [f"{fmean(row['seconds'] for row in each):.0f} s" for each in of.alone]
+    cells += [f"{of.ratio(clock):.1f}" for clock in ("seconds", "run_seconds")]
+    return f"| {' | '.join(cells)} |"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -406,10 +443,19 @@ def ablations(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) if len(lines) > 2 else ""
 
 
-def drawn(rows: list[dict[str, Any]]) -> list[str]:
-    """Tasks whose curves of full fine-tuning here and in TRL are compared, over several seeds."""
-    of_trl = [row["task"] for row in rows if (row["trainer"], row["variant"]) == ("trl", PLAIN)]
-    return [task for task in TASKS if of_trl.count(task) > 1]
+def drawn(rows: list[dict[str, Any]]) -> dict[str, dict[str, Run]]:
+    """Plots of tasks that have three seeds here, full fine-tuning and LoRA apart: each trainer's run of seed 0."""
+    found = dict[str, dict[str, Run]]()
+    for task in TASKS:
+        for variant in (PLAIN, "lora"):
+            of = {trainer: Run(task, trainer, variant, 0) for trainer in TRAINERS}
+            counts = {
+                trainer: sum(run._replace(seed=row["seed"]).is_of(row) for row in rows) for trainer, run in of.items()
+            }
+            if counts["logitless"] >= 3:
+                name = task if variant == PLAIN else f"{task}-{variant}"
+                found[name] = {trainer: run for trainer, run in of.items() if counts[trainer]}
+    return found
 
 
 def stale(rows: list[dict[str, Any]]) -> list[Run]:
@@ -447,7 +493,7 @@ def tables(results: Path) -> dict[str, str]:
         parts = [
             f"On one {machine['gpu']} a run ({made}; [all rows](../benchmarks/results/{name}.json)):",
             compared(rows),
-            *(f"![{task}](../benchmarks/results/{name}-{task}.svg)" for task in drawn(rows)),
+            *(f"![{plot}](../benchmarks/results/{name}-{plot}.svg)" for plot in drawn(rows)),
             f"![staleness](../benchmarks/results/{name}-staleness.svg)" if len(stale(rows)) > 1 else "",
             ablations(rows),
         ]
@@ -465,9 +511,8 @@ def plot(results: Path) -> None:
     """Draw the curves of the result files of GPUs beside them."""
     for name, document in documents_of(results).items():
         rows = document["rows"]
-        for task in drawn(rows):
-            of = {trainer: Run(task, trainer, PLAIN, 0) for trainer in TRAINERS}
-            draw(rows, of, results / f"{name}-{task}.svg")
+        for what, of in drawn(rows).items():
+            draw(rows, of, results / f"{name}-{what}.svg")
         if len(lines := stale(rows)) > 1:
             of = {run.variant.replace(PLAIN, "staleness 0"): run for run in lines}
             draw(rows, of, results / f"{name}-staleness.svg")

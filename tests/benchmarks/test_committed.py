@@ -15,6 +15,7 @@ import common_beginnings
 import delta
 import distillation
 import evidence
+import evidence_smollm2
 import first_contact
 import forecast
 import quickstart_vllm
@@ -641,6 +642,32 @@ def test_the_page_of_numerics_has_the_held_out_results_of_both_precisions_on_a_g
         after = [row["held_out_after"] for row in rows if (row["task"], row["trainer"], row["variant"]) == key]
         assert len(after) >= 3
         assert f"{statistics.fmean(after):.3f} ± {statistics.stdev(after):.3f}" in page
+
+
+COMPARED = [
+    each
+    for document in evidence_smollm2.documents_of(RESULTS).values()
+    for each in evidence_smollm2.comparisons(document["rows"])
+]
+
+
+@pytest.mark.parametrize("task", ["addition", "mawps", "words", "ifeval"])
+def test_pretrained_weights_learn_at_three_seeds_as_much_as_in_trl_within_the_noise(task):
+    several = [each for each in COMPARED if each.task == task and min(len(each.here), len(each.trl)) >= 3]
+    assert several
+    for each in several:
+        middle, half = each.apart
+        assert abs(middle) <= half, each.variant
+        assert all(row["held_out_after"] > row["held_out_before"] + 0.1 for row in each.here), each.variant
+
+
+def test_blocks_take_at_most_a_third_of_trls_time_and_the_page_says_what_blocks_and_processes_take():
+    of = {clock: [ratio for each in COMPARED if (ratio := each.ratio(clock))] for clock in ("seconds", "run_seconds")}
+    assert len(of["seconds"]) >= 5
+    assert min(of["seconds"]) >= 3
+    page = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
+    blocks, processes = (f"{min(ratios):.1f} to {max(ratios):.1f} times" for ratios in of.values())
+    assert f"TRL's blocks take {blocks} as long, its processes {processes}" in page
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("commands-*.json")), ids=lambda path: path.stem)

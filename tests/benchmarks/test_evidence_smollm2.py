@@ -14,7 +14,14 @@ from tests.models.tiny_gguf import write_gguf
 
 def row(trainer: str, seed: int, after: float, **changed: Any) -> dict[str, Any]:
     made = {"task": "addition", "trainer": trainer, "variant": "full", "seed": seed, "held_out_before": 0.01}
-    made |= {"held_out_after": after, "seconds": 40.0, "blocks": 3, "at_once": 1, "learning_rate": 1e-5}
+    made |= {
+        "held_out_after": after,
+        "seconds": 40.0,
+        "run_seconds": 50.0,
+        "blocks": 3,
+        "at_once": 1,
+        "learning_rate": 1e-5,
+    }
     return made | {"block_seconds": [10.0, 10.0, 20.0], "curve": [[0, 0.01], [3, after]], "base": "w"} | changed
 
 
@@ -22,14 +29,32 @@ def test_the_table_has_the_interval_of_the_difference_and_the_seconds_of_seeds_t
     """Three seeds each, all 0.1 apart: the pooled spread is 0.1, sqrt(2/3) of it times 2.776 is 0.227."""
     rows = [row("logitless", seed, 0.7 + seed / 10, at_once=1 + 2 * (seed > 0)) for seed in range(3)]
     rows += [
-        row("trl", s, 0.7 + s / 10, seconds=120.0 + s, block_seconds=[40.0 + s] * 3, at_once=1 + s // 2)
+        row(
+            "trl",
+            s,
+            0.7 + s / 10,
+            seconds=120.0 + s,
+            run_seconds=125.0,
+            block_seconds=[40.0 + s] * 3,
+            at_once=1 + s // 2,
+        )
         for s in range(3)
     ]
     (line,) = evidence.compared(rows).splitlines()[2:]
     assert line == (
-        "| addition | full | 3 | 0.010 | 0.800 ± 0.100 | 0.800 ± 0.100 | +0.000 ± 0.227 | 10.00 s | 40.00 s | 40 s "
-        "| 120 s | 3.0 |"
+        "| addition | full | 3 | 0.010 | 0.800 ± 0.100 | 0.800 ± 0.100 | +0.000 ± 0.227 | 40 s | 120 s | 3.0 | 2.5 |"
     )
+
+
+def test_three_seeds_here_are_drawn_beside_those_of_trl_and_full_fine_tuning_apart_from_lora() -> None:
+    rows = [row("logitless", seed, 0.7, variant=variant) for seed in range(3) for variant in ("full", "lora")]
+    rows += [row("trl", 0, 0.7, variant="lora")]
+    drawn = evidence.drawn(rows)
+    assert {name: list(runs) for name, runs in drawn.items()} == {
+        "addition": ["logitless"],
+        "addition-lora": ["logitless", "trl"],
+    }
+    assert evidence.drawn([each for each in rows if each["seed"] < 2]) == {}
 
 
 @pytest.fixture(scope="module")
