@@ -272,6 +272,8 @@ def refusing():
         ({"logprobs": 2}, "only the sampled token"),
         ({"stream_options": {"include_usage": True}}, "beside stream"),
         ({"stream_options": {}, "stream": False}, "beside stream"),
+        ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options: include_usage alone"),
+        ({"stream_options": {"include_usage": "yes"}, "stream": True}, "stream_options: include_usage alone"),
     ],
 )
 def test_what_cannot_be_done_is_refused_in_words(refusing, ask, more, named):

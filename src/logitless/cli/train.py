@@ -219,14 +219,25 @@ WORTH_SAYING = 0.05
 
 
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
+    from logitless.train.collect.failures import MOST_HIT
+
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
     failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
+    late = {name: count for name, count in _of("deadline_hits", summary) if count > OFTEN * summary[f"verdicts/{name}"]}
     rows = [*_scores(summary), *(("failed reward", _failed(name, summary)) for name in failed)]
+    rows += [("deadline hit", _late(name, summary)) for name in late]
+    rows += [
+        ("failed reward", f"{name}: at held-out completions, the first by {first}")
+        for name, first in _of("first_failure", summary)
+        if name not in failed
+    ]
     if result.ended_by == "unscored" and not failed:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
     rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
+    often = often or any((share or 0) > OFTEN for _, share in _of("unscored_fraction_after", summary))
+    often = often or any(count > MOST_HIT * summary[f"verdicts/{name}"] for name, count in late.items())
     unrepaired = result.ended_by == "unscored" or (result.complete and often)
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
     following = _next(result, recipe, settings, replay, summary, unrepaired=unrepaired)
@@ -264,7 +275,8 @@ def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         accuracy = change(f"accuracy_before{each}", f"accuracy_after{each}")
         reward = change(f"held_out_reward_before{each}", f"held_out_reward_after{each}")
         if accuracy is not None:
-            yield f"{name} accuracy", accuracy
+            share = summary.get(f"unscored_fraction_after{each}") or 0.0
+            yield f"{name} accuracy", accuracy + (f" ({share:.0%} not scored)" if 0 < share < 1 else "")
         if reward is not None and reward != accuracy:
             yield f"{name} reward", reward
     if (reward := change("reward_first_block", "reward_last_block")) is not None:
@@ -284,6 +296,11 @@ def _failed(reward: str, summary: Mapping[str, Any]) -> str:
     first = summary.get(f"first_failure/{reward}")
     said = f"{reward}: {failed:,} of {total:,} completions ({failed / total:.0%})"
     return said if first is None else f"{said}, the first by {first}"
+
+
+def _late(reward: str, summary: Mapping[str, Any]) -> str:
+    hits, total = summary[f"deadline_hits/{reward}"], summary[f"verdicts/{reward}"]
+    return f"{reward}: at {hits:,} of {total:,} completions ({hits / total:.0%})"
 
 
 def _next(

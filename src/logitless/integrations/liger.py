@@ -220,11 +220,10 @@ class LigerFusedLinearGRPOLoss(nn.Module):
         """The sampler's log-probs that give this importance ratio."""
         assert batch.logp_old is not None
         logp_old = places.scatter_back(batch.logp_old)
-        if ratio.dim() == 1:
-            ratio = ratio[:, None]
+        column = ratio[:, None] if ratio.dim() == 1 else ratio
         per_token_only = self.algorithm.objective.surrogate.uses_correction
         allowed = (logp_old.shape,) if per_token_only else (logp_old.shape, (len(logp_old), 1))
-        if ratio.shape not in allowed:
+        if column.shape not in allowed:
             raise InputError(
                 needed=f"vllm_is_ratio of {tuple(logp_old.shape)}"
                 + (
@@ -235,7 +234,7 @@ class LigerFusedLinearGRPOLoss(nn.Module):
                 given=f"shape {tuple(ratio.shape)}",
                 remedy="Give a ratio per token as [B, T]" + ("." if per_token_only else ", or per sequence as [B]."),
             )
-        return logp_old - ratio.to(logp_old.dtype).log()
+        return logp_old - column.to(logp_old.dtype).log()
 
     def _metrics(self, output: ObjectiveOutput) -> tuple[Tensor, ...]:
         """The mean KL, with one, and the fraction of tokens outside of Liger's bounds, which are those before delta."""

@@ -29,6 +29,12 @@ def picky(completions, **columns):
     return [float(len(completions[0]))]
 
 
+def fails_held_out(prompts, completions):
+    if prompts[0] == "bca":
+        raise KeyError("no answer to bca")
+    return [float(len(completions[0]))]
+
+
 def needs_a_column(completions, anwser):
     return [1.0]
 """
@@ -125,8 +131,9 @@ def test_a_reward_that_raises_on_some_completions_is_shown_at_once_counted_in_ea
     assert len(re.findall(r"block \d/9.*picky failed at \d+%", out)) == 2  # the third block ends the run
     folder = RunFolder(tmp_path / "runs" / "tiny")
     summary = json.loads(folder.summary.read_text())
-    assert (summary["ended_by"], summary["verdicts/picky"]) == ("error", 2 * 16)
-    assert 0 < summary["failed_verdicts/picky"] < 2 * 16
+    assert summary["ended_by"] == "error"
+    assert summary["verdicts/picky"] == summary["completions"] == 3 * 16  # also of the block that ended it
+    assert 0.25 * 16 < summary["failed_verdicts/picky"] == 3 * 16 - summary["scored_completions"] < 3 * 16
     write_report(folder.path)
     assert "failed: needed at most 25% of completions unscored" in folder.report.read_text()
 
@@ -143,6 +150,50 @@ def test_the_summary_and_the_last_lines_have_the_share_of_completions_that_a_rew
     shares = [line["verdict/picky/failed_fraction"] for line in folder.read_metrics() if "reward/mean" in line]
     assert sum(shares) * 16 == failed
     assert f"picky: {failed} of 64 completions ({failed / 64:.0%})" in capsys.readouterr().out
+
+
+def test_a_reward_that_fails_only_at_held_out_completions_is_in_every_line_the_summary_the_last_lines_and_the_report(
+    tmp_path, capsys
+):
+    rewards = [{"name": "function", "path": f"{tmp_path}/rewards.py:fails_held_out"}]
+    held_out = [{"id": text, "prompt": text} for text in ("ca", "bca")]
+    (tmp_path / "asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held_out))
+    data = {"name": "file", "path": str(tmp_path / "asked.jsonl")}
+    evaluation = {"every_blocks": 1, "sets": {"more": {"data": data, "every_blocks": 1}}}
+    recipe = picky_recipe(tmp_path, rewards=rewards, train__blocks=1, data__held_out=data, evaluation=evaluation)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert len(re.findall(r"held-out accuracy \S+ \(50% not scored\).* more: 50% not scored", out)) == 2
+    assert len(re.findall(r"^  (?:held-out|more) accuracy .* \(50% not scored\)$", out, re.MULTILINE)) == 2
+    assert (
+        "  failed reward      fails_held_out: at held-out completions, the first by KeyError: 'no answer to bca'" in out
+    )
+    assert re.search("^next: .* doctor ", out, re.MULTILINE)
+    folder = RunFolder(tmp_path / "runs" / "tiny")
+    summary = json.loads(folder.summary.read_text())
+    assert (summary["unscored_fraction_after"], summary["unscored_fraction_after/more"]) == (0.5, 0.5)
+    write_report(folder.path)
+    assert "50%, more: 50%</div><div>held-out completions not scored" in folder.report.read_text()
+
+
+@pytest.mark.parametrize(("late", "repaired_first"), [(0, False), (6, False), (9, True)])
+def test_the_last_lines_have_the_share_of_completions_that_hit_a_deadline(
+    tmp_path, capsys, monkeypatch, late, repaired_first
+):
+    calls = iter(range(1000))
+    over = Verdict(0.0, "ungradable", message="timeout: over 2 s (signal SIGKILL)")
+
+    def verdicts(_reward, _prompts, completions, *_):
+        return [over if next(calls) % 16 < late else Verdict(1.0, "graded") for _ in completions]
+
+    monkeypatch.setattr(Length, "verdicts", verdicts)
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "length"}], train__blocks=2, data__held_out=None)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert (f"  deadline hit       length: at {2 * late} of 32 completions ({late / 16:.0%})" in out) == (late > 0)
+    assert bool(re.search("^next: .* doctor ", out, re.MULTILINE)) == repaired_first
 
 
 def test_an_argument_that_is_no_column_is_refused_before_the_start_and_in_a_dry_run(tmp_path):

@@ -11,7 +11,16 @@ from dataclasses import fields, replace
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, StrictInt, ValidationError, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    Field,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    ValidationInfo,
+)
 
 from logitless.errors import RefusedError
 from logitless.rollout.sampling import SamplingOptions
@@ -46,6 +55,12 @@ _Pairs = Annotated[dict[int, float], AfterValidator(lambda bias: tuple(bias.item
 _Texts = Annotated[tuple[str, ...], BeforeValidator(lambda text: (text,) if isinstance(text, str) else text)]
 
 
+class StreamOptions(BaseModel, extra="forbid"):
+    """Of a stream: ``include_usage`` asks for a last chunk without choices."""
+
+    include_usage: StrictBool = False
+
+
 class Request(BaseModel, extra="forbid"):
     """The fields of both endpoints. A field's description replaces pydantic's message in errors."""
 
@@ -60,7 +75,9 @@ class Request(BaseModel, extra="forbid"):
     n: StrictInt | None = Field(None, ge=1, le=1024)
     seed: int | None = None
     stream: bool | None = None
-    stream_options: Annotated[dict[str, Any] | None, AfterValidator(_beside_stream)] = None
+    stream_options: Annotated[StreamOptions | None, AfterValidator(_beside_stream)] = Field(
+        None, description="include_usage alone, true or false, beside stream"
+    )
     # engines return the log-prob of the sampled token only
     logprobs: Literal[0, 1] | None = Field(None, description="0 or 1 is needed; only the sampled token's can be had")
     max_tokens: int | None = None
@@ -94,7 +111,7 @@ class Request(BaseModel, extra="forbid"):
             for each in error.errors():
                 name = str((*each["loc"], "body")[0])
                 described = name in cls.model_fields and cls.model_fields[name].description
-                unknown = each["type"] == "extra_forbidden"
+                unknown = each["type"] == "extra_forbidden" and len(each["loc"]) == 1
                 wrong[name] = "unknown here" if unknown else described or each["msg"].removeprefix("Value error, ")
             raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in wrong.items())) from error
 
@@ -223,12 +240,12 @@ def _choice(index: int, completion: Completion) -> dict[str, Any]:
     return {"index": index, "finish_reason": completion.finish_reason, "token_ids": tokens, "weights_version": version}
 
 
-def events(whole: Mapping[str, Any], options: Mapping[str, Any]) -> bytes:
+def events(whole: Mapping[str, Any], *, include_usage: bool) -> bytes:
     """A whole reply as server-sent events: one chunk with everything, the usage if requested, and ``[DONE]``."""
     kind = "chat.completion.chunk" if whole["object"] == "chat.completion" else whole["object"]
     piece = {**whole, "object": kind, "choices": [*map(_streamed, whole["choices"])]}
     pieces: list[dict[str, Any]] = [{**piece, "usage": None}, {**piece, "choices": []}]
-    if not options.get("include_usage"):
+    if not include_usage:
         del piece["usage"]
         pieces = [piece]
     return "".join(f"data: {data}\n\n" for data in (*map(json.dumps, pieces), "[DONE]")).encode()

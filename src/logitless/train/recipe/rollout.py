@@ -37,7 +37,7 @@ class ParityThresholds(Section):
 
 
 class ParitySection(Section):
-    """Bounds between sampler and trainer, at every block sampled from the policy's own softmax."""
+    """Bounds between sampler and trainer, at every scored block sampled from the policy's own softmax."""
 
     warn: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, a message")
     stop: ParityThresholds = Field(default_factory=ParityThresholds, description="above one of them, the run ends")

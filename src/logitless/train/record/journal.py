@@ -6,11 +6,12 @@ Every rank has one; only the first one's writes.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from logitless.distributed.ranks import Ranks
+from logitless.rewards.workers.pooled import hit_deadline
 from logitless.train.block import JudgedBlock
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.memory import peak_memory
@@ -18,7 +19,6 @@ from logitless.train.record.metrics import Numbers
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import WallClock
 from logitless.train.record.writers import Writer
-from logitless.types import VerdictStatus
 
 
 class Journal:
@@ -87,12 +87,16 @@ class Journal:
                 self.message(f"{said}: {type(error).__name__}: {error}")
 
     def _summarize(self, record: Numbers) -> None:
-        """Update the summary: first and last accuracy and reward, and numbers of failed verdicts.
+        """Update the summary: first and last accuracy, reward and share of held-out completions without a score.
 
         The first line of a run is written before it trains.
         """
         when = "after" if self._lines else "before"
-        kept = {"accuracy": f"accuracy_{when}", "reward_mean": f"held_out_reward_{when}"}
+        kept = {
+            "accuracy": f"accuracy_{when}",
+            "reward_mean": f"held_out_reward_{when}",
+            "unscored_fraction": f"unscored_fraction_{when}",
+        }
         for number, name in kept.items():
             if f"evaluation/{number}" in record:
                 self.summary[name] = record[f"evaluation/{number}"]
@@ -101,9 +105,6 @@ class Journal:
             held_out, _, number = rest.partition("/")
             if start == "held_out" and number in kept:
                 self.summary[f"{kept[number]}/{held_out}"] = record[name]
-            if start == "verdict" and number in get_args(VerdictStatus):
-                self._count(f"verdicts/{held_out}", record[name])
-                self._count(f"failed_verdicts/{held_out}", record[name] if number in ("error", "timeout") else 0)
         if "reward/mean" in record:
             self.summary.setdefault("reward_first_block", record["reward/mean"])
             self.summary["reward_last_block"] = record["reward/mean"]
@@ -123,6 +124,10 @@ class Journal:
         rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
         self._count("scored_completions", len(rewards) - rewards.count(None))
+        for name, verdict in (each for group in block.sampled for of in group.verdicts for each in of.items()):
+            self._count(f"verdicts/{name}", 1)
+            self._count(f"failed_verdicts/{name}", verdict.failed)
+            self._count(f"deadline_hits/{name}", hit_deadline(verdict))
         if not self._ranks.is_first:
             return
         with self.clock.phase("writing"):

@@ -200,6 +200,7 @@ class LiveView:
             if value is not None:
                 parts.append(f"{label} {_short(name, value)}{_unscored(name, self._record)}")
         parts += self._failing if "reward/mean" in self._record else ()
+        parts += _unscored_sets(self._record)
         if self._best is not None and any(name.startswith(("evaluation/", "held_out/")) for name in self._record):
             parts.append(f"best {self._best}")
         left = self.seconds_left()
@@ -258,6 +259,16 @@ def _failing(record: Record) -> list[str]:
         f"{name.split('/')[1]} failed at {share:.0%}"
         for name, share in record.items()
         if share and name.startswith("verdict/") and name.endswith("/failed_fraction")
+    ]
+
+
+def _unscored_sets(record: Record) -> list[str]:
+    """The sets of ``evaluation.sets`` of which some completions have no score, with their share."""
+    ending = "/unscored_fraction"
+    return [
+        f"{name.removeprefix('held_out/').removesuffix(ending)}: {share:.0%} not scored"
+        for name, share in record.items()
+        if share and name.startswith("held_out/") and name.endswith(ending)
     ]
 
 

@@ -138,6 +138,7 @@ class Recorded:
         peak = "" if self.peak_bytes is None else f"{self.peak_bytes / 2**30:.2f} GiB"
         return {
             "held-out accuracy": self._scores("evaluation/accuracy"),
+            "held-out completions not scored": ("", self._unscored()),
             "mean reward, first and last block": self._scores("reward/mean"),
             "optimizer steps": ("", str(self.steps)),
             "time": ("", time),
@@ -150,6 +151,14 @@ class Recorded:
         if first is None or last is None:
             return "", "not scored" if any(metric in record for record in self.records) else ""
         return f"{first:.3g}", f"{last:.3g}"
+
+    def _unscored(self) -> str:
+        """The share of each set at the last evaluation; empty if all of their completions were scored."""
+        ending = "/unscored_fraction"
+        names = dict.fromkeys(name for record in self.records for name in record if name.endswith(ending))
+        shares = {name.removesuffix(ending): self.ends(name)[1] for name in names}
+        of = {name.removeprefix("held_out/"): f"{share:.0%}" for name, share in shares.items() if share}
+        return ", ".join(share if name == "evaluation" else f"{name}: {share}" for name, share in of.items())
 
     def line(self, metric: str, label: str) -> list[Line]:
         """A metric over the steps, as one line; empty if it has no value."""
