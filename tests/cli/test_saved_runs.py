@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from logitless.cli.main import main
 from logitless.models.loading import load_model
 from logitless.rollout.recorded import read_completions
+from logitless.rollout.transformers import TransformersEngine
 from logitless.train import push
 from logitless.train.export import _shown_recipe
 from logitless.train.record.run_folder import RunFolder, open_run_folder
@@ -467,6 +468,22 @@ def test_what_a_model_wrote_cannot_steer_the_terminal(tmp_path, capsys):
 )
 def test_a_group_that_is_not_there_exits_2_with_those_that_are(run, refused, arguments, said):
     refused(said, "show", run.path, *arguments)
+
+
+def test_prompts_of_the_command_line_are_rendered_with_the_recipes_variables_of_the_chat_template(
+    tmp_path, monkeypatch
+):
+    give_chat_template(tmp_path)
+    run = finished(tmp_path, model__chat_template_kwargs={"mood": "good"}, train__blocks=1)
+    asked, sample = [], TransformersEngine.sample
+
+    def noting(engine, prompts, *more, **options):
+        asked.extend(prompts)
+        return sample(engine, prompts, *more, **options)
+
+    monkeypatch.setattr(TransformersEngine, "sample", noting)
+    assert main(["sample", str(run.path), "--prompt", "ca"]) == 0
+    assert [prompt.text for prompt in asked] == ["cagd"]
 
 
 @pytest.mark.parametrize("command", [["export"], ["sample", "--prompt", "x"], ["show"]])

@@ -140,6 +140,33 @@ def test_a_literal_grpo_config_is_read_as_the_loss_that_trl_makes_of_it(call: st
     assert said in finding.said
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "some = {'loss_type': 'sapo', 'epsilon': 0.3}\nargs = GRPOConfig('out', **some)",
+        "args = GRPOConfig('out', **{'loss_type': 'sapo'}, **dict(epsilon=0.3))",
+        "LOSS = 'sapo'\ndef f():\n    some = dict(loss_type=LOSS)\n    return GRPOConfig('out', epsilon=0.3, **some)",
+        "LOSS = 'sapo'\ndef f():\n    return GRPOConfig('out', epsilon=0.3, loss_type=LOSS)",
+    ],
+)
+def test_a_grpo_config_may_be_written_as_dicts_and_as_constants_of_the_file(code: str, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(f"from trl import GRPOConfig\n{code}")
+    (finding,), _ = audit_source(tmp_path)
+    assert "epsilon=0.3 has no effect with loss_type='sapo'" in finding.said
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "some = {'loss_type': 'sapo'}\nsome['loss_type'] = args.loss\nargs = GRPOConfig('out', epsilon=0.3, **some)",
+        "some = {'loss_type': 'sapo'}\nsome.update(read())\nargs = GRPOConfig('out', epsilon=0.3, **some)",
+        "LOSS = 'sapo'\nLOSS = args.loss\ndef f():\n    return GRPOConfig('out', epsilon=0.3, loss_type=LOSS)",
+    ],
+)
+def test_a_grpo_config_of_what_is_changed_later_is_left_alone(code: str, tmp_path: Path) -> None:
+    assert rules_found(tmp_path, f"from trl import GRPOConfig\n{code}") == set()
+
+
 @pytest.mark.parametrize("more", ["loss_type=args.loss", "**options", "beta=0.04, learning_rate=1e-6"])
 def test_a_grpo_config_that_is_not_written_out_or_says_nothing_odd_is_left_alone(more: str, tmp_path: Path) -> None:
     assert rules_found(tmp_path, f"from trl import GRPOConfig\nargs = GRPOConfig('out', epsilon=0.3, {more})") == set()

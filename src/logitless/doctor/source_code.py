@@ -73,6 +73,20 @@ class Module:
         ]
         return found[::-1]
 
+    def written(self, expression: ast.expr, before: ast.AST) -> ast.expr:
+        """What a name stands for at a node: its latest value in the function, else the file's only one; else itself."""
+        if not isinstance(expression, ast.Name):
+            return expression
+        if in_function := self.assigned(expression.id, before):
+            return in_function[0]
+        of_file = [
+            node.value
+            for node in self.tree.body
+            if isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets)
+        ]
+        return of_file[0] if len(of_file) == 1 else expression
+
     def place(self, node: ast.AST) -> str:
         """File and line."""
         return f"{self.name}:{getattr(node, 'lineno', 1)}"

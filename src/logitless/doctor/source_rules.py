@@ -553,20 +553,44 @@ def trl_configuration(module: Module) -> Places:
 
 
 def _literals(module: Module, call: ast.Call) -> dict[str, Any] | None:
-    """The settings of the loss in a call, or None where one of them is not written out."""
-    if any(each.arg is None for each in call.keywords):
-        return None
+    """The settings of the loss in a call, or None where one of them is not written out in the file."""
     fields = {}
-    for each in call.keywords:
-        if each.arg is not None and each.arg in TRL_DEFAULTS:
-            value = each.value
-            if isinstance(value, ast.Name):
-                value = next(iter(module.assigned(value.id, call)), value)
+    for name, value in _arguments(module, call):
+        if name is None:
+            return None
+        if name in TRL_DEFAULTS:
             try:
-                fields[each.arg] = _literal(value)
+                fields[name] = _literal(module.written(value, call))
             except ValueError:
                 return None
     return fields
+
+
+def _arguments(module: Module, call: ast.Call) -> Iterator[tuple[str | None, ast.expr]]:
+    """Names and values of a call's keywords, those of a dict after ``**`` too; None for a name that is not written out.
+
+    Example:
+        >>> module = Module.parse("a.py", "some = {'a': 1} | {}\\nf(**{'b': 2}, **dict(c=3), **some)")
+        >>> [(name, ast.unparse(value)) for name, value in _arguments(module, next(module.calls("f")))]
+        [('b', '2'), ('c', '3'), (None, "{'a': 1} | {}")]
+    """
+    changed = {ast.unparse(each.value) for each in module.every(ast.Subscript) if isinstance(each.ctx, ast.Store)}
+    changed |= {
+        ast.unparse(method.func.value) for method in module.calls("update") if isinstance(method.func, ast.Attribute)
+    }
+    for each in call.keywords:
+        given = each.value if each.arg is not None else module.written(each.value, call)
+        if each.arg is not None:
+            yield each.arg, given
+        elif ast.unparse(each.value) in changed:
+            yield None, given
+        elif isinstance(given, ast.Dict):
+            for key, value in zip(given.keys, given.values, strict=True):
+                yield (key.value if isinstance(key, ast.Constant) and isinstance(key.value, str) else None), value
+        elif isinstance(given, ast.Call) and called(given) == "dict" and not given.args:
+            yield from _arguments(module, given)
+        else:
+            yield None, given
 
 
 def _literal(value: ast.expr) -> Any:
