@@ -64,3 +64,34 @@ def test_what_fails_beside_others_runs_again_alone_and_is_named(tmp_path):
     assert (found["passed"], found["failed"]) == (1, 1)
     assert found["passed_alone"] == ["test_them.py::test_that[beside]"]
     assert found["failures"] == ["test_them.py::test_that[always]"]
+
+
+INTERRUPTED = """
+import os
+
+import pytest
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("number", range(4))
+def test_that(number):
+    if number == 2 and not os.path.exists("again"):
+        os._exit(1)
+    if number == 1:
+        pytest.skip("no such card")
+    open(f"ran-{number}", "x")
+"""
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_with_what_it_had_not_ended(tmp_path):
+    _, found = _run(tmp_path, INTERRUPTED)
+    assert (found["complete"], found["passed"], len(found["ended"])) == (False, 1, 2)
+    (tmp_path / "again").touch()
+    done, found = _run(tmp_path, INTERRUPTED, "--continue")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (found["complete"], found["passed"], found["failed"], found["parts"]) == (True, 3, 0, 2)
+    assert found["skipped"] == {"Skipped: no such card": 1}
+    assert "ended" not in found
+    done, _ = _run(tmp_path, INTERRUPTED, "--continue")
+    assert done.returncode != 0
+    assert "given a complete one. Leave --continue out." in done.stderr
