@@ -211,7 +211,7 @@ class _Ending(Callback):
 
 
 OFTEN = 0.1
-"""From this share of failed verdicts on, a reward should be repaired before the next run."""
+"""From this share of completions without a score on, a reward should be repaired before the next run."""
 
 
 WORTH_SAYING = 0.05
@@ -219,26 +219,13 @@ WORTH_SAYING = 0.05
 
 
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
-    from logitless.train.collect.failures import MOST_HIT
-
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
-    failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
-    late = {name: count for name, count in _of("deadline_hits", summary) if count > OFTEN * summary[f"verdicts/{name}"]}
-    rows = [*_scores(summary), *(("failed reward", _failed(name, summary)) for name in failed)]
-    rows += [("deadline hit", _late(name, summary)) for name in late]
-    rows += [
-        ("failed reward", f"{name}: at held-out completions, the first by {first}")
-        for name, first in _of("first_failure", summary)
-        if name not in failed
-    ]
-    if result.ended_by == "unscored" and not failed:
+    rows = [*_scores(summary), *_failures(summary)]
+    if result.ended_by == "unscored" and not any(count for _, count in _of("failed_verdicts", summary)):
         rows.append(("not scored", "no reward failed: every verdict is missing"))
     rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
-    often = any(count > OFTEN * summary[f"verdicts/{name}"] for name, count in failed.items())
-    often = often or any((share or 0) > OFTEN for _, share in _of("unscored_fraction_after", summary))
-    often = often or any(count > MOST_HIT * summary[f"verdicts/{name}"] for name, count in late.items())
-    unrepaired = result.ended_by == "unscored" or (result.complete and often)
+    unrepaired = result.ended_by == "unscored" or (result.complete and _fails_often(summary))
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
     following = _next(result, recipe, settings, replay, summary, unrepaired=unrepaired)
     return "\n".join([*lines, f"next: {following}"])
@@ -291,16 +278,36 @@ def _of(name: str, summary: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield of, value
 
 
-def _failed(reward: str, summary: Mapping[str, Any]) -> str:
-    failed, total = summary[f"failed_verdicts/{reward}"], summary[f"verdicts/{reward}"]
-    first = summary.get(f"first_failure/{reward}")
-    said = f"{reward}: {failed:,} of {total:,} completions ({failed / total:.0%})"
-    return said if first is None else f"{said}, the first by {first}"
+def _failures(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Label and words for each reward that failed at completions, or whose deadline they hit."""
+    total = dict(_of("verdicts", summary))
+    failed = {name: count for name, count in _of("failed_verdicts", summary) if count}
+    first = dict(_of("first_failure", summary))
+    for name, count in failed.items():
+        cause = f", the first by {first[name]}" if name in first else ""
+        yield "failed reward", f"{name}: {_share(count, total[name])}{cause}"
+    for name, cause in first.items():
+        if name not in failed:
+            yield "failed reward", f"{name}: at held-out completions, the first by {cause}"
+    for name, count in _of("deadline_hits", summary):
+        if count > OFTEN * total[name]:
+            yield "deadline hit", f"{name}: {_share(count, total[name])}"
 
 
-def _late(reward: str, summary: Mapping[str, Any]) -> str:
-    hits, total = summary[f"deadline_hits/{reward}"], summary[f"verdicts/{reward}"]
-    return f"{reward}: at {hits:,} of {total:,} completions ({hits / total:.0%})"
+def _share(count: int, total: int) -> str:
+    return f"{count:,} of {total:,} completions ({count / total:.0%})"
+
+
+def _fails_often(summary: Mapping[str, Any]) -> bool:
+    """Whether a reward should be repaired before the next run."""
+    from logitless.train.collect.failures import MOST_HIT
+
+    total = dict(_of("verdicts", summary))
+    return (
+        any(count > OFTEN * total[name] for name, count in _of("failed_verdicts", summary))
+        or any(count > MOST_HIT * total[name] for name, count in _of("deadline_hits", summary))
+        or any(share is not None and share > OFTEN for _, share in _of("unscored_fraction_after", summary))
+    )
 
 
 def _next(

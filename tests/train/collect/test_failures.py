@@ -192,7 +192,7 @@ def test_the_last_lines_have_the_share_of_completions_that_hit_a_deadline(
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
     out = capsys.readouterr().out
-    assert (f"  deadline hit       length: at {2 * late} of 32 completions ({late / 16:.0%})" in out) == (late > 0)
+    assert (f"  deadline hit       length: {2 * late} of 32 completions ({late / 16:.0%})" in out) == (late > 0)
     assert bool(re.search("^next: .* doctor ", out, re.MULTILINE)) == repaired_first
 
 
