@@ -158,6 +158,7 @@ def smollm2() -> Path:
     return next(Path(found.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.slow
 def test_smollm2_answers_a_question_and_ends_its_turn():
     source = smollm2()
     model, tokenizer = load_model(source), load_tokenizer(source)
