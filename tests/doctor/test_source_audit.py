@@ -1,6 +1,7 @@
 """Reading someone's training code: each rule finds its mistake and leaves the right form alone; nothing is run."""
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,7 @@ def test_a_rule_finds_its_mistake_and_leaves_the_right_form_alone(rule: str, tmp
 
 
 LOADED = "model = AutoModel.from_pretrained(n, torch_dtype=torch.bfloat16)"
+IN_FLOAT16 = "with torch.autocast('cuda', dtype=torch.float16):\n    loss = f(x)"
 STEP = "o = torch.optim.AdamW(model.parameters(), lr=1e-6)"
 
 
@@ -109,6 +111,10 @@ STEP = "o = torch.optim.AdamW(model.parameters(), lr=1e-6)"
         f"{LOADED}.cuda()\no = AdamW([{{'params': list(model.parameters()), 'lr': 1e-6}}])",
         f"{LOADED}.cuda()\np = [p for p in model.parameters() if p.requires_grad]\no = AdamW(p, lr=1e-6)",
         f"{LOADED}.cuda()\no = AdamW(filter(lambda p: p.requires_grad, model.parameters()), lr=1e-6)",
+        f"dtype = torch.bfloat16\nmodel = AutoModel.from_pretrained(n, torch_dtype=dtype).to('cuda')\n{STEP}",
+        f"model: nn.Module = AutoModel.from_pretrained(n, dtype=torch.bfloat16)\n{STEP}",
+        f"def make():\n    {LOADED}\n    return model.cuda()\n\nmodel = make()\n{STEP}",
+        f"def make():\n    return AutoModel.from_pretrained(n).half()\n\nmodel = make()\n{STEP}",
     ],
 )
 def test_a_model_in_16_bits_is_followed_to_its_optimizer(code: str, tmp_path: Path) -> None:
@@ -147,6 +153,7 @@ def test_a_literal_grpo_config_is_read_as_the_loss_that_trl_makes_of_it(call: st
         "args = GRPOConfig('out', **{'loss_type': 'sapo'}, **dict(epsilon=0.3))",
         "LOSS = 'sapo'\ndef f():\n    some = dict(loss_type=LOSS)\n    return GRPOConfig('out', epsilon=0.3, **some)",
         "LOSS = 'sapo'\ndef f():\n    return GRPOConfig('out', epsilon=0.3, loss_type=LOSS)",
+        "from trl import GRPOConfig as C\nargs = C('out', epsilon=0.3, loss_type='sapo')",
     ],
 )
 def test_a_grpo_config_may_be_written_as_dicts_and_as_constants_of_the_file(code: str, tmp_path: Path) -> None:
@@ -167,6 +174,13 @@ def test_a_grpo_config_of_what_is_changed_later_is_left_alone(code: str, tmp_pat
     assert rules_found(tmp_path, f"from trl import GRPOConfig\n{code}") == set()
 
 
+@pytest.mark.parametrize(
+    "code", [IN_FLOAT16, f"TrainingArguments('out', fp16=False)\n{IN_FLOAT16}", f"torch.no_grad()\n{IN_FLOAT16}"]
+)
+def test_what_does_not_scale_gradients_changes_nothing(code: str, tmp_path: Path) -> None:
+    assert rules_found(tmp_path, code) == {"float16 alone"}
+
+
 @pytest.mark.parametrize("more", ["loss_type=args.loss", "**options", "beta=0.04, learning_rate=1e-6"])
 def test_a_grpo_config_that_is_not_written_out_or_says_nothing_odd_is_left_alone(more: str, tmp_path: Path) -> None:
     assert rules_found(tmp_path, f"from trl import GRPOConfig\nargs = GRPOConfig('out', epsilon=0.3, {more})") == set()
@@ -183,7 +197,13 @@ def test_a_grpo_config_that_is_not_written_out_or_says_nothing_odd_is_left_alone
         "scaler = torch.cuda.amp.GradScaler(enabled=fp16)\nwith torch.cuda.amp.autocast():\n    pass",
         "with torch.autocast('cuda', dtype=torch.float16):\n    loss = f(x)\nself.scaler.scale(loss)",  # made elsewhere
         "with self.accelerator.autocast():\n    pass",
-        "args = TrainingArguments('out', fp16=True)",  # transformers' trainers scale gradients then
+        f"args = TrainingArguments('out', fp16=True)\n{IN_FLOAT16}",  # transformers' trainers scale gradients then
+        f"accelerator = Accelerator(mixed_precision='fp16')\n{IN_FLOAT16}",
+        "with self.acc.autocast():\n    loss = f(x)",
+        f"@torch.no_grad()\ndef score(x):\n{textwrap.indent(IN_FLOAT16, '    ')}",
+        f"with torch.inference_mode():\n{textwrap.indent(IN_FLOAT16, '    ')}",
+        f"def make():\n    return AutoModel.from_pretrained(n, dtype=torch.bfloat16).float()\n\nmodel = make()\n{STEP}",
+        f"def make():\n    return make()\n\nmodel: nn.Module\nmodel = make()\n{STEP}",
         "per_token_kl = torch.exp(ref - logp) - (ref - logp) - 1",
         "def group_advantages(returns):\n    return (returns - returns.mean()) / returns.std()",
         "for i in range(n):\n    r = rewards[i * 8 : (i + 1) * 8]\n    a = (r - r.mean()) / r.std()",

@@ -231,6 +231,39 @@ def test_what_is_no_reply_fails_the_episode_and_says_what_is_needed(said, given)
     assert f"Talks has to return a Reply for each turn, not a {given}" in played(Talks()).failure
 
 
+@pytest.mark.parametrize(
+    "messages",
+    [
+        {"role": "user", "content": "no"},
+        "no",
+        ["no"],
+        [{"content": "no"}],
+        [{"role": "user"}],
+        [{"role": "user", "content": 4}],
+        [{"role": "user", "content": [{"type": "text", "text": "no"}]}],
+        None,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("batched", [False, True])
+def test_messages_of_another_form_fail_the_episode_where_the_reply_is_made(messages, batched):
+    class Talks(AskAgain):
+        def reply(self, state, turn):
+            return Reply(messages=messages)
+
+    class TalksToMany(Talks):
+        def replies(self, states, turns):
+            return [self.reply(state, turn) for state, turn in zip(states, turns, strict=True)]
+
+    failure = played((TalksToMany if batched else Talks)()).failure
+    said, *_ = failure.splitlines()
+    assert said.startswith(
+        "InputError: needed messages as a list of mappings with a text as role and a text as content"
+    )
+    assert said.endswith('Give messages=[{"role": "user", "content": "..."}].')
+    assert re.findall(r'File "(.*?)", line \d+, in', failure)[0] == __file__
+
+
 # --- an engine of somebody else's that does not answer what it was asked is named at its first call -------------------
 
 

@@ -28,8 +28,8 @@ class Noting(logitless.Callback):
     def __init__(self, stop_at=None):
         self.heard, self.stop_at = [], stop_at
 
-    def on_start(self, folder, recipe):
-        self.heard.append(("start", folder.name, recipe.train.blocks))
+    def on_start(self, path, recipe):
+        self.heard.append(("start", path.name, recipe.train.blocks))
 
     def on_block(self, metrics):
         self.heard.append(("block", metrics["block"], metrics))

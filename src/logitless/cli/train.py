@@ -187,12 +187,12 @@ class _Ending(Callback):
         self.recipe, self.settings, self.replay = recipe, settings, replay
         self._folder: RunFolder | None = None
 
-    def on_start(self, folder: Path, recipe: "Recipe") -> None:
+    def on_start(self, path: Path, recipe: "Recipe") -> None:
         """Remember where the run is."""
         del recipe
         from logitless.train.record.run_folder import RunFolder
 
-        self._folder = RunFolder(folder)
+        self._folder = RunFolder(path)
 
     def left(self) -> Sequence[str]:
         """What a run that was stopped without saving has left, and the next command; empty without a checkpoint."""

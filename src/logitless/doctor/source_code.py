@@ -61,6 +61,11 @@ class Module:
         """Calls of functions or methods with these names, on any object."""
         return (call for call in self.every(ast.Call) if called(call) in names)
 
+    def named(self, imported: str) -> list[str]:
+        """Other names that the file imports something under."""
+        aliases = (alias for node in self.every(ast.ImportFrom) for alias in node.names)
+        return [alias.asname for alias in aliases if alias.name == imported and alias.asname is not None]
+
     def assigned(self, name: str, before: ast.AST) -> list[ast.expr]:
         """Values assigned to a name above a node in the same function, the latest first."""
         line = getattr(before, "lineno", 0)

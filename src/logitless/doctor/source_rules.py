@@ -397,9 +397,9 @@ def reentrant_unset(module: Module) -> Places:
 def float16_alone(module: Module) -> Places:
     """Autocast to float16, by its default or by name, in a file that knows no bfloat16 and no gradient scaler.
 
-    A file that calls ``scaler.scale(loss)`` is left alone: its gradient scaler may be made in another file. So are
-    ``fp16=True`` of a trainer's arguments and ``accelerator.autocast()``: transformers' trainers and accelerate scale
-    gradients then.
+    A file that calls ``scaler.scale(loss)`` is left alone: its gradient scaler may be made in another file. So is one
+    with ``fp16=True`` or ``mixed_precision="fp16"``, and every ``autocast`` of another object than torch:
+    transformers' trainers and accelerate scale gradients then. Under ``no_grad`` there are none.
 
     Reason: Small gradients of log-probs become 0 below 6e-8 and large ones infinite above 65,504, unless a scaler
         holds them between.
@@ -412,9 +412,13 @@ def float16_alone(module: Module) -> Places:
         return
     if not made and any("scaler" in words_of(call.func) for call in module.calls("scale")):  # one from elsewhere
         return
+    of_trainer = {"fp16=True", "mixed_precision='fp16'"}
+    if any(ast.unparse(each) in of_trainer for each in module.every(ast.keyword)):
+        return
     knows_bfloat16 = re.search(r"bfloat16|bf16", module.text) is not None
     for call in module.calls("autocast"):
-        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value).endswith("accelerator"):
+        of = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else "torch"
+        if re.match(r"torch\b|amp$", of) is None or _without_gradient(module, call):
             continue
         dtype = keyword(call, "dtype")
         text = ast.unparse(call)
@@ -459,18 +463,22 @@ def low_precision_masters(module: Module) -> Places:
     if re.search(r"deepspeed|FSDP|fully_shard|get_peft_model|LoraConfig", module.text):
         return
     lowered: dict[str, ast.stmt] = {}
-    statements = [node for node in module.nodes if isinstance(node, ast.Assign | ast.Expr)]
+    statements = [node for node in module.nodes if isinstance(node, ast.Assign | ast.AnnAssign | ast.Expr)]
     for node in sorted(statements, key=lambda each: each.lineno):
         for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
             owner = _parameters_of(module, call) if called(call) in ("Adam", "AdamW", "SGD") else None
             if owner in lowered:
                 yield module.place(call), f"{module.line(call)}, of {module.line(lowered[owner])}"
+        if node.value is None:  # an annotation alone
+            continue
         model, calls = _chain(node.value)
-        half = _loaded_in_16_bits(model) or ast.unparse(model) in lowered
+        half = _loaded_in_16_bits(module, model) or ast.unparse(model) in lowered
         for call in calls:
             half = _converted(call, half)
         # Conversions of a module change it in place: model.half() alone does, too.
-        targets = node.targets if isinstance(node, ast.Assign) else [model] if calls else []
+        targets: list[ast.expr] = [model] if calls else []
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         for name in (ast.unparse(target) for target in targets):
             if half:
                 lowered.setdefault(name, node)
@@ -508,11 +516,25 @@ def _chain(expression: ast.expr) -> tuple[ast.expr, list[ast.Call]]:
     return expression, calls
 
 
-def _loaded_in_16_bits(expression: ast.expr) -> bool:
-    if not (isinstance(expression, ast.Call) and called(expression) == "from_pretrained"):
+def _loaded_in_16_bits(module: Module, expression: ast.expr) -> bool:
+    """Whether an expression loads a model in 16 bits, itself or by a function of the file that returns one."""
+    if not isinstance(expression, ast.Call):
         return False
-    dtype = keyword(expression, "torch_dtype") or keyword(expression, "dtype")
-    return dtype is not None and re.search("float16|half", ast.unparse(dtype)) is not None
+    if called(expression) == "from_pretrained":
+        dtype = keyword(expression, "torch_dtype") or keyword(expression, "dtype")
+        return (
+            dtype is not None and re.search("float16|half", ast.unparse(module.written(dtype, expression))) is not None
+        )
+    makers = [each for each in module.every(ast.FunctionDef) if each.name == ast.unparse(expression.func)]
+    returned = [each for maker in makers for each in ast.walk(maker) if isinstance(each, ast.Return)]
+    if len(makers) != 1 or len(returned) != 1 or returned[0].value is None:
+        return False
+    model, calls = _chain(returned[0].value)
+    model, earlier = _chain(module.written(model, returned[0]))
+    half = isinstance(model, ast.Call) and called(model) == "from_pretrained" and _loaded_in_16_bits(module, model)
+    for call in (*earlier, *calls):
+        half = _converted(call, half)
+    return half
 
 
 def _converted(call: ast.Call, half: bool) -> bool:
@@ -534,7 +556,7 @@ def trl_configuration(module: Module) -> Places:
     """
     if "trl" not in module.text:
         return
-    for call in module.calls("GRPOConfig"):
+    for call in module.calls("GRPOConfig", *module.named("GRPOConfig")):
         fields = _literals(module, call)
         if fields is None:
             continue

@@ -39,22 +39,29 @@ class Reply:
 
     Args:
         reward: for that turn.
-        messages: for example ``{"role": "tool", "content": "4"}``; empty ends the episode.
+        messages: a sequence of mappings with the texts ``role`` and ``content``, for example
+            ``[{"role": "tool", "content": "4"}]``; empty ends the episode.
         token_ids: all tokens between this turn and the next: the end of the turn, the messages under the chat template
             and the header of an assistant's message. Empty if ``ChatTurns`` is to make them.
         failure: why the environment could not reply, if the policy is not to blame. The episode then ends without a
             reward, unlike one with a wrong answer.
 
     Raises:
-        InputError: tokens without a message, or messages beside a failure.
+        InputError: messages of another form, tokens without a message, or messages beside a failure.
     """
 
     reward: float = 0.0
-    messages: tuple[Mapping[str, Any], ...] = ()
+    messages: Sequence[Mapping[str, Any]] = ()
     token_ids: Sequence[int] = ()
     failure: str = ""
 
     def __post_init__(self) -> None:
+        if not _are_messages(self.messages):
+            raise InputError(
+                needed="messages as a list of mappings with a text as role and a text as content",
+                given=f"{self.messages!r:.200}",
+                remedy='Give messages=[{"role": "user", "content": "..."}].',
+            )
         if (len(self.token_ids) and not self.messages) or (self.failure and self.messages):
             raise InputError(
                 needed="messages with every token_ids, and none with a failure",
@@ -66,6 +73,13 @@ class Reply:
     def ends(self) -> bool:
         """Whether the episode is over."""
         return not self.messages
+
+
+def _are_messages(given: Any) -> bool:
+    return isinstance(given, Sequence) and all(
+        isinstance(each, Mapping) and isinstance(each.get("role"), str) and isinstance(each.get("content"), str)
+        for each in given
+    )
 
 
 @runtime_checkable
@@ -171,9 +185,9 @@ def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[
 def _reply(environment: Environment, state: Any, turn: Completion) -> Reply:
     try:
         return environment.reply(state, turn)
-    except LogitlessError:
-        raise
     except Exception as error:
+        if isinstance(error, LogitlessError) and not isinstance(error, InputError):
+            raise
         return Reply(failure=failure_of(error))
 
 
@@ -326,9 +340,9 @@ def _add_turns(environment: Environment, running: Sequence[_Running], turns: Seq
     asked = [(each.state, turn) for each, turn in zip(running, turns, strict=True) if not each.failure]
     try:
         given = replies_of(environment, [state for state, _ in asked], [turn for _, turn in asked])
-    except LogitlessError:
-        raise
     except Exception as error:
+        if isinstance(error, LogitlessError) and not isinstance(error, InputError):
+            raise
         given = [Reply(failure=failure_of(error))] * len(asked)
     left = iter(given)
     replies = [Reply(failure=each.failure) if each.failure else next(left) for each in running]

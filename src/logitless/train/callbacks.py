@@ -25,11 +25,11 @@ class Callback:
         True
     """
 
-    def on_start(self, folder: Path, recipe: "Recipe") -> None:
+    def on_start(self, path: Path, recipe: "Recipe") -> None:
         """The run is about to train.
 
         Args:
-            folder: of the run.
+            path: the run's folder.
             recipe: resolved.
         """
 

@@ -73,6 +73,13 @@ def test_an_environment_with_other_arguments_is_refused_before_the_first_rollout
         environment_of(Harness(function=f"{tmp_path}/own.py:drive"), chat_tokenizer("qwen"))
 
 
+def test_a_harness_renders_with_the_recipes_variables_of_the_chat_template(tmp_path):
+    (tmp_path / "own.py").write_text("def drive(base_url, row, seed):\n    pass\n")
+    quiet = {"enable_thinking": False}
+    harness = environment_of(Harness(function=f"{tmp_path}/own.py:drive"), chat_tokenizer("qwen"), quiet)
+    assert harness.chat_template_kwargs == quiet
+
+
 def test_an_environment_and_a_harness_may_stand_in_a_file(tmp_path):
     (tmp_path / "mine.py").write_text(
         "from logitless import Reply\n\n\nclass Mute:\n    def __init__(self, pays=0.0):\n        self.pays = pays\n\n"

@@ -12,7 +12,8 @@ from logitless.rollout.transformers import TransformersEngine
 from logitless.train.assembly.data import data_of, rewards_of
 from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import tokenizer_of
-from logitless.types import Prompt
+from logitless.train.assembly.teacher import teacher_prompts_of
+from logitless.types import Completion, Group, Prompt
 from tests.train.tiny import give_chat_template, start, tiny_recipe, warm_start
 
 
@@ -50,6 +51,18 @@ def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_cha
     assert all(text.endswith("hgd") for text in later)
     with pytest.raises(ConfigurationError, match=r"another model.chat_template_kwargs"):
         start(tiny_recipe(tmp_path, **changes | {"model__chat_template_kwargs": {}}), resume=True)
+
+
+def test_a_teachers_own_prompt_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
+    give_chat_template(tmp_path)
+    teacher = {"source": "self", "template": "{{ answer }}{{ prompt }}", "divergence": "reverse_kl", "advantage": 0.5}
+    for variables, end in (({}, ""), ({"mood": "good"}, "gd")):
+        recipe = tiny_recipe(tmp_path, model__chat_template_kwargs=variables, teacher=teacher)
+        tokenizer = tokenizer_of(recipe.model)
+        prompt = data_of(recipe, tokenizer).train[0]
+        group = Group(prompt, (Completion(prompt.id, (4,), "a", "stop"),), ({},), (0.0,))
+        [rendered] = teacher_prompts_of(recipe, tokenizer, None)([group])
+        assert rendered.text == f"{prompt.columns['answer']}{prompt.columns['answer'][::-1]}{end}"
 
 
 class _Hums:

@@ -8,7 +8,7 @@ import torch
 from logitless.errors import ConfigurationError
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.process import effects
-from tests.train.tiny import tiny_model, tiny_recipe
+from tests.train.tiny import give_chat_template, tiny_model, tiny_recipe
 
 CPU = torch.device("cpu")
 
@@ -20,6 +20,13 @@ def _model(recipe, **options):
 def test_a_config_alone_has_no_tokenizer(tmp_path):
     with pytest.raises(ConfigurationError, match=r"Set model\.tokenizer"):
         tokenizer_of(tiny_recipe(tmp_path, model__tokenizer=None).model)
+
+
+def test_a_variable_that_the_chat_template_does_not_read_is_refused(tmp_path):
+    give_chat_template(tmp_path)
+    assert tokenizer_of(tiny_recipe(tmp_path, model__chat_template_kwargs={"mood": "good"}).model)
+    with pytest.raises(ConfigurationError, match=r"needed chat_template_kwargs that .* chat template reads"):
+        tokenizer_of(tiny_recipe(tmp_path, model__chat_template_kwargs={"modd": "good"}).model)
 
 
 def test_every_weight_of_full_fine_tuning_is_trained_in_float32(tmp_path):

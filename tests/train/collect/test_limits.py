@@ -1,5 +1,7 @@
 """When a run gives up: what counts, what is forgiven, and what the error says."""
 
+from dataclasses import replace
+
 import pytest
 
 from logitless.errors import TrainingError
@@ -42,6 +44,10 @@ def test_a_first_block_in_which_only_some_completions_raise_or_all_wait_does_not
     limit.see(block(late, late), is_first=True)
     UnscoredLimit(max_fraction=1.0, max_blocks=9).see(block(FAILED), is_first=True)
     limit.see(block(FAILED, FAILED))
+    traced = replace(FAILED, traceback="Traceback")
+    for failed, remedy in ((FAILED, r"Repair it\. "), (traced, "Repair it; its traceback is above")):
+        with pytest.raises(TrainingError, match=remedy):
+            limit.see(block(failed), is_first=True)
     with pytest.raises(TrainingError, match="an error at each of 2, the first by mine: KeyError: 'answer'"):
         limit.see(block(FAILED, FAILED), is_first=True)
 

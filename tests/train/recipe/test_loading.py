@@ -246,7 +246,9 @@ def test_every_problem_is_listed_at_once(tmp_path):
 def test_a_missing_key_is_named(tmp_path):
     path = tmp_path / "recipe.yaml"
     path.write_text("name: small\n")
-    with pytest.raises(ConfigurationError, match=r"model: is needed.*rollout: is needed"):
+    with pytest.raises(
+        ConfigurationError, match=r"model: is needed.*rollout: is needed.*rewards: is .*, or \[\] where an"
+    ):
         load_recipe(path)
 
 

@@ -166,6 +166,12 @@ def test_mlflow_itself_has_the_recipe_and_the_metrics_also_of_a_run_that_goes_on
     assert mlflow.artifacts.load_dict(f"{run.info.artifact_uri}/recipe.json") == config
 
 
+def test_mlflow_goes_on_in_the_run_that_the_recipe_names(calls, tmp_path):
+    (writer,) = opened(tmp_path, {"name": "mlflow", "run_id": "of-a-sweep"})
+    assert calls[0] == ("start_run", {"run_id": "of-a-sweep", "run_name": tmp_path.name, "tags": None})
+    assert writer.run_id == "of-a-sweep"
+
+
 @pytest.mark.parametrize(
     ("uri", "said"),
     [("http://127.0.0.1:9", "127.0.0.1"), ("sqlite:///kept.db", "needs the whole package: pip install")],

@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from logitless.errors import ConfigurationError, DataError
+from logitless.train.record.rollout_data import turns
 from logitless.train.record.run_folder import create_run_folder
 from logitless.train.report import cards
 from logitless.train.report import page as report
@@ -304,6 +305,12 @@ def test_several_turns_are_a_conversation_with_roles_calls_and_what_tools_answer
     of_prompt = [] if prompt_shows_it else [("other", "system", "Be brief."), ("other", "user", "2+2=?")]
     call, answer = ("policy", "assistant", "add({&quot;a&quot;: 2})"), ("other", "tool add", "&lt;4&gt;")
     assert said == [*of_prompt, call, answer, ("policy", "assistant", "It is 4.")]
+
+
+def test_a_message_without_a_role_in_a_run_of_before_is_shown_all_the_same():
+    said = [{"role": "assistant", "content": "go on"}, {"content": "no"}]
+    row = {"prompt": "a", "completion": "go on", "conversation": json.dumps(said)}
+    assert turns(row) == [("assistant", "go on"), ("", "no")]
 
 
 def test_a_completion_that_nobody_could_score_is_the_last_of_its_group():

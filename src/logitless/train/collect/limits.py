@@ -106,10 +106,11 @@ def _check_first(groups: Sequence[Group]) -> None:
     ]
     if errors and all(errors):
         name, verdict = errors[0][0]
+        traced = "; its traceback is above" if verdict.traceback else ""
         raise TrainingError(
             needed="a completion of the first block that is scored without an error",
             given=f"an error at each of {len(errors)}, the first by {name}: {shown(verdict).splitlines()[0]}",
-            remedy="Repair it; its traceback is above. `logitless doctor RECIPE` scores one batch.",
+            remedy=f"Repair it{traced}. `logitless doctor RECIPE` scores one batch.",
         )
 
 

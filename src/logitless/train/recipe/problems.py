@@ -119,7 +119,8 @@ def _problem(details: ErrorDetails) -> str:
     if kind in ("extra_forbidden", "unexpected_keyword_argument"):
         return _unknown(path, {name for each in beside for name in _fields(each)}, of_function=Function in beside)
     if kind == "missing":
-        return f"{where}: is needed and not there"
+        or_none = ", or [] where an environment pays" if where == "rewards" else ""
+        return f"{where}: is needed and not there{or_none}"
     if (own := _own(details)) is not None:
         return f"{where}: {own}".removesuffix(".")
     needed, choices = _needed(details, at)

@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[pyarrow.DataType, str]] = {
     "advantage": (pyarrow.float64(), "mean over its tokens; null where not trained on"),
     "verdicts": (pyarrow.string(), "JSON: status, score, detail, message by function"),
     "num_turns": (pyarrow.int64(), "of the policy; 1 without a conversation"),
-    "conversation": (pyarrow.string(), "JSON: messages; null for single turns"),
+    "conversation": (pyarrow.string(), "JSON: messages; null in groups of single turns"),
 }
 """Columns of every run, with type and meaning; ``reward/<function>`` (double), its score, follows for each function."""
 
@@ -183,10 +183,10 @@ def turns(row: Mapping[str, Any]) -> list[tuple[str, str]]:
     if not row.get("conversation"):
         return [("", row["completion"])]
     messages = json.loads(row["conversation"])
-    first = next((i for i, message in enumerate(messages) if message["role"] == "assistant"), 0)
+    first = next((i for i, message in enumerate(messages) if message.get("role") == "assistant"), 0)
     if not all(_text(message).strip() in row["prompt"] for message in messages[:first]):
         first = 0
-    return [(f"{each['role']} {each.get('name') or ''}".strip(), _text(each)) for each in messages[first:]]
+    return [(f"{each.get('role', '')} {each.get('name') or ''}".strip(), _text(each)) for each in messages[first:]]
 
 
 def _text(message: Mapping[str, Any]) -> str:
