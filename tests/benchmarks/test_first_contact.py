@@ -22,20 +22,11 @@ if interpreted():
 SMALL = [
     "model.device=cpu",
     "rollout.prompts_per_block=2",
-    "rollout.completions_per_prompt=2",
+    "rollout.completions_per_prompt=4",
     "rollout.sampling.max_new_tokens=2",
+    "rewards=[{name: regex, pattern: '[abcd]'}]",  # half of the letters: a group has both rewards
 ]
 IN_ONE_PROCESS = [name for name, case in benchmark.CASES.items() if case.num_gpus == 1]
-
-
-def _toys():
-    """Models, cases and engines: one model a case, and the others where time is not short."""
-    models = list(benchmark.TOYS)
-    for number, name in enumerate(IN_ONE_PROCESS):
-        for model in models:
-            marks = () if model == models[number % len(models)] else pytest.mark.slow
-            for engine in benchmark.ENGINES:
-                yield pytest.param(model, name, engine, marks=marks)
 
 
 @pytest.fixture
@@ -56,7 +47,9 @@ def toy(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize(("model", "name", "engine"), list(_toys()))
+@pytest.mark.parametrize("engine", benchmark.ENGINES)
+@pytest.mark.parametrize("name", IN_ONE_PROCESS)
+@pytest.mark.parametrize("model", benchmark.TOYS)
 def test_a_first_contact_goes_well_at_toy_size(tmp_path, toy, capsys, model, name, engine):
     refusal = benchmark.CASES[name].without_gpu_engine
     if engine == "gpu" and refusal:
