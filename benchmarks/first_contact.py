@@ -593,7 +593,7 @@ def measure(options: argparse.Namespace) -> Results:
         options.scratch.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.scratch) as place:
         runner = Runner(Path(place), options.timeout, devices)
-        write_models(runner.folder, {key[:2] for key in missing}, options.layers, toy=options.toy)
+        write_models(runner.folder, {key[:2] for key in wanted}, options.layers, toy=options.toy)
         slowest = [10.0]
 
         def run_all(keys: Sequence[tuple[str, str, str]], places: Sequence[str | None]) -> None:

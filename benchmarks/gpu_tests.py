@@ -151,6 +151,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         counted.go_on()
         pytest.main([*command, "--collect-only", "-qq", *tests], plugins=[collected := Collected()])
         tests = [name for name in collected.names if name not in counted.ended]
+        if not tests:  # it was interrupted behind the last one
+            counted.complete = True
+            counted.write()
+            return 0
     with tempfile.TemporaryDirectory() as caches, tempfile.NamedTemporaryFile("w", suffix=".txt") as named:
         named.writelines(f"{each}\n" for each in tests)
         named.flush()
