@@ -477,7 +477,9 @@ def draw(rows: list[dict[str, Any]], lines: Mapping[str, Run], path: Path) -> No
             continue
         x = [block for block, _ in curves[0]]
         values = torch.tensor([[accuracy for _, accuracy in curve] for curve in curves])
-        [line] = panel.plot(x, values.mean(0), label=f"{name}, {len(curves)} seeds", linewidth=1.5)
+        [line] = panel.plot(
+            x, values.mean(0), label=f"{name}, {len(curves)} seed{'s' * (len(curves) > 1)}", linewidth=1.5
+        )
         panel.fill_between(x, values.amin(0), values.amax(0), color=line.get_color(), alpha=0.2, linewidth=0)
     panel.set(xlabel="block", ylabel="held-out accuracy", ylim=(0, 1.02))
     panel.legend(fontsize=8)

@@ -64,7 +64,8 @@ class Counted:
             ConfigurationError: it is complete, or of another commit, machine or version.
         """
         found = json.loads(self.path.read_text())
-        if found["complete"] or found["environment"] != self.environment:
+        known = self.environment["commit"] is not None
+        if found["complete"] or not known or found["environment"] != self.environment:
             raise ConfigurationError(
                 needed=f"in {self.path} an interrupted run with {self.environment}",
                 given="a complete one" if found["complete"] else str(found["environment"]),
@@ -77,6 +78,9 @@ class Counted:
         """A test's set-up, call or end; with several workers, of any of them."""
         if report.failed and report.nodeid not in self.failures:
             self.failures.append(report.nodeid)
+            if report.nodeid in self.ended:  # its end failed after it passed
+                self.ended.remove(report.nodeid)
+                self.passed -= 1
             print(f"\n{report.nodeid} failed in its {report.when}:\n{report.longreprtext}", flush=True)
         elif report.skipped:
             reason = report.longrepr[-1] if isinstance(report.longrepr, tuple) else str(report.longrepr)
@@ -146,20 +150,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     at_once = ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
         os.environ["GPUS_OF_WORKERS"] = " ".join(visible(torch.cuda.device_count(), options.marker))
-    tests = options.tests
     if options.goes_on:
         counted.go_on()
-        pytest.main([*command, "--collect-only", "-qq", *tests], plugins=[collected := Collected()])
-        tests = [name for name in collected.names if name not in counted.ended]
-        if not tests:  # it was interrupted behind the last one
-            counted.complete = True
-            counted.write()
-            return 0
     with tempfile.TemporaryDirectory() as caches, tempfile.NamedTemporaryFile("w", suffix=".txt") as named:
+        os.environ.update(caches_in(Path(caches)))
+        tests = options.tests
+        if options.goes_on:
+            pytest.main([*command, "--collect-only", "-qq", *tests], plugins=[collected := Collected()])
+            tests = [name for name in collected.names if name not in counted.ended]
         named.writelines(f"{each}\n" for each in tests)
         named.flush()
-        os.environ.update(caches_in(Path(caches)))
-        status = pytest.main([*command, *at_once, f"@{named.name}"], plugins=[counted])
+        if tests:
+            status = pytest.main([*command, *at_once, f"@{named.name}"], plugins=[counted])
+        else:  # it was interrupted behind the last one
+            status, counted.complete = pytest.ExitCode.OK, True
         if at_once and counted.failures:
             status = pytest.main([*command, *counted.failures], plugins=[counted])
     counted.write()

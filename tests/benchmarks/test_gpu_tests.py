@@ -35,11 +35,12 @@ def test_without_the_marker():
 """
 
 
-def _run(folder, tests, *arguments):
+def _run(folder, tests, *arguments, commit="abc"):
     (folder / "test_them.py").write_text(tests)
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
     command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", "found.json", *arguments, "."]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+    environment["COMMIT"] = commit
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     return done, json.loads((folder / "found.json").read_text())
 
@@ -71,25 +72,34 @@ import os
 
 import pytest
 
+@pytest.fixture
+def ends_badly(number):
+    yield
+    assert number != 0 or os.path.exists("again")
+
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("number", range(4))
-def test_that(number):
-    if number == 2 and not os.path.exists("again"):
+@pytest.mark.parametrize("number", range(5))
+def test_that(number, ends_badly):
+    if number == 3 and not os.path.exists("again"):
         os._exit(1)
-    if number == 1:
+    if number == 2:
         pytest.skip("no such card")
-    open(f"ran-{number}", "x")
+    if number == 1:
+        open("ran", "x")
 """
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_goes_on_with_what_it_had_not_ended(tmp_path):
+def test_an_interrupted_run_goes_on_with_what_it_had_not_ended_well(tmp_path):
     _, found = _run(tmp_path, INTERRUPTED)
-    assert (found["complete"], found["passed"], len(found["ended"])) == (False, 1, 2)
+    assert (found["complete"], found["passed"], found["failed"], len(found["ended"])) == (False, 1, 1, 2)
     (tmp_path / "again").touch()
+    done, _ = _run(tmp_path, INTERRUPTED, "--continue", commit="abd")
+    assert done.returncode != 0
+    assert "needed in found.json an interrupted run with" in done.stderr
     done, found = _run(tmp_path, INTERRUPTED, "--continue")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert (found["complete"], found["passed"], found["failed"], found["parts"]) == (True, 3, 0, 2)
+    assert (found["complete"], found["passed"], found["failed"], found["parts"]) == (True, 4, 0, 2)
     assert found["skipped"] == {"Skipped: no such card": 1}
     assert "ended" not in found
     done, _ = _run(tmp_path, INTERRUPTED, "--continue")

@@ -126,7 +126,7 @@ def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(ser
     _, first = chat(url)
     server.load(WEIGHTS, 3)
     said = first["choices"][0]["message"]
-    more = [*QUESTION, said, {"role": "tool", "content": "4"}]
+    more = [*QUESTION, said, {"role": "tool", "content": "4"}, {"role": "tool", "content": None}]
     _, second = chat(url, more)
     read, drawn = first["prompt_token_ids"], first["choices"][0]["token_ids"]
     assert second["prompt_token_ids"][: len(read) + len(drawn)] == read + drawn
@@ -139,7 +139,7 @@ def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(ser
     assert set(completion.token_versions) == {0, 3}
     assert completion.weights_version == 0
     assert episode.turn_rewards == (0.0, 0.5)
-    assert [message["role"] for message in episode.messages] == ["user", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in episode.messages] == ["user", "assistant", "tool", "tool", "assistant"]
     status, _ = chat(url)
     assert status == 404
 
@@ -272,6 +272,7 @@ def refusing():
         ({"logprobs": 2}, "only the sampled token"),
         ({"stream_options": {"include_usage": True}}, "beside stream"),
         ({"stream_options": {}, "stream": False}, "beside stream"),
+        ({"stream_options": {"include_obfuscation": True}}, "beside stream"),
         ({"stream_options": {"continuous_usage_stats": True}, "stream": True}, "stream_options: include_usage alone"),
         ({"stream_options": {"include_usage": "yes"}, "stream": True}, "stream_options: include_usage alone"),
     ],
@@ -397,7 +398,7 @@ def test_a_stream_says_what_it_took_in_a_piece_without_choices_only_where_that_w
     _, whole = post(f"{server.url}/{path}", **asked)
     piece, last = events(f"{server.url}/{path}", **asked, stream_options={"include_usage": True})
     assert (piece["usage"], last["choices"], last["usage"]) == (None, [], whole["usage"])
-    for options in ({}, {"include_usage": False}, None):
+    for options in ({}, {"include_usage": False}, {"include_obfuscation": False}, None):
         [piece] = events(f"{server.url}/{path}", **asked, stream_options=options)
         assert len(piece["choices"]) == 1
 

@@ -414,12 +414,12 @@ class SettingBenchmark:
     Args:
         tokens: of a step; None for an optimizer's.
         steps: forward passes in one timed step, by which warm-up and number of steps are divided.
-        where: recipes that the fastest lines are for, if not for each.
+        only: recipes that the fastest lines are for, if not for each.
     """
 
     name: str
     contenders: Callable[[Scale, str], Iterator[Contender]]
-    where: str = ""
+    only: str = ""
     tokens: Callable[[Scale], int | None] = field(default=lambda scale: scale.tokens)
     steps: Callable[[Scale], int] = field(default=lambda _: 1)
 
@@ -458,7 +458,7 @@ class SettingBenchmark:
         write_result(options.out / f"{self.name}.json", document)
         times = {_label(row): 1000 * row.seconds for row in rows if row.seconds is not None}
         (options.out / f"{self.name}.svg").write_text(bar_plot(times, x_label="milliseconds a step"))
-        print(f"\nin a recipe on this machine{self.where}:", *(recommended or ["nothing to choose"]), sep="\n  ")
+        print(f"\nin a recipe on this machine{self.only}:", *(recommended or ["nothing to choose"]), sep="\n  ")
         print(f"kept: {options.out / self.name}.json, .svg")
         return 0
 
@@ -498,7 +498,9 @@ def _line(row: Timing) -> str:
     return f"{_label(row):44s} {1000 * row.seconds:10.3f} ms {rate} {peak}".rstrip()
 
 
-_OTHER_LAYERS = " whose layers are transformers' (these lines rule out row-invariant ones; `logitless bench layers`)"
+_OTHER_LAYERS = (
+    " with model.layers: transformers (these lines rule out row-invariant layers; see `logitless bench layers`)"
+)
 
 ATTENTION = SettingBenchmark("attention", attention, _OTHER_LAYERS)
 COMPILE = SettingBenchmark("compile", compiled, _OTHER_LAYERS)

@@ -221,8 +221,9 @@ WORTH_SAYING = 0.05
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
-    rows = [*_scores(summary), *_failures(summary)]
-    if result.ended_by == "unscored" and not any(count for _, count in _of("failed_verdicts", summary)):
+    failures = [*_failures(summary)]
+    rows = [*_scores(summary), *failures]
+    if result.ended_by == "unscored" and not failures:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
     rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     unrepaired = result.ended_by == "unscored" or (result.complete and _fails_often(summary))
@@ -306,7 +307,10 @@ def _fails_often(summary: Mapping[str, Any]) -> bool:
     return (
         any(count > OFTEN * total[name] for name, count in _of("failed_verdicts", summary))
         or any(count > MOST_HIT * total[name] for name, count in _of("deadline_hits", summary))
-        or any(share is not None and share > OFTEN for _, share in _of("unscored_fraction_after", summary))
+        or (
+            any(share is not None and share > OFTEN for _, share in _of("unscored_fraction_after", summary))
+            and any(True for _ in _of("first_failure", summary))
+        )  # else all that is missing is so on purpose
     )
 
 

@@ -79,18 +79,20 @@ class Module:
         return found[::-1]
 
     def written(self, expression: ast.expr, before: ast.AST) -> ast.expr:
-        """What a name stands for at a node: its latest value in the function, else the file's only one; else itself."""
+        """The value of a name that is bound once, by an assignment: in the function of a node, else in the file.
+
+        At the same level the assignment stands above the node. Any other expression or name is returned as it is.
+        """
         if not isinstance(expression, ast.Name):
             return expression
-        if in_function := self.assigned(expression.id, before):
-            return in_function[0]
-        of_file = [
-            node.value
-            for node in self.tree.body
-            if isinstance(node, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == expression.id for target in node.targets)
-        ]
-        return of_file[0] if len(of_file) == 1 else expression
+        scope = self.scope_of(before)
+        bound = _bindings(scope, expression.id)
+        if not bound and scope is not self.tree:
+            scope, bound = self.tree, _bindings(self.tree, expression.id)
+        above = scope is not self.scope_of(before) or any(each.lineno < getattr(before, "lineno", 0) for each in bound)
+        [node] = bound if len(bound) == 1 else [None]
+        parent = None if node is None else self.parents.get(node)
+        return parent.value if above and isinstance(parent, ast.Assign) and node in parent.targets else expression
 
     def place(self, node: ast.AST) -> str:
         """File and line."""
@@ -104,6 +106,31 @@ class Module:
         """The source of a node on one line, shortened."""
         text = " ".join(ast.unparse(node).split())
         return text if len(text) <= 100 else f"{text[:97]}..."
+
+
+Binding = ast.Name | ast.arg | ast.alias | ast.ExceptHandler
+
+
+def _bindings(scope: ast.AST, name: str) -> list[Binding]:
+    """Where a function, or the file outside of its functions, binds or deletes a name."""
+    found: list[Binding] = []
+    below = [*ast.iter_child_nodes(scope)]
+    while below:
+        node = below.pop()
+        if isinstance(node, Binding) and _bound(node) == name:
+            found.append(node)
+        if not isinstance(node, Function | ast.ClassDef | ast.Lambda):
+            below += ast.iter_child_nodes(node)
+    return found
+
+
+def _bound(node: Binding) -> str | None:
+    """The name that a node binds or deletes."""
+    if isinstance(node, ast.Name):
+        return None if isinstance(node.ctx, ast.Load) else node.id
+    if isinstance(node, ast.arg):
+        return node.arg
+    return (node.asname or node.name) if isinstance(node, ast.alias) else node.name
 
 
 def _in_order(scope: ast.AST) -> Iterator[ast.stmt]:

@@ -525,7 +525,8 @@ def _loaded_in_16_bits(module: Module, expression: ast.expr) -> bool:
         return (
             dtype is not None and re.search("float16|half", ast.unparse(module.written(dtype, expression))) is not None
         )
-    makers = [each for each in module.every(ast.FunctionDef) if each.name == ast.unparse(expression.func)]
+    name = module.written(expression.func, expression)
+    makers = [f for f in module.tree.body if isinstance(f, ast.FunctionDef) and f.name == ast.unparse(name)]
     returned = [each for maker in makers for each in ast.walk(maker) if isinstance(each, ast.Return)]
     if len(makers) != 1 or len(returned) != 1 or returned[0].value is None:
         return False
@@ -596,10 +597,9 @@ def _arguments(module: Module, call: ast.Call) -> Iterator[tuple[str | None, ast
         >>> [(name, ast.unparse(value)) for name, value in _arguments(module, next(module.calls("f")))]
         [('b', '2'), ('c', '3'), (None, "{'a': 1} | {}")]
     """
-    changed = {ast.unparse(each.value) for each in module.every(ast.Subscript) if isinstance(each.ctx, ast.Store)}
-    changed |= {
-        ast.unparse(method.func.value) for method in module.calls("update") if isinstance(method.func, ast.Attribute)
-    }
+    changed = {ast.unparse(each.value) for each in module.every(ast.Subscript) if not isinstance(each.ctx, ast.Load)}
+    methods = [each.func for each in module.calls("update", "pop", "setdefault", "clear")]
+    changed |= {ast.unparse(each.value) for each in methods if isinstance(each, ast.Attribute)}
     for each in call.keywords:
         given = each.value if each.arg is not None else module.written(each.value, call)
         if each.arg is not None:

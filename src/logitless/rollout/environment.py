@@ -182,11 +182,16 @@ def replies_of(environment: Environment, states: Sequence[Any], turns: Sequence[
     return [_checked(reply, name) for reply in replies]
 
 
+def _ends_the_run(error: Exception) -> bool:
+    """Whether an environment's error is more than a failed episode; a ``Reply`` of wrong arguments is no more."""
+    return isinstance(error, LogitlessError) and not isinstance(error, InputError)
+
+
 def _reply(environment: Environment, state: Any, turn: Completion) -> Reply:
     try:
         return environment.reply(state, turn)
     except Exception as error:
-        if isinstance(error, LogitlessError) and not isinstance(error, InputError):
+        if _ends_the_run(error):
             raise
         return Reply(failure=failure_of(error))
 
@@ -315,9 +320,9 @@ class _Running:
 def _started(environment: Environment, prompt: Prompt, sample: int, *, seed: int) -> _Running:
     try:
         return _Running(prompt, sample, environment.start(prompt, seed=seed))
-    except LogitlessError:
-        raise
     except Exception as error:
+        if _ends_the_run(error):
+            raise
         return _Running(prompt, sample, None, failure_of(error))
 
 
@@ -341,7 +346,7 @@ def _add_turns(environment: Environment, running: Sequence[_Running], turns: Seq
     try:
         given = replies_of(environment, [state for state, _ in asked], [turn for _, turn in asked])
     except Exception as error:
-        if isinstance(error, LogitlessError) and not isinstance(error, InputError):
+        if _ends_the_run(error):
             raise
         given = [Reply(failure=failure_of(error))] * len(asked)
     left = iter(given)

@@ -177,6 +177,20 @@ def test_a_reward_that_fails_only_at_held_out_completions_is_in_every_line_the_s
     assert "50%, more: 50%</div><div>held-out completions not scored" in folder.report.read_text()
 
 
+def test_what_a_reward_leaves_out_on_purpose_needs_no_repair(tmp_path, capsys, monkeypatch):
+    def verdicts(_reward, prompts, *_):
+        return [Verdict(None, "missing") if prompt == "ca" else Verdict(1.0, "graded") for prompt in prompts]
+
+    monkeypatch.setattr(Length, "verdicts", verdicts)
+    recipe = tiny_recipe(tmp_path, rewards=[{"name": "length"}], train__blocks=1)
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert "  held-out accuracy  not scored" in out
+    assert "failed reward" not in out
+    assert not re.search("^next: .* doctor ", out, re.MULTILINE)
+
+
 @pytest.mark.parametrize(("late", "repaired_first"), [(0, False), (6, False), (9, True)])
 def test_the_last_lines_have_the_share_of_completions_that_hit_a_deadline(
     tmp_path, capsys, monkeypatch, late, repaired_first

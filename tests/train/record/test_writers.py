@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
@@ -180,6 +181,27 @@ def test_mlflow_that_begins_no_run_is_an_error_that_says_what_to_do(mlflow, tmp_
     with pytest.raises(UnavailableError, match=said) as refused:
         opened(tmp_path, {"name": "mlflow", "tracking_uri": uri})
     assert "Name a server that runs in `tracking_uri`" in str(refused.value)
+    assert mlflow.active_run() is None
+
+
+def test_mlflow_tries_as_often_as_it_is_set_to_once_a_run_has_begun(mlflow, tmp_path, monkeypatch):
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES")
+    tried, start = [], mlflow.start_run
+    noting = lambda **o: (tried.append(os.environ.get("MLFLOW_HTTP_REQUEST_MAX_RETRIES")), start(**o))[1]  # noqa: E731
+    monkeypatch.setattr(mlflow, "start_run", noting)
+    opened(tmp_path, {"name": "mlflow", "tracking_uri": (tmp_path / "kept").as_uri()})
+    assert tried == ["2"]
+    assert "MLFLOW_HTTP_REQUEST_MAX_RETRIES" not in os.environ
+
+
+def test_a_run_of_mlflow_that_cannot_be_noted_down_is_ended_there(mlflow, tmp_path, monkeypatch):
+    section = {"name": "mlflow", "tracking_uri": (tmp_path / "kept").as_uri()}
+    with monkeypatch.context() as patched:
+        patched.setattr(mlflow, "log_dict", mock.Mock(side_effect=OSError("full")))
+        with pytest.raises(UnavailableError, match="OSError: full"):
+            opened(tmp_path, section)
+    assert mlflow.active_run() is None
+    assert opened(tmp_path, section)
 
 
 @pytest.mark.parametrize(("service", "remedy"), [("wandb", "Run `wandb login`"), ("trackio", "Check `space_id`")])

@@ -59,6 +59,7 @@ class StreamOptions(BaseModel, extra="forbid"):
     """Of a stream: ``include_usage`` asks for a last chunk without choices."""
 
     include_usage: StrictBool = False
+    include_obfuscation: StrictBool | None = None  # accepted, without effect
 
 
 class Request(BaseModel, extra="forbid"):

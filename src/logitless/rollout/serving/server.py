@@ -297,8 +297,8 @@ class EngineServer:
                 raise RefusedError(409, f"{session.failure}: it must begin with what was said", "conflict")
             completion, _ = turns[-1]
             assert self._turns is not None
-            tokens = self._turns.between(completion, [{**m, "content": m["content"] or ""} for m in new])
-            turns[-1] = (completion, Reply(messages=tuple(new), token_ids=tokens))
+            said = [{**message, "content": message["content"] or ""} for message in new]
+            turns[-1] = (completion, Reply(messages=said, token_ids=self._turns.between(completion, said)))
         ids = tokens_so_far(prompt, turns)
         most_new = self._options(request).max_new_tokens
         full = session.most_tokens is not None and len(ids) + most_new > session.most_tokens

@@ -59,7 +59,8 @@ def _settings(recipe: Recipe) -> Iterator[str]:
             "train.share_prompts: false: a training step can take more than three times as long "
             "(docs/performance.md#what-a-step-does-not-compute). Leave it out."
         )
-    if not recipe.train.cuda_graphs and recipe.model.layers == "row_invariant":
+    may_have_graphs = recipe.model.layers == "row_invariant" and not recipe.parallel.deterministic
+    if not recipe.train.cuda_graphs and may_have_graphs:
         yield (
             "train.cuda_graphs: false: a training step of short rows of a small model takes up to 4 times as long "
             "(docs/performance.md#small-models-wait-for-the-cpu). Leave it out."

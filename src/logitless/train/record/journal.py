@@ -127,7 +127,7 @@ class Journal:
         for name, verdict in (each for group in block.sampled for of in group.verdicts for each in of.items()):
             self._count(f"verdicts/{name}", 1)
             self._count(f"failed_verdicts/{name}", verdict.failed)
-            self._count(f"deadline_hits/{name}", hit_deadline(verdict))
+            self._count(f"deadline_hits/{name}", not verdict.failed and hit_deadline(verdict))
         if not self._ranks.is_first:
             return
         with self.clock.phase("writing"):

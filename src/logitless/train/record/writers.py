@@ -9,7 +9,7 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -29,6 +29,9 @@ _REMEDIES = {
     "mlflow": "Name a server that runs in `tracking_uri` (or MLFLOW_TRACKING_URI); a database (`sqlite:///...`) needs "
     "the whole package: pip install mlflow.",
 }
+
+
+_RETRIES = "2"
 
 
 @runtime_checkable
@@ -132,20 +135,21 @@ class MlflowWriter:
     def __init__(
         self, section: MlflowSection, *, run_name: str, config: Mapping[str, Any], run_id: str | None = None
     ) -> None:
-        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # its own 7 wait for minutes
         self._module = module = _imported("mlflow")
         known = section.run_id or run_id
-        with _beginning("mlflow"):
+        with _beginning("mlflow"), _few_retries(), ExitStack() as failed:
             if section.tracking_uri is not None:
                 module.set_tracking_uri(section.tracking_uri)
             if known is None:
                 module.set_experiment(section.experiment)
+            failed.callback(module.end_run, "FAILED")
             run = module.start_run(run_id=known, run_name=section.run_name or run_name, tags=section.tags or None)
             if known is None:  # MLflow does not allow to change parameters
                 parameters = list(_flat(config))
                 for at in range(0, len(parameters), 100):  # MLflow's limit for one call
                     module.log_params(dict(parameters[at : at + 100]))
             module.log_dict(dict(config), "recipe.json")
+            failed.pop_all()
         self.run_id: str = run.info.run_id
 
     def write(self, record: Record) -> None:
@@ -226,6 +230,18 @@ def _beginning(service: str) -> Iterator[None]:
             given=f"{type(error).__name__}: {error}",
             remedy=_REMEDIES[service],
         ) from error
+
+
+@contextmanager
+def _few_retries() -> Iterator[None]:
+    """Inside, MLflow says within seconds that a server cannot be reached; its own seven retries take minutes."""
+    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
+    is_ours = os.environ.setdefault(name, _RETRIES) is _RETRIES
+    try:
+        yield
+    finally:
+        if is_ours:
+            del os.environ[name]
 
 
 def _numbers(record: Record) -> dict[str, float | int]:
