@@ -304,13 +304,12 @@ def _fails_often(summary: Mapping[str, Any]) -> bool:
     from logitless.train.collect.failures import MOST_HIT
 
     total = dict(_of("verdicts", summary))
+    unscored = [share for _, share in _of("unscored_fraction_after", summary) if share is not None and share > OFTEN]
+    on_purpose = not any(_of("first_failure", summary))  # missing, where nothing has failed
     return (
         any(count > OFTEN * total[name] for name, count in _of("failed_verdicts", summary))
         or any(count > MOST_HIT * total[name] for name, count in _of("deadline_hits", summary))
-        or (
-            any(share is not None and share > OFTEN for _, share in _of("unscored_fraction_after", summary))
-            and any(True for _ in _of("first_failure", summary))
-        )  # else all that is missing is so on purpose
+        or bool(unscored and not on_purpose)
     )
 
 

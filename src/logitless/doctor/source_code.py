@@ -86,13 +86,15 @@ class Module:
         if not isinstance(expression, ast.Name):
             return expression
         scope = self.scope_of(before)
-        bound = _bindings(scope, expression.id)
-        if not bound and scope is not self.tree:
-            scope, bound = self.tree, _bindings(self.tree, expression.id)
-        above = scope is not self.scope_of(before) or any(each.lineno < getattr(before, "lineno", 0) for each in bound)
-        [node] = bound if len(bound) == 1 else [None]
-        parent = None if node is None else self.parents.get(node)
-        return parent.value if above and isinstance(parent, ast.Assign) and node in parent.targets else expression
+        bound, is_beside = _bindings(scope, expression.id), True
+        if not bound:
+            bound, is_beside = _bindings(self.tree, expression.id), scope is self.tree
+        if len(bound) != 1 or (is_beside and bound[0].lineno >= getattr(before, "lineno", 0)):
+            return expression
+        assignment = self.parents[bound[0]]
+        if isinstance(assignment, ast.Assign) and bound[0] in assignment.targets:
+            return assignment.value
+        return expression
 
     def place(self, node: ast.AST) -> str:
         """File and line."""

@@ -31,9 +31,6 @@ _REMEDIES = {
 }
 
 
-_RETRIES = "2"
-
-
 @runtime_checkable
 class Writer(Protocol):
     """Sends the metrics of each step somewhere."""
@@ -236,12 +233,14 @@ def _beginning(service: str) -> Iterator[None]:
 def _few_retries() -> Iterator[None]:
     """Inside, MLflow says within seconds that a server cannot be reached; its own seven retries take minutes."""
     name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-    is_ours = os.environ.setdefault(name, _RETRIES) is _RETRIES
+    if name in os.environ:
+        yield
+        return
+    os.environ[name] = "2"
     try:
         yield
     finally:
-        if is_ours:
-            del os.environ[name]
+        del os.environ[name]
 
 
 def _numbers(record: Record) -> dict[str, float | int]:
