@@ -51,10 +51,9 @@ from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import parse_recipe
 from logitless.train.recipe.model import ModelSection
 from logitless.train.recipe.training import OptimizerSection
-from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import run_recipe
 from logitless.types import Completion, LMHead, Prompt, TokenScores
-from script import command_line, digest, parsed
+from script import command_line, commit, digest, parsed
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 PROMPTS_PER_BLOCK, SAMPLES, EPOCHS, LENGTH = 32, 16, 2, 24
@@ -563,7 +562,7 @@ def gather(size: str, folder: Path, results: Path) -> None:
             if key.file(size) == file and len(row["reward"]) > len(found.get(key, {"reward": []})["reward"]):
                 found[key] = row
         document |= {"machine": environment(device(), ["triton", "transformers", "trl"]), "size": size, "base": base}
-        document["commit"] = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
+        document["commit"] = commit()
         settings = {key: SIZES[size][key] for key in ("letters", "learning_rate", "blocks", "config")}
         settings |= {"prompts": PROMPTS_PER_BLOCK, "samples": SAMPLES, "epochs": EPOCHS, "max_new_tokens": LENGTH}
         order = [*CONTENDERS, *ABLATIONS]

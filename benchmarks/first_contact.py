@@ -567,8 +567,7 @@ def measure(options: argparse.Namespace) -> Results:
     import torch
 
     from logitless.bench.machine import environment
-    from logitless.train.record.provenance import environment as made_with
-    from script import short_name
+    from script import commit, short_name
 
     begun = time.perf_counter()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
@@ -584,7 +583,7 @@ def measure(options: argparse.Namespace) -> Results:
     large = [key for key in missing if key not in several and "num_experts" in MODELS[key[0]]]
     together = [key for key in missing if key not in several and key not in large]
     lock = threading.Lock()
-    commit = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
+    measured = commit()
 
     def time_left() -> float:
         return float(options.seconds - (time.perf_counter() - begun))
@@ -607,7 +606,7 @@ def measure(options: argparse.Namespace) -> Results:
                     return  # it would not end in time
                 device = free.get()
                 try:
-                    row = {**runner.row(*key, device), "at_once": len(places), "commit": commit}
+                    row = {**runner.row(*key, device), "at_once": len(places), "commit": measured}
                 finally:
                     free.put(device)
                 with lock:

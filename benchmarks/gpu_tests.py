@@ -27,8 +27,7 @@ import torch
 
 from logitless.bench.machine import environment, write_result
 from logitless.errors import ConfigurationError
-from logitless.train.record.provenance import environment as made_with
-from script import caches_in
+from script import caches_in, commit
 
 RESULTS = Path(__file__).parent / "results"
 MARKERS = {"gpu": "gpu and not multi_gpu", "multi_gpu": "multi_gpu"}
@@ -143,8 +142,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     here = environment("cuda" if torch.cuda.is_available() else "cpu", ("triton", "transformers", "peft"))
     path = options.output or RESULTS / f"{options.marker.replace('_', '-')}.json"
-    commit = os.environ.get("COMMIT") or made_with(torch.device("cpu"))["commit"]
-    counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty", "commit": commit})
+    counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty", "commit": commit()})
     command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short", "--durations=15"]
     command += ["-m", MARKERS[options.marker]]
     at_once = ["-n", str(options.workers)] if options.workers > 1 else []

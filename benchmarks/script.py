@@ -6,6 +6,7 @@ Torch is imported inside functions, because one script times imports.
 import argparse
 import hashlib
 import json
+import os
 import platform
 import resource
 import statistics
@@ -46,6 +47,15 @@ def main(script: ModuleType, arguments: Sequence[str] | None = None) -> int:
     except LogitlessError as error:
         print(error, file=sys.stderr)
         return 2 if isinstance(error, ValueError) else 1
+
+
+def commit() -> str | None:
+    """What is measured: ``$COMMIT``, or where git knows it the commit; None if nothing says."""
+    import torch
+
+    from logitless.train.record.provenance import environment
+
+    return os.environ.get("COMMIT") or environment(torch.device("cpu"))["commit"]
 
 
 def among(what: str, given: str, known: Sequence[str]) -> list[str]:

@@ -250,6 +250,7 @@ def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
     A held-out reward that equals the accuracy is left out.
     """
+    from logitless.train.record.metrics import not_scored
 
     def change(before: str, after: str) -> str | None:
         if before not in summary or after not in summary:
@@ -263,8 +264,7 @@ def _scores(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         accuracy = change(f"accuracy_before{each}", f"accuracy_after{each}")
         reward = change(f"held_out_reward_before{each}", f"held_out_reward_after{each}")
         if accuracy is not None:
-            share = summary.get(f"unscored_fraction_after{each}") or 0.0
-            yield f"{name} accuracy", accuracy + (f" ({share:.0%} not scored)" if 0 < share < 1 else "")
+            yield f"{name} accuracy", accuracy + not_scored(summary.get(f"unscored_fraction_after{each}") or 0.0)
         if reward is not None and reward != accuracy:
             yield f"{name} reward", reward
     if (reward := change("reward_first_block", "reward_last_block")) is not None:

@@ -39,6 +39,14 @@ class Module:
         """The parent of each node."""
         return {child: parent for parent in self.nodes for child in ast.iter_child_nodes(parent)}
 
+    @cached_property
+    def changed_in_place(self) -> set[str]:
+        """The sources of what gets or loses an item somewhere in the file."""
+        items = (each.value for each in self.every(ast.Subscript) if not isinstance(each.ctx, ast.Load))
+        methods = (call.func for call in self.calls("update", "pop", "setdefault", "clear"))
+        owners = (each.value for each in methods if isinstance(each, ast.Attribute))
+        return {ast.unparse(each) for each in (*items, *owners)}
+
     def above(self, node: ast.AST) -> Iterator[ast.AST]:
         """The ancestors of a node, from the inside out."""
         while (parent := self.parents.get(node)) is not None:

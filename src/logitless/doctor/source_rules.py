@@ -5,7 +5,7 @@ import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from logitless.doctor.finding import Finding, Places, rule
@@ -472,9 +472,8 @@ def low_precision_masters(module: Module) -> Places:
         if node.value is None:  # an annotation alone
             continue
         model, calls = _chain(node.value)
-        half = _loaded_in_16_bits(module, model) or ast.unparse(model) in lowered
-        for call in calls:
-            half = _converted(call, half)
+        loaded = _loaded_in_16_bits(module, model) or _made_in_16_bits(module, model)
+        half = _after(calls, loaded or ast.unparse(model) in lowered)
         # Conversions of a module change it in place: model.half() alone does, too.
         targets: list[ast.expr] = [model] if calls else []
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -517,23 +516,29 @@ def _chain(expression: ast.expr) -> tuple[ast.expr, list[ast.Call]]:
 
 
 def _loaded_in_16_bits(module: Module, expression: ast.expr) -> bool:
-    """Whether an expression loads a model in 16 bits, itself or by a function of the file that returns one."""
+    if not (isinstance(expression, ast.Call) and called(expression) == "from_pretrained"):
+        return False
+    dtype = keyword(expression, "torch_dtype") or keyword(expression, "dtype")
+    return dtype is not None and re.search("float16|half", ast.unparse(module.written(dtype, expression))) is not None
+
+
+def _made_in_16_bits(module: Module, expression: ast.expr) -> bool:
+    """Whether an expression calls a function of the file whose only result is a model in 16 bits."""
     if not isinstance(expression, ast.Call):
         return False
-    if called(expression) == "from_pretrained":
-        dtype = keyword(expression, "torch_dtype") or keyword(expression, "dtype")
-        return (
-            dtype is not None and re.search("float16|half", ast.unparse(module.written(dtype, expression))) is not None
-        )
-    name = module.written(expression.func, expression)
-    makers = [f for f in module.tree.body if isinstance(f, ast.FunctionDef) and f.name == ast.unparse(name)]
+    name = ast.unparse(module.written(expression.func, expression))
+    makers = [each for each in module.tree.body if isinstance(each, ast.FunctionDef) and each.name == name]
     returned = [each for maker in makers for each in ast.walk(maker) if isinstance(each, ast.Return)]
     if len(makers) != 1 or len(returned) != 1 or returned[0].value is None:
         return False
     model, calls = _chain(returned[0].value)
     model, earlier = _chain(module.written(model, returned[0]))
-    half = isinstance(model, ast.Call) and called(model) == "from_pretrained" and _loaded_in_16_bits(module, model)
-    for call in (*earlier, *calls):
+    return _after([*earlier, *calls], _loaded_in_16_bits(module, model))
+
+
+def _after(calls: Iterable[ast.Call], half: bool) -> bool:
+    """Whether weights are in 16 bits after some calls of ``_MODULE_CALLS``."""
+    for call in calls:
         half = _converted(call, half)
     return half
 
@@ -597,14 +602,11 @@ def _arguments(module: Module, call: ast.Call) -> Iterator[tuple[str | None, ast
         >>> [(name, ast.unparse(value)) for name, value in _arguments(module, next(module.calls("f")))]
         [('b', '2'), ('c', '3'), (None, "{'a': 1} | {}")]
     """
-    changed = {ast.unparse(each.value) for each in module.every(ast.Subscript) if not isinstance(each.ctx, ast.Load)}
-    methods = [each.func for each in module.calls("update", "pop", "setdefault", "clear")]
-    changed |= {ast.unparse(each.value) for each in methods if isinstance(each, ast.Attribute)}
     for each in call.keywords:
         given = each.value if each.arg is not None else module.written(each.value, call)
         if each.arg is not None:
             yield each.arg, given
-        elif ast.unparse(each.value) in changed:
+        elif ast.unparse(each.value) in module.changed_in_place:
             yield None, given
         elif isinstance(given, ast.Dict):
             for key, value in zip(given.keys, given.values, strict=True):

@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 from logitless.types import Verdict, VerdictStatus
@@ -26,6 +26,19 @@ def failed_shares(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, float]
     return {name: failed[name] / count for name, count in counts.items()}
 
 
+def by_reward(verdicts: Iterable[Mapping[str, Verdict]]) -> dict[str, list[Verdict]]:
+    """The verdicts of many completions, by the reward's name.
+
+    Example:
+        >>> {name: len(of) for name, of in by_reward([{"a": Verdict.graded(1.0)}, {"a": Verdict.graded(0.0)}]).items()}
+        {'a': 2}
+    """
+    found: dict[str, list[Verdict]] = {}
+    for name, verdict in (pair for row in verdicts for pair in row.items()):
+        found.setdefault(name, []).append(verdict)
+    return found
+
+
 def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, dict[str, Any]]:
     """Statistics of many completions, by reward. Take them before zero-signal groups are filtered.
 
@@ -44,8 +57,7 @@ def reward_statistics(verdicts: Sequence[Mapping[str, Verdict]]) -> dict[str, di
         >>> found["graded"], found["error"], found["mean"], found["families"]["startend"]["pass_rate"]
         (1, 1, 0.5, 0.0)
     """
-    names = dict.fromkeys(name for row in verdicts for name in row)
-    return {name: _statistics([row[name] for row in verdicts if name in row]) for name in names}
+    return {name: _statistics(of_reward) for name, of_reward in by_reward(verdicts).items()}
 
 
 def _statistics(verdicts: Sequence[Verdict]) -> dict[str, Any]:

@@ -233,8 +233,8 @@ class EngineServer:
                 said = await asyncio.get_running_loop().run_in_executor(self._threads, answer, request, session_id)
                 if not request.stream:
                     return said
-                options = request.stream_options
-                events = protocol.events(said, include_usage=options is not None and options.include_usage)
+                options = request.stream_options or protocol.StreamOptions()
+                events = protocol.events(said, include_usage=options.include_usage)
                 return Response(events, headers={"Content-Type": "text/event-stream"})
 
             return run

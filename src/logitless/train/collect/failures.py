@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from logitless.rewards.reward import WeightedReward
+from logitless.rewards.statistics import by_reward
 from logitless.rewards.user_function import Function
 from logitless.rewards.workers.pooled import hit_deadline
 from logitless.types import Group, Verdict
@@ -40,7 +41,7 @@ class Failures:
         """New messages about the verdicts of these groups."""
         return [
             message
-            for name, verdicts in verdicts_by_reward(groups).items()
+            for name, verdicts in by_reward(row for group in groups for row in group.verdicts).items()
             for message in (*self._errors(name, verdicts), *self._deadline(name, verdicts))
         ]
 
@@ -80,19 +81,11 @@ def shown(verdict: Verdict) -> str:
     return "\n".join(part for part in (verdict.message.strip(), verdict.traceback.strip()) if part) or verdict.status
 
 
-def verdicts_by_reward(groups: Sequence[Group]) -> dict[str, list[Verdict]]:
-    """All verdicts of these groups, by the reward's name."""
-    found: dict[str, list[Verdict]] = {}
-    for name, verdict in (each for group in groups for verdicts in group.verdicts for each in verdicts.items()):
-        found.setdefault(name, []).append(verdict)
-    return found
-
-
 def first_failures(groups: Sequence[Group]) -> dict[str, str]:
     """The first failure of each reward that failed, in one line, by the reward's name."""
     first = {
         name: next((verdict for verdict in verdicts if verdict.failed), None)
-        for name, verdicts in verdicts_by_reward(groups).items()
+        for name, verdicts in by_reward(row for group in groups for row in group.verdicts).items()
     }
     return {name: in_a_line(verdict) for name, verdict in first.items() if verdict is not None}
 

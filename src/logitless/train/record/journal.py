@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from logitless.distributed.ranks import Ranks
+from logitless.rewards.statistics import by_reward
 from logitless.rewards.workers.pooled import hit_deadline
 from logitless.train.block import JudgedBlock
 from logitless.train.record.live_view import LiveView
@@ -124,10 +125,11 @@ class Journal:
         rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
         self._count("scored_completions", len(rewards) - rewards.count(None))
-        for name, verdict in (each for group in block.sampled for of in group.verdicts for each in of.items()):
-            self._count(f"verdicts/{name}", 1)
-            self._count(f"failed_verdicts/{name}", verdict.failed)
-            self._count(f"deadline_hits/{name}", not verdict.failed and hit_deadline(verdict))
+        for name, verdicts in by_reward(row for group in block.sampled for row in group.verdicts).items():
+            well = [verdict for verdict in verdicts if not verdict.failed]
+            self._count(f"verdicts/{name}", len(verdicts))
+            self._count(f"failed_verdicts/{name}", len(verdicts) - len(well))
+            self._count(f"deadline_hits/{name}", sum(map(hit_deadline, well)))
         if not self._ranks.is_first:
             return
         with self.clock.phase("writing"):

@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from logitless.train.record.metrics import Record
+from logitless.train.record.metrics import Record, not_scored, unscored_shares
 
 logger = logging.getLogger("logitless")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -249,8 +249,7 @@ def _short(name: str, value: float | int) -> str:
 
 def _unscored(name: str, record: Record) -> str:
     """How many held-out completions have no score, beside the accuracy that counts them as wrong."""
-    share = (name == "evaluation/accuracy" and record.get("evaluation/unscored_fraction")) or 0.0
-    return f" ({share:.0%} not scored)" if 0 < share < 1 else ""
+    return not_scored(unscored_shares(record).get("", 0.0)) if name == "evaluation/accuracy" else ""
 
 
 def _failing(record: Record) -> list[str]:
@@ -264,12 +263,7 @@ def _failing(record: Record) -> list[str]:
 
 def _unscored_sets(record: Record) -> list[str]:
     """The sets of ``evaluation.sets`` of which some completions have no score, with their share."""
-    ending = "/unscored_fraction"
-    return [
-        f"{name.removeprefix('held_out/').removesuffix(ending)}: {share:.0%} not scored"
-        for name, share in record.items()
-        if share and name.startswith("held_out/") and name.endswith(ending)
-    ]
+    return [f"{name}: {share:.0%} not scored" for name, share in unscored_shares(record).items() if name and share]
 
 
 def _shortened(text: str) -> str:

@@ -295,6 +295,31 @@ def check_names(record: Iterable[str]) -> None:
         metric_of(name)
 
 
+def unscored_shares(record: Record) -> dict[str, float]:
+    """The share of completions without a score, by set of an evaluation; of ``data.held_out`` under an empty name.
+
+    Example:
+        >>> unscored_shares({"evaluation/unscored_fraction": 0.5, "held_out/more/unscored_fraction": 0.0, "step": 3})
+        {'': 0.5, 'more': 0.0}
+    """
+    split = ((name.rpartition("/"), share) for name, share in record.items())
+    return {
+        where.removeprefix("evaluation").removeprefix("held_out/"): share
+        for (where, _, number), share in split
+        if number == "unscored_fraction" and share is not None
+    }
+
+
+def not_scored(share: float) -> str:
+    """That share in words, to stand behind an accuracy that counts them as wrong; empty where it is none or all.
+
+    Example:
+        >>> not_scored(0.4), not_scored(1.0)
+        (' (40% not scored)', '')
+    """
+    return f" ({share:.0%} not scored)" if 0 < share < 1 else ""
+
+
 def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
     """The metrics of a record that a resumed run repeats exactly: all but times, speeds and memory.
 

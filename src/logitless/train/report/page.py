@@ -20,7 +20,7 @@ import yaml
 
 from logitless.train.collect.failures import in_a_line
 from logitless.train.record.live_view import duration
-from logitless.train.record.metrics import metric_of
+from logitless.train.record.metrics import metric_of, unscored_shares
 from logitless.train.record.result import ENDS, exported_in_words
 from logitless.train.record.rollout_data import turns
 from logitless.train.record.run_folder import RunFolder, open_run_folder
@@ -154,11 +154,10 @@ class Recorded:
 
     def _unscored(self) -> str:
         """The share of each set at the last evaluation; empty if all of their completions were scored."""
-        ending = "/unscored_fraction"
-        names = dict.fromkeys(name for record in self.records for name in record if name.endswith(ending))
-        shares = {name.removesuffix(ending): self.ends(name)[1] for name in names}
-        of = {name.removeprefix("held_out/"): f"{share:.0%}" for name, share in shares.items() if share}
-        return ", ".join(share if name == "evaluation" else f"{name}: {share}" for name, share in of.items())
+        shares = dict[str, float]()
+        for record in self.records:
+            shares |= unscored_shares(record)
+        return ", ".join(f"{name}: {share:.0%}" if name else f"{share:.0%}" for name, share in shares.items() if share)
 
     def line(self, metric: str, label: str) -> list[Line]:
         """A metric over the steps, as one line; empty if it has no value."""
