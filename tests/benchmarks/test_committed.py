@@ -28,6 +28,7 @@ from docs.generate.objectives import COST
 from logitless.distributed.arrangement import Arrangement
 from logitless.train.optim.master_weights import lower_to
 from logitless.train.plan.training_memory import training_memory
+from logitless.train.recipe.loading import load_recipe
 from scale import MODELS as SHAPES
 from script import RESULTS, ROOT, begin
 from step_report import load as steps_in
@@ -635,7 +636,7 @@ def test_graphs_of_short_rows_take_less_than_half_the_time_and_as_much_as_the_pa
 
 
 def test_the_page_of_numerics_has_the_held_out_results_of_both_precisions_on_a_gpu_at_three_seeds():
-    rows = [row for name in ("H200", "H100") for row in committed(f"evidence-smollm2-{name}")["rows"]]
+    rows = committed("evidence-smollm2-H200")["rows"]
     page = " ".join((ROOT / "docs/numerics.md").read_text(encoding="utf-8").split())
     for trainer, variant in (("logitless", "full"), ("logitless", "float32"), ("trl", "full")):
         key = ("addition", trainer, variant)
@@ -659,6 +660,34 @@ def test_pretrained_weights_learn_at_three_seeds_as_much_as_in_trl_within_the_no
         middle, half = each.apart
         assert abs(middle) <= half, each.variant
         assert all(row["held_out_after"] > row["held_out_before"] + 0.1 for row in each.here), each.variant
+
+
+def test_the_page_says_how_far_held_out_accuracies_of_several_seeds_are_apart():
+    page = " ".join((ROOT / "docs/evidence.md").read_text(encoding="utf-8").split())
+    furthest = max(abs(each.apart[0]) for each in COMPARED if each.apart)
+    assert furthest < 0.15
+    assert f"held-out accuracies are at most {furthest:.2f} apart" in page
+
+
+def test_runs_of_both_trainers_begin_with_the_same_weights():
+    for each in COMPARED:
+        rows = [*each.here, *each.trl]
+        assert len({row["base"] for row in rows}) == 1
+        assert len({row["start"] for row in rows if "start" in row}) <= 1
+    assert COMPARED
+
+
+def test_rows_of_pretrained_weights_have_the_present_recipes_rate_blocks_and_completions():
+    for document in evidence_smollm2.documents_of(RESULTS).values():
+        for row in document["rows"]:
+            run = evidence_smollm2.Run(*(row[field] for field in evidence_smollm2.Run._fields))
+            recipe = evidence_smollm2.recipe_of(run, ROOT, row["changes"])
+            rollout = recipe.rollout
+            assert row["learning_rate"] == recipe.train.optimizer.learning_rate, run
+            assert row["blocks"] == recipe.train.blocks, run
+            assert row["completions"] == rollout.prompts_per_block * rollout.completions_per_prompt, run
+    (run,) = committed("smollm2-cpu")["runs"]
+    assert run["blocks"] == load_recipe(ROOT / "recipes/smollm2-cpu.yaml").train.blocks
 
 
 def test_blocks_take_at_most_a_third_of_trls_time_and_the_page_says_what_blocks_and_processes_take():

@@ -8,7 +8,10 @@ import pytest
 import torch
 
 import evidence_smollm2 as evidence
+from logitless.data.prompts import PromptOrder
+from logitless.seeds import derived_seed
 from logitless.train.assembly.engines import open_engines
+from logitless.train.record.run_folder import RunFolder
 from tests.models.tiny_gguf import write_gguf
 
 
@@ -115,6 +118,36 @@ def test_both_trainers_begin_where_a_recipes_warm_start_ends(toy) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(weights, others[0], strict=True))
 
 
+@pytest.mark.parametrize("variant", ["full", "lora"])
+def test_trl_is_given_the_recipes_weights_prompts_rewards_and_settings(toy, monkeypatch, variant) -> None:
+    class Given(Exception):
+        """What the trainer was made with."""
+
+    def recorded(**arguments: Any) -> None:
+        raise Given(arguments)
+
+    monkeypatch.setattr("trl.GRPOTrainer", recorded)
+    inputs = evidence.read(evidence.recipe_of(evidence.Run("addition", "trl", variant, 3), toy, changes(toy)))
+    with pytest.raises(Given) as raised:
+        evidence.trl_run(inputs, toy, micro_batches=2)
+    (given,) = raised.value.args
+    assert evidence.digest(dict(given["model"].named_parameters())) == (toy / "base" / "digest").read_text()
+    order = PromptOrder(8, derived_seed(3, "order")).next(4)
+    assert given["train_dataset"]["prompt"] == [inputs.data.train[number].text for number in order]
+    prompts, answers = given["train_dataset"]["prompt"][:2], given["train_dataset"]["answer"][:2]
+    assert given["reward_funcs"](prompts, [answers[0], "no"], answer=answers) == [1.0, 0.0]
+    recipe, arguments = inputs.recipe, given["args"]
+    assert recipe.rollout.zero_signal == "keep"
+    assert recipe.train.optimizer.betas == (arguments.adam_beta1, arguments.adam_beta2) == (0.9, 0.999)
+    assert arguments.learning_rate == recipe.train.optimizer.learning_rate
+    assert arguments.temperature == recipe.rollout.sampling.temperature == 1.0
+    assert arguments.max_completion_length == recipe.rollout.sampling.max_new_tokens == 4
+    assert (arguments.num_generations, arguments.max_steps, arguments.loss_type) == (2, 2, "grpo")
+    assert (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps) == (2, 2)
+    lora = given["peft_config"]
+    assert (None if lora is None else (lora.r, lora.lora_alpha)) == (None if variant == "full" else (16, 32))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "variant", "micro_batches"),
@@ -142,3 +175,10 @@ def test_a_toy_run_of_each_trainer_leaves_a_row_with_its_curve(
     assert found[0].get("micro_batches", 1) == micro_batches
     rate = 2e-5 * (10 if variant == "lora" else 1)
     assert found[0]["learning_rate"] == pytest.approx(rate)
+    assert found[0]["start"] == found[0]["base"]
+    if trainer == "logitless":
+        first, *lines = RunFolder(toy / "runs" / run.name).read_metrics()
+        judged = sum(line.get("time/evaluation_seconds", 0.0) for line in lines)
+        assert judged > 0
+        elapsed = lines[-1]["time/elapsed_seconds"] - first["time/elapsed_seconds"]
+        assert found[0]["seconds"] == pytest.approx(elapsed - judged)
