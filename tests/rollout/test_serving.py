@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -757,8 +758,6 @@ print(json.dumps({"reward": 0.25}))
 
 
 def test_a_command_is_a_harness_too(tokenizer, tmp_path):
-    import sys
-
     (tmp_path / "solve.py").write_text(PROGRAM)
     made = environment_of(Harness(command=(sys.executable, str(tmp_path / "solve.py"))), tokenizer)
     assert isinstance(made, Driver)
@@ -769,6 +768,32 @@ def test_a_command_is_a_harness_too(tokenizer, tmp_path):
         slow.drive()("http://127.0.0.1:9/v1", {}, 0)
     with pytest.raises(RuntimeError, match="status 3"):
         Harness(command=(sys.executable, "-c", "raise SystemExit(3)")).drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+def commanded(tmp_path, program):
+    """The reward of a command that runs this program."""
+    (tmp_path / "agent.py").write_text(program)
+    harness = Harness(command=(sys.executable, str(tmp_path / "agent.py")))
+    return harness.drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+def test_the_failure_of_a_command_begins_with_the_last_line_that_it_wrote_to_standard_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^the harness ended with status 1: ValueError: lost\nTraceback"):
+        commanded(tmp_path, "raise ValueError('lost')")
+    with pytest.raises(RuntimeError, match=r"^the harness ended with status 1: lost$"):
+        commanded(tmp_path, "raise SystemExit('lost\\n\\n')")
+
+
+@pytest.mark.parametrize(("printed", "reward"), [('{"reward": 0.5}', 0.5), ('{"reward": null}', None), ("0.5", None)])
+def test_a_command_may_print_a_reward(tmp_path, printed, reward):
+    assert commanded(tmp_path, f"print({printed!r})") == reward
+
+
+@pytest.mark.parametrize("printed", ['{"rewrad": 0.5}', '{"reward": 0.5, "rewrad": 1}', "{}"])
+def test_a_command_that_prints_an_object_of_other_keys_fails_that_episode(tmp_path, printed):
+    keys = re.escape(str([*json.loads(printed)]))
+    with pytest.raises(ValueError, match=rf"the keys {keys} .* where reward alone is known; print "):
+        commanded(tmp_path, f"print({printed!r})")
 
 
 def test_a_command_is_ended_though_a_process_that_left_its_group_keeps_its_output_open(tmp_path):
