@@ -48,6 +48,11 @@ def test_a_port_that_is_taken_is_refused_in_words(recipe, capsys):
     assert "--port" in capsys.readouterr().err
 
 
+def test_a_run_is_served_as_it_was_trained_and_a_replaced_value_refused(tmp_path, capsys):
+    assert main(["serve-engine", str(tmp_path), "--port", "0", "--set", "rollout.sampling.max_new_tokens=50"]) == 2
+    assert "--set; given" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", [["serve-engine", "recipe.yaml"], ["serve-tinker", "model"]])
 def test_without_starlette_a_server_names_the_extra_that_brings_it(command, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "starlette.routing", None)

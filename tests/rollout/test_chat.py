@@ -152,6 +152,13 @@ def test_without_a_chat_template_a_plain_one_has_to_be_given():
     assert tokenizer.decode(said).replace(" ", "") == "\n22\nthe4\n"
 
 
+def test_a_template_with_a_character_that_the_tokenizer_lacks_is_refused_by_name_before_the_first_rollout():
+    tokenizer = character_tokenizer("ab=n\n", removed=("c=",))
+    ChatTurns(tokenizer, template="\n{reply}\nc=")
+    with pytest.raises(ConfigurationError, match=r"environment\.template.* given '\S+' with \['\\\\'\]"):
+        ChatTurns(tokenizer, template=r"\n{reply}\n")
+
+
 def test_what_the_tokenizer_cannot_say_is_the_environments_failure():
     tokenizer = character_tokenizer("ab")
     environment = ChatEnvironment(Saying(REPLIES["user"]), ChatTurns(tokenizer, template="{reply}"))

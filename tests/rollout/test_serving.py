@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -16,7 +17,9 @@ from dataclasses import replace
 from queue import Empty
 
 import pytest
+from tokenizers import Tokenizer, decoders, models
 from torch import nn
+from transformers import PreTrainedTokenizerFast
 
 from logitless.errors import ConfigurationError, EngineError, InputError
 from logitless.rollout.completions import check_prompts
@@ -119,6 +122,25 @@ def test_a_chat_reads_the_template_and_says_what_tools_it_wants(server, tokenize
     choice = reply["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
     assert json.loads(choice["message"]["tool_calls"][0]["function"]["arguments"]) == {"a": 1}
+
+
+@pytest.mark.parametrize(
+    ("decoder", "pieces", "shown"),
+    [
+        (decoders.ByteLevel(), ["Ġok", "Ã", "Ã©"], [(" ok", [32, 111, 107]), ("\ufffd", None), ("é", [195, 169])]),
+        (decoders.Metaspace(), ["▁ok", "é"], [(" ok", [32, 111, 107]), ("é", [195, 169])]),
+    ],
+)
+def test_the_log_probs_of_a_chat_are_beside_the_text_and_the_bytes_of_each_token(decoder, pieces, shown):
+    made = Tokenizer(models.BPE({piece: number for number, piece in enumerate(["?", *pieces])}, []))
+    made.decoder = decoder
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made)
+    tokenizer.chat_template = "?"
+    with serving(tokenizer) as server:
+        ids = tuple(range(1, len(pieces) + 1))
+        server._engine.said = lambda prompt: Completion(prompt.id, ids, "unused", "stop", (-0.5,) * len(ids))
+        _, reply = chat(server.url)
+    assert [(each["token"], each["bytes"]) for each in reply["choices"][0]["logprobs"]["content"]] == shown
 
 
 def test_a_session_goes_on_from_its_own_tokens_and_gives_them_to_the_trainer(server, tokenizer):
@@ -265,6 +287,8 @@ def refusing():
         ({"n": 0}, "n:"),
         ({"temperature": -1.0}, "temperature"),
         ({"max_tokens": 0}, "max_new_tokens of at least 1"),
+        ({"max_tokens": 41}, "max_tokens: 40 at most, the recipe's rollout.sampling.max_new_tokens; raise it there"),
+        ({"max_completion_tokens": 10**6}, "max_tokens: 40 at most"),
         ({"max_tokens": 9, "max_completion_tokens": 0}, "max_new_tokens of at least 1"),
         ({"min_tokens": 50}, "min_new_tokens"),
         ({"logit_bias": {"1000000": 1}}, "token ids from 0"),
@@ -420,13 +444,14 @@ def test_a_request_brings_the_sampling_settings_that_a_recipe_has(server):
     for ask in (complete, chat):
         assert ask(server.url, **body, stop="the", stop_token_ids=[6])[0] == 200
         assert asked.pop() == wanted
-    assert complete(server.url, top_k=-1, logit_bias={}, max_tokens=10**6)[0] == 200
+    assert complete(server.url, top_k=-1, logit_bias={}, max_tokens=OPTIONS.max_new_tokens)[0] == 200
     assert asked.pop() == OPTIONS
 
 
 def test_settings_that_are_the_recipes_are_taken_where_no_others_are(tokenizer):
     with serving(tokenizer, own_settings=False) as server:
         same = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "temperature": 1}
+        same["max_tokens"] = 10**6  # cut to the recipe's, for an agent program runs unchanged
         assert complete(server.url, **same)[0] == 200
         status, reply = complete(server.url, presence_penalty=0.5)
         assert (status, "presence_penalty: sampling is settled" in reply["error"]["message"]) == (400, True)
@@ -733,8 +758,6 @@ print(json.dumps({"reward": 0.25}))
 
 
 def test_a_command_is_a_harness_too(tokenizer, tmp_path):
-    import sys
-
     (tmp_path / "solve.py").write_text(PROGRAM)
     made = environment_of(Harness(command=(sys.executable, str(tmp_path / "solve.py"))), tokenizer)
     assert isinstance(made, Driver)
@@ -745,6 +768,32 @@ def test_a_command_is_a_harness_too(tokenizer, tmp_path):
         slow.drive()("http://127.0.0.1:9/v1", {}, 0)
     with pytest.raises(RuntimeError, match="status 3"):
         Harness(command=(sys.executable, "-c", "raise SystemExit(3)")).drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+def commanded(tmp_path, program):
+    """The reward of a command that runs this program."""
+    (tmp_path / "agent.py").write_text(program)
+    harness = Harness(command=(sys.executable, str(tmp_path / "agent.py")))
+    return harness.drive()("http://127.0.0.1:9/v1", {}, 0)
+
+
+def test_the_failure_of_a_command_begins_with_the_last_line_that_it_wrote_to_standard_error(tmp_path):
+    with pytest.raises(RuntimeError, match=r"^the harness ended with status 1: ValueError: lost\nTraceback"):
+        commanded(tmp_path, "raise ValueError('lost')")
+    with pytest.raises(RuntimeError, match=r"^the harness ended with status 1: lost$"):
+        commanded(tmp_path, "raise SystemExit('lost\\n\\n')")
+
+
+@pytest.mark.parametrize(("printed", "reward"), [('{"reward": 0.5}', 0.5), ('{"reward": null}', None), ("0.5", None)])
+def test_a_command_may_print_a_reward(tmp_path, printed, reward):
+    assert commanded(tmp_path, f"print({printed!r})") == reward
+
+
+@pytest.mark.parametrize("printed", ['{"rewrad": 0.5}', '{"reward": 0.5, "rewrad": 1}', "{}"])
+def test_a_command_that_prints_an_object_of_other_keys_fails_that_episode(tmp_path, printed):
+    keys = re.escape(str([*json.loads(printed)]))
+    with pytest.raises(ValueError, match=rf"the keys {keys} .* where reward alone is known; print "):
+        commanded(tmp_path, f"print({printed!r})")
 
 
 def test_a_command_is_ended_though_a_process_that_left_its_group_keeps_its_output_open(tmp_path):

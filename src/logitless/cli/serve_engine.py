@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from logitless.cli.arguments import add_checkpoint, add_overrides
 from logitless.cli.loading import loading
 from logitless.cli.serving import add_port, wait_for_end
+from logitless.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,6 +64,12 @@ def _opened(options: argparse.Namespace) -> "tuple[Recipe, Engine, PreTrainedTok
         from logitless.train.record.run_folder import open_run_folder
         from logitless.train.saved_policy import load_policy
     if options.source.is_dir():
+        if options.overrides:
+            raise ConfigurationError(
+                needed="a recipe beside --set",
+                given=f"{options.source}, a run folder",
+                remedy=f"Leave --set out; a run is served by its own {options.source / 'config.yaml'}.",
+            )
         saved = load_policy(open_run_folder(options.source), options.checkpoint)
         return saved.recipe, saved.engine(), saved.tokenizer, saved.step
     recipe = load_recipe(options.source, options.overrides)

@@ -52,7 +52,8 @@ class ChatTurns:
         chat_template_kwargs: further variables of the chat template.
 
     Raises:
-        ConfigurationError: no ``template`` and no chat template, or a ``template`` without ``{reply}``.
+        ConfigurationError: no ``template`` and no chat template, or a ``template`` without ``{reply}`` or with a
+            character that the tokenizer lacks.
 
     Example:
         >>> from logitless.models.char_tokenizer import character_tokenizer
@@ -79,7 +80,26 @@ class ChatTurns:
             raise ConfigurationError(
                 needed="a template with {reply}", given=repr(template), remedy="Write for example '\\n{reply}\\n'."
             )
+        if template is not None:
+            self._check_characters(template.replace("{reply}", ""))
         self._special = [t.content for t in tokenizer.added_tokens_decoder.values() if t.special and t.content]
+
+    def _check_characters(self, text: str) -> None:
+        if not (why := self._unreadable(text)):
+            return
+        raise ConfigurationError(
+            needed="a rollout.environment.template in characters of the tokenizer",
+            given=f"{self.template!r} with {[each for each in dict.fromkeys(text) if self._unreadable(each)]} ({why})",
+            remedy="Leave them out. For line breaks from a shell, quote for it and for YAML: '\"\\n{reply}\\n\"'.",
+        )
+
+    def _unreadable(self, text: str) -> str:
+        """Why the tokenizer cannot read a text; empty if it can."""
+        try:
+            self.tokenizer(text, add_special_tokens=False)
+        except Exception as error:  # the tokenizers library raises no class of its own
+            return str(error)
+        return ""
 
     def check(self, role: str) -> None:
         """Check that the chat template accepts a message of this role after an assistant's.

@@ -1,5 +1,7 @@
 """The environments of recipes are made, checked and rendered before the first rollout."""
 
+from dataclasses import replace
+
 import pytest
 
 from logitless.errors import ConfigurationError
@@ -78,6 +80,25 @@ def test_a_harness_renders_with_the_recipes_variables_of_the_chat_template(tmp_p
     quiet = {"enable_thinking": False}
     harness = environment_of(Harness(function=f"{tmp_path}/own.py:drive"), chat_tokenizer("qwen"), quiet)
     assert harness.chat_template_kwargs == quiet
+
+
+def test_a_harness_without_a_chat_template_or_with_a_wrong_template_is_refused_before_the_first_rollout(tmp_path):
+    (tmp_path / "own.py").write_text("def drive(base_url, row, seed):\n    pass\n")
+    harness = Harness(function=f"{tmp_path}/own.py:drive", template="\n{reply}\n")
+    tokenizer = chat_tokenizer("qwen")
+    environment_of(harness, tokenizer)
+    with pytest.raises(ConfigurationError, match=r"with \{reply\}"):
+        environment_of(replace(harness, template="nothing"), tokenizer)
+    tokenizer.chat_template = None
+    with pytest.raises(ConfigurationError, match=r"a tokenizer with a chat template.*tokenizer_config\.json"):
+        environment_of(harness, tokenizer)
+
+
+@pytest.mark.parametrize("program", ["nowhere-to-be-found", "./agent.py"])
+def test_a_program_that_is_not_found_is_refused_before_the_first_rollout(program, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=f"environment.command.* given '{program}' in {tmp_path}"):
+        environment_of(Harness(command=(program,)), chat_tokenizer("qwen"))
 
 
 def test_an_environment_and_a_harness_may_stand_in_a_file(tmp_path):

@@ -6,6 +6,7 @@ returns a reward, or leaves that to the recipe's rewards. It need not know that 
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
@@ -34,6 +36,9 @@ if TYPE_CHECKING:
 Drive: TypeAlias = Callable[[str, Mapping[str, Any], int], float | None]
 """``(base_url, row, seed) -> reward``: runs one episode through any OpenAI client."""
 
+_MOST_CHARACTERS = 2000
+"""Of a failed command's standard error, from its end."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Harness:
@@ -41,15 +46,16 @@ class Harness:
 
     Give `function` or `command`. A command reads one JSON object (`id`, `prompt`, `messages`, `seed` and the row's
     columns) from its standard input, finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment, and may print
-    `{"reward": 0.5}` as its last line. If a program fails, or changes earlier messages, its episode has no reward.
+    `{"reward": 0.5}` as its last line. If a program fails, changes earlier messages, or prints an object of other keys
+    there, its episode has no reward.
 
     Args:
         function: `package.module:function` or `./file.py:function`, called with base url, row and seed; returns the
             reward or null. `logitless.integrations.verifiers:play_task` plays tasks of verifiers.
-        options: further keyword arguments of the function.
-        command: program and arguments.
+        options: keyword arguments of the function.
+        command: program and arguments, started in the current folder.
         concurrency: episodes at a time.
-        seconds: time limit of a command, which is killed then.
+        seconds: until a command is killed.
         format: how the policy writes tool calls, for programs that send tools.
         template: plain text around `{reply}`, used instead of the tokenizer's chat template between turns.
 
@@ -82,9 +88,15 @@ class Harness:
         """The function that runs an episode.
 
         Raises:
-            ConfigurationError: it cannot be imported, or takes other arguments.
+            ConfigurationError: it cannot be imported, or takes other arguments; or there is no such program.
         """
         if self.function is None:
+            if shutil.which(self.command[0]) is None:
+                raise ConfigurationError(
+                    needed="a program in rollout.environment.command, on PATH or as a path from the current folder",
+                    given=f"{self.command[0]!r} in {Path.cwd()}",
+                    remedy="Correct its name, write its whole path, or make it executable.",
+                )
             return self._run_command
         found: Drive = named(self.function, what="of a function", key="rollout.environment.function")
         check_takes("function(base_url, row, seed, **options)", found, "", {}, 0, **self.options)
@@ -114,13 +126,37 @@ class Harness:
                 assert pipe is not None
                 pipe.close()  # without reading to the end: a process that left the group may keep it open
         if process.returncode != 0:
-            raise RuntimeError(f"the harness ended with status {process.returncode}: {errors[-500:]}")
-        last = (printed.strip().splitlines() or [""])[-1]
-        try:
-            reward = json.loads(last)["reward"]
-        except (ValueError, KeyError, TypeError):
-            return None
-        return None if reward is None else float(reward)
+            raise RuntimeError(_ended_badly(process.returncode, errors))
+        return _reward_in((printed.strip().splitlines() or [""])[-1])
+
+
+def _ended_badly(status: int, errors: str) -> str:
+    """A program's status with its last line of standard error, and below that the lines before it.
+
+    Example:
+        >>> _ended_badly(1, "Traceback:\\n  1/0\\nKeyError: 'answer'\\n").splitlines()[0]
+        "the harness ended with status 1: KeyError: 'answer'"
+    """
+    lines = errors[-_MOST_CHARACTERS:].strip().splitlines()
+    first = ": ".join([f"the harness ended with status {status}", *lines[-1:]])
+    return "\n".join([first, *lines] if len(lines) > 1 else [first])
+
+
+def _reward_in(last_line: str) -> float | None:
+    """The reward that a program printed; None if its last line is no JSON object."""
+    try:
+        printed = json.loads(last_line)
+    except ValueError:
+        return None
+    if not isinstance(printed, dict):
+        return None
+    if printed.keys() != {"reward"}:
+        raise ValueError(
+            f"the harness printed an object with the keys {[*printed]} as its last line, where reward alone is known; "
+            'print {"reward": 0.5}, or end with a line that is no JSON object'
+        )
+    reward = printed["reward"]
+    return None if reward is None else float(reward)
 
 
 @dataclass(frozen=True)

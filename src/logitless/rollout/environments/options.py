@@ -90,7 +90,15 @@ def environment_of(
     if options is None:
         return SingleTurn()
     if isinstance(options, Harness):
-        importlib.import_module("logitless.http_server")  # raises here if it is absent, not at the first block
+        # these raise here, not at the first block
+        importlib.import_module("logitless.http_server")
+        if not tokenizer.chat_template:
+            raise ConfigurationError(
+                needed="a tokenizer with a chat template, which a harness's first messages are written in",
+                given="one without",
+                remedy="Set chat_template in the tokenizer's tokenizer_config.json, or train its instruct variant.",
+            )
+        ChatTurns(tokenizer, template=options.template)
         return HarnessEpisodes(options, options.drive(), tokenizer, chat_template_kwargs)
     inner = options.made() if isinstance(options, OwnEnvironment) else options
     turns = ChatTurns(tokenizer, template=options.template, chat_template_kwargs=chat_template_kwargs)

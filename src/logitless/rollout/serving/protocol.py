@@ -117,15 +117,16 @@ class Request(BaseModel, extra="forbid"):
             raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in wrong.items())) from error
 
     def options(self, own: SamplingOptions, *, num_tokens: int, may_differ: bool) -> SamplingOptions:
-        """The sampling options of this request: ``own`` with the request's values, and at most its ``max_new_tokens``.
+        """The sampling options of this request: ``own`` with the request's values.
 
         Args:
             own: the server's options.
             num_tokens: size of the tokenizer's vocabulary.
-            may_differ: whether values other than those of ``own`` are allowed; fewer tokens always are.
+            may_differ: whether values other than those of ``own`` are allowed. Fewer tokens always are; more are
+                refused if it is true, and else cut to its ``max_new_tokens``, so that programs run unchanged.
 
         Raises:
-            RefusedError: a value that may not differ, or a token id out of range.
+            RefusedError: a value that may not differ, too many tokens, or a token id out of range.
             ConfigurationError: a value out of range.
         """
         names = [field.name for field in fields(SamplingOptions) if field.name != "max_new_tokens"]
@@ -134,6 +135,10 @@ class Request(BaseModel, extra="forbid"):
             wanted["top_k"] = None
         asked = (self.max_completion_tokens, self.max_tokens, own.max_new_tokens)
         most = next(number for number in asked if number is not None)
+        if most > own.max_new_tokens and may_differ:
+            limit = f"{own.max_new_tokens} at most, the recipe's rollout.sampling.max_new_tokens"
+            remedy = "raise it there (for a run in its config.yaml), or ask for fewer"
+            raise RefusedError(400, f"max_tokens: {limit}; {remedy}")
         options = replace(own, **wanted, max_new_tokens=min(most, own.max_new_tokens))
         named = [*options.stop_token_ids, *(token for token, _ in options.logit_bias)]
         if not all(0 <= token < num_tokens for token in named):
@@ -215,14 +220,14 @@ def text_choice(index: int, completion: Completion) -> dict[str, Any]:
     return {**_choice(index, completion), "text": completion.text, "logprobs": logprobs}
 
 
-def chat_choice(index: int, completion: Completion, calls: Sequence[Call], pieces: Sequence[str]) -> dict[str, Any]:
+def chat_choice(index: int, completion: Completion, calls: Sequence[Call], texts: Sequence[str]) -> dict[str, Any]:
     """A completion in the reply of ``chat/completions``.
 
     Args:
         index: in the reply.
         completion: to show.
         calls: tool calls parsed from its text.
-        pieces: its tokens as strings.
+        texts: of its tokens.
     """
     choice = _choice(index, completion)
     message: dict[str, Any] = {"role": "assistant", "content": completion.text}
@@ -231,9 +236,19 @@ def chat_choice(index: int, completion: Completion, calls: Sequence[Call], piece
         numbered = [{"id": f"{i:09d}", "type": "function", "function": each} for i, each in enumerate(called)]
         choice["finish_reason"], message["tool_calls"] = "tool_calls", numbered
     logp = completion.logp_sampler
-    shown = [] if logp is None else zip(pieces, logp.tolist(), strict=True)
-    content = [{"token": token, "logprob": value, "bytes": None, "top_logprobs": []} for token, value in shown]
+    shown = [] if logp is None else zip(texts, logp.tolist(), strict=True)
+    content = [{"token": text, "logprob": value, "bytes": _bytes(text), "top_logprobs": []} for text, value in shown]
     return {**choice, "message": message, "logprobs": {"content": content}}
+
+
+def _bytes(text: str) -> list[int] | None:
+    """In UTF-8; None for a part of a character, which has no text.
+
+    Example:
+        >>> _bytes("é"), _bytes("\ufffd")
+        ([195, 169], None)
+    """
+    return None if "\ufffd" in text else [*text.encode()]
 
 
 def _choice(index: int, completion: Completion) -> dict[str, Any]:

@@ -320,9 +320,19 @@ class EngineServer:
         for index, completion in enumerate(completions):
             calls = tool_calls(completion.text, names, self.format) if names else []
             readable = [call for call in calls if not call.error][:most_calls]
-            tokens = self.tokenizer.convert_ids_to_tokens(completion.token_ids.tolist())
-            choices.append(protocol.chat_choice(index, completion, readable, tokens))
+            choices.append(protocol.chat_choice(index, completion, readable, self._texts(completion)))
         return protocol.reply("chat.completion", choices, prompt_ids, model=self.name, version=self.version)
+
+    def _texts(self, completion: Completion) -> list[str]:
+        """The text of each token; a replacement character where it ends within a character."""
+        ids = completion.token_ids.tolist()
+        pieces = self.tokenizer.convert_ids_to_tokens(ids)
+        texts = self.tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
+        # a SentencePiece decoder drops the space at the start of a text
+        return [
+            f" {text}" if (piece or "").startswith("\u2581") and not text.startswith(" ") else text
+            for piece, text in zip(pieces, texts, strict=True)
+        ]
 
     def _template_variables(self, request: protocol.ChatRequest, *, may_differ: bool) -> dict[str, Any]:
         """Variables of the chat template besides the messages; the same in all turns of a session."""
@@ -338,7 +348,7 @@ class EngineServer:
         from jinja2 import TemplateError
 
         if not self.tokenizer.chat_template:
-            raise RefusedError(400, "this tokenizer has no chat template; use completions")
+            raise RefusedError(400, "this tokenizer has no chat template; use /v1/completions")
         try:
             text = self.tokenizer.apply_chat_template(
                 [*messages], tokenize=False, add_generation_prompt=True, **variables
