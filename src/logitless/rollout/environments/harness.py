@@ -46,8 +46,8 @@ class Harness:
 
     Give `function` or `command`. A command reads one JSON object (`id`, `prompt`, `messages`, `seed` and the row's
     columns) from its standard input, finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment, and may print
-    `{"reward": 0.5}` as its last line. If a program fails, changes earlier messages, or prints an object of other keys
-    there, its episode has no reward.
+    `{"reward": 0.5}` as its last line. If a program fails, changes earlier messages, or prints an object without
+    `reward` there, its episode has no reward.
 
     Args:
         function: `package.module:function` or `./file.py:function`, called with base url, row and seed; returns the
@@ -150,9 +150,9 @@ def _reward_in(last_line: str) -> float | None:
         return None
     if not isinstance(printed, dict):
         return None
-    if printed.keys() != {"reward"}:
+    if "reward" not in printed:
         raise ValueError(
-            f"the harness printed an object with the keys {[*printed]} as its last line, where reward alone is known; "
+            f"the harness printed an object with the keys {[*printed]} as its last line, without reward; "
             'print {"reward": 0.5}, or end with a line that is no JSON object'
         )
     reward = printed["reward"]
