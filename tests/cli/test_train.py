@@ -356,6 +356,23 @@ def test_a_run_whose_held_out_completions_all_earn_nothing_names_the_command_tha
     assert capsys.readouterr().out.splitlines()[-1].endswith("no held-out completion earned a reward: read some")
 
 
+def test_a_run_whose_rewards_gave_no_advantage_is_finished_and_says_so_as_does_doctor_of_it_and_of_a_batch(
+    tmp_path, capsys
+):
+    settings = sets(f"output={tmp_path}", "rewards=[{name: regex, pattern: never}]")
+    assert main(["train", *SMALL, *settings]) == 0
+    shown = capsys.readouterr().out
+    assert "  no signal          rewards gave no completion an advantage: nothing was learned from them\n" in shown
+    assert shown.splitlines()[-1].endswith("no completion had an advantage: read some")
+    run = str(tmp_path / "length-toy" / "config.yaml")
+    for audit, of in (
+        (["doctor", run, "--no-measure"], "run length-toy"),
+        (["doctor", *SMALL, *settings], "measured batch"),
+    ):
+        assert main(audit) == 0
+        assert f"rewards: no completion of the {of} has an advantage [no signal]" in capsys.readouterr().out
+
+
 def test_a_run_that_cannot_go_on_exits_1(tmp_path, capsys):
     never = ["rewards=[{name: regex, pattern: never}]", "rollout.zero_signal=drop"]  # every group without signal
     overrides = [f"output={tmp_path}", *never, "train.max_blocks_without_signal=1"]

@@ -32,7 +32,13 @@ def test_a_block_of_several_rounds_is_scaled_from_one(tmp_path: Path, monkeypatc
     recipe = tiny_recipe(tmp_path, rollout__max_rows=8)
     monkeypatch.setattr(
         "logitless.doctor.forecast._measured",
-        lambda *_: ([{"rollout": 1.0, "scoring": 0.5, "training": 2.0}], [group_of("7", [0.0] * 8, [5] * 8)], [], 2.0),
+        lambda *_: (
+            [{"rollout": 1.0, "scoring": 0.5, "training": 2.0}],
+            [group_of("7", [0.0] * 8, [5] * 8)],
+            [],
+            2.0,
+            True,
+        ),
     )
     found = forecast_of(recipe, plan_of(recipe))
     assert found.share == 0.5
@@ -100,7 +106,7 @@ def test_the_environment_of_the_recipe_is_played(tmp_path: Path, monkeypatch: py
 def test_one_batch_that_was_held_up_decides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches = [{"rollout": rollout, "training": training} for rollout, training in ((1.0, 2.1), (7.0, 2.0), (1.1, 9.0))]
     monkeypatch.setattr(
-        "logitless.doctor.forecast._measured", lambda *_: (batches, [group_of("7", [0.0] * 16)], [], 1.0)
+        "logitless.doctor.forecast._measured", lambda *_: (batches, [group_of("7", [0.0] * 16)], [], 1.0, True)
     )
     recipe = tiny_recipe(tmp_path)
     found = forecast_of(recipe, plan_of(recipe))

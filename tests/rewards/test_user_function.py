@@ -122,6 +122,25 @@ def test_a_function_that_raises_at_both_completions_of_its_check_is_told_of_once
 
 
 @pytest.mark.parametrize(
+    ("does", "process", "said"),
+    [
+        ("time.sleep(60)", "fresh", "hits its deadline of 0.5 s"),
+        ("time.sleep(60)", "confined", "hits its deadline of 0.5 s"),
+        ("while True: pass", "fresh", "hits its deadline of 0.5 s"),
+        ("os._exit(1)", "fresh", "fails"),
+    ],
+)
+def test_a_function_that_hits_its_deadline_or_ends_at_both_completions_of_its_check_is_told_of(
+    tmp_path, caplog, does, process, said
+):
+    (tmp_path / "mine.py").write_text(f"import os, time\n\ndef mine(completions):\n    {does}\n")
+    Function(path=f"{tmp_path}/mine.py:mine", label=str(tmp_path), deadline_seconds=0.5, process=process).check({})
+    [told] = caplog.messages
+    assert f"{said} at an empty completion and at 'The answer is 4.': " in told
+    assert told.endswith("raise its deadline_seconds") == ("deadline of" in said)
+
+
+@pytest.mark.parametrize(
     ("result", "error"),
     [
         ("[float('nan')]", r"a score \(a number or None\) expected, nan returned"),

@@ -88,6 +88,29 @@ def test_groups_without_a_signal_are_counted_and_kept_or_left_out(tmp_path, zero
     assert without == [0.0 if zero_signal == "keep" else None] * 16
 
 
+def alike(_text, i):
+    return "ab"[i % 2] * 2
+
+
+def test_a_run_of_which_no_completion_has_an_advantage_says_so_once_and_in_its_summary(tmp_path, capsys):
+    run = _run(tmp_path, alike, **TWO_BLOCKS, kl=None)
+    assert [record["optimizer/grad_norm"] for record in steps_of(run)] == [0.0] * len(steps_of(run))
+    assert json.loads(run.summary.read_text())["blocks_with_signal"] == 0
+    [said] = [line for line in capsys.readouterr().out.splitlines() if "nothing can be learned" in line]
+    assert said.startswith("block 1: rewards give no completion an advantage")
+
+
+def test_what_is_learned_by_other_means_than_a_difference_in_a_group_is_not_called_nothing(tmp_path, capsys):
+    raw, imitation = {"algorithm": {"advantage": {"name": "raw"}}}, {"algorithm": {"preset": "nll"}}
+    for number, (answers, changes, blocks) in enumerate(
+        ((lambda _, i: "a" * (1 + i), {}, 2), (alike, raw, 2), (alike, imitation, None))
+    ):
+        (folder := tmp_path / str(number)).mkdir()
+        run = _run(folder, answers, **TWO_BLOCKS, kl=None, **changes)
+        assert json.loads(run.summary.read_text()).get("blocks_with_signal") == blocks
+    assert "nothing can be learned" not in capsys.readouterr().out
+
+
 def test_truncated_completions_can_be_dropped_from_the_loss(tmp_path):
     def answers(text, i):
         return "a" * (1 + i % 2) if i else "h" * 6  # the first of each group is cut

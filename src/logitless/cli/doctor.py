@@ -82,7 +82,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
     from logitless.doctor.forecast import forecast_of
     from logitless.doctor.machine import left_on_the_table
     from logitless.doctor.nearest import fit_of
-    from logitless.doctor.recipe_audit import Scored, audit_recipe, audit_scoring
+    from logitless.doctor.recipe_audit import Scored, audit_recipe, audit_scored
     from logitless.train.assembly.stages import read
     from logitless.train.collect.failures import counts_in_words
     from logitless.train.record.memory import size_text
@@ -122,14 +122,15 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
         found["verdicts"] = {name: counts_in_words(counts) for name, counts in forecast.verdicts.items()}
         if forecast.failures:
             found["rewards that failed"] = list(forecast.failures)
-        audited += audit_scoring(Scored("the measured batch", forecast.verdicts, forecast.first_failures))
+        measured = forecast.verdicts, forecast.first_failures, forecast.has_signal
+        audited += audit_scored(Scored("the measured batch", *measured))
         found["audit"] = audited or ["nothing found"]
     return found, int(bool(fit.problems))
 
 
 def _of_run(recipe: Path) -> Sequence[Any]:
     """Findings about the run whose ``config.yaml`` is given; none if it is another recipe."""
-    from logitless.doctor.recipe_audit import Scored, audit_scoring
+    from logitless.doctor.recipe_audit import Scored, audit_scored
     from logitless.train.record.run_folder import RunFolder
     from logitless.train.report.page import Recorded
 
@@ -139,4 +140,5 @@ def _of_run(recipe: Path) -> Sequence[Any]:
     run = Recorded.of(folder)
     named = (name.partition("first_failure/") for name in run.summary)
     first = {name: run.summary[f"first_failure/{name}"] for _, found, name in named if found}
-    return audit_scoring(Scored(f"the run {run.name}", run.verdicts, first))
+    has_signal = run.summary.get("blocks_with_signal") != 0
+    return audit_scored(Scored(f"the run {run.name}", run.verdicts, first, has_signal))

@@ -225,6 +225,8 @@ def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: 
     rows = [*_scores(summary), *failures]
     if result.ended_by == "unscored" and not failures:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
+    if summary.get("blocks_with_signal") == 0:
+        rows.append(("no signal", "rewards gave no completion an advantage: nothing was learned from them"))
     rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     unrepaired = result.ended_by == "unscored" or (result.complete and _fails_often(summary))
     lines = ["", f"{result.words}: {folder.path}", *(f"  {label:18s} {said}" for label, said in rows)]
@@ -340,8 +342,11 @@ def _next(
         return f"{_command()} {shlex.quote(str(replay / 'config.yaml'))} --resume  # goes on with the repeated run"
     if not result.complete:
         return f"{_command()} {recipe}{_set([f'name={name}', *others])} --resume"
-    unrewarded = summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0
-    why = "no held-out completion earned a reward: read some" if unrewarded else "what it has learned to say"
+    why = "what it has learned to say"
+    if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
+        why = "no held-out completion earned a reward: read some"
+    elif summary.get("blocks_with_signal") == 0:
+        why = "no completion had an advantage: read some"
     return f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}  # {why}"
 
 

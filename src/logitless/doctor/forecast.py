@@ -58,6 +58,7 @@ class Forecast:
         verdicts: counts by reward and status, of the last measured batch.
         failures: messages about rewards that failed in the measured batches, with their first tracebacks.
         first_failures: of the last measured batch, by reward, in a line.
+        has_signal: whether rewards gave a completion of a batch an advantage; True where they are not learned from.
 
     Example:
         >>> forecast = Forecast(10, 9, {"rollout": 2.0, "training": 1.0}, 100, 32, 320, 1.0)
@@ -79,6 +80,7 @@ class Forecast:
     verdicts: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     failures: Sequence[str] = ()
     first_failures: Mapping[str, str] = field(default_factory=dict)
+    has_signal: bool = True
 
     @property
     def block_seconds(self) -> float:
@@ -121,7 +123,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         torch.cuda.reset_peak_memory_stats(device)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            batches, groups, failures, rounds = _measured(recipe, Path(folder))
+            batches, groups, failures, rounds, has_signal = _measured(recipe, Path(folder))
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
                 needed=f"memory for a batch of this recipe on {device}",
@@ -148,6 +150,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         verdicts={name: {status: found[status] for status in statuses} for name, found in statistics_of.items()},
         failures=failures,
         first_failures=first_failures(groups),
+        has_signal=has_signal,
     )
 
 
@@ -196,9 +199,9 @@ def times_as_long(lengths: Sequence[int], whole: int, *, max_rows: int, refills:
     return block / one
 
 
-def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Sequence[Group], list[str], float]:
-    """Seconds by phase of each timed batch; scored groups of the last; messages about failed rewards; and the factor
-    ``times_as_long`` from a batch to a block."""
+def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Sequence[Group], list[str], float, bool]:
+    """Seconds by phase of each timed batch; scored groups of the last; messages about failed rewards; the factor
+    ``times_as_long`` from a batch to a block; and whether a batch had a signal."""
     set_process(recipe.model, seed=derived_seed(recipe.seed, "process"))
     inputs = read(recipe)
     loaded = load(inputs)
@@ -210,11 +213,13 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         parts = assemble(inputs, loaded, engines).under(batch)
         stack.enter_context(startup_objects_frozen())
         run_folder, failures = create_run_folder(folder, "forecast"), Failures(inputs.rewards)
-        view = LiveView(2, title="forecast", silent=True)
+        view, signals = LiveView(2, title="forecast", silent=True), list[bool]()
 
         def block(parts: Parts) -> tuple[Sequence[Group], dict[str, float]]:
             journal = Journal(run_folder, view, (), parts.learner.policy.device)
-            return _block(parts, journal), journal.clock.seconds()
+            groups = _block(parts, journal)
+            signals.append(not journal.no_signal)
+            return groups, journal.clock.seconds()
 
         groups, _ = block(parts)
         sampled = [groups]
@@ -234,7 +239,7 @@ def _measured(recipe: Recipe, folder: Path) -> tuple[list[dict[str, float]], Seq
         rounds = times_as_long(lengths_of(groups), whole, max_rows=recipe.rollout.max_rows, refills=refills)
         # The last first: its counts are those of the verdicts beside them.
         said = [message for each in reversed(sampled) for message in failures.new(each)]
-        return batches, groups, said, rounds
+        return batches, groups, said, rounds, any(signals)
 
 
 def _block(parts: Parts, journal: Journal) -> Sequence[Group]:

@@ -79,15 +79,22 @@ class Scored:
     Args:
         where: what the completions belong to, in words.
         first_failures: by reward, its first error or time-out, in a line.
+        has_signal: whether rewards gave a completion an advantage.
     """
 
     where: str
     verdicts: Mapping[str, Mapping[str, int]]
     first_failures: Mapping[str, str]
+    has_signal: bool = True
+
+
+def audit_scored(scored: Scored) -> list[Finding]:
+    """What rewards failed at, or did not tell apart."""
+    return [*_failed_scoring(scored), *_without_signal(scored)]
 
 
 @rule("failed scoring")
-def audit_scoring(scored: Scored) -> Places:
+def _failed_scoring(scored: Scored) -> Places:
     """Rewards that failed, or gave no score at all.
 
     Reason: A completion without a score is not trained on, and does not count as correct where it is held out.
@@ -101,6 +108,19 @@ def audit_scoring(scored: Scored) -> Places:
             yield "rewards", f"{name} failed at {failed:,} of {total:,} completions of {scored.where}{first}"
         elif total and counts.get("missing", 0) == total:
             yield "rewards", f"{name} scored none of {total:,} completions of {scored.where}: all missing"
+
+
+@rule("no signal")
+def _without_signal(scored: Scored) -> Places:
+    """Rewards that gave no completion an advantage.
+
+    Reason: Nothing is learned from rewards while they do not tell completions apart; a hard task may begin so.
+    Remedy: Mend a reward that scores all alike (a function gets one completion a call), or choose a task that the
+        policy solves at times.
+    Source: docs/own_reward.md
+    """
+    if not scored.has_signal:
+        yield "rewards", f"no completion of {scored.where} has an advantage"
 
 
 @rule("normalisation across groups")

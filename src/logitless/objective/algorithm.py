@@ -87,6 +87,11 @@ class Algorithm:
         return self.distillation is not None and self.distillation.advantage > 0
 
     @property
+    def learns_from_rewards(self) -> bool:
+        """Whether the advantages of rewards are all that there is to learn: it neither imitates nor has a teacher."""
+        return self.advantage is not None and self.objective.surrogate.reads_advantage and self.distillation is None
+
+    @property
     def reads_scores(self) -> bool:
         """Whether advantages need a scoring pass of the policy."""
         return self.value_loss is not None or self.reads_squares

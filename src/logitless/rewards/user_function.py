@@ -100,8 +100,8 @@ class Function(PooledReward):
     def check(self, columns: Columns) -> None:
         """Check that workers can import the function, that its arguments are columns, and what it returns.
 
-        It is called for two completions of the first row, an empty one and ``TRIED``. If it raises there, or has no
-        finite score for one of them, completions may yet do better; a function that raises for both is told of.
+        It is called for two completions of the first row, an empty one and ``TRIED``. If it fails there, or has no
+        finite score for one of them, completions may yet do better; a function that fails for both is told of.
 
         Raises:
             ConfigurationError: it cannot be imported, an argument without a default is no column, a column has a
@@ -125,8 +125,8 @@ class Function(PooledReward):
         row = {name: values[0] for name, values in columns.items() if values}
         items = [self._item(row, "", text, []) for text in ("", TRIED)]
         outcomes = self.run("call_function", items, (self._located,), self.process, self._variables())
-        if all(outcome.status == "raised" for outcome in outcomes):
-            _warn_of_raising(self.metric_name, outcomes[-1].message)
+        if all(outcome.status != "done" for outcome in outcomes):
+            _warn_of_failing(self.metric_name, outcomes[-1], self.deadline_seconds)
         returned = [outcome.value for outcome in outcomes if outcome.status == "done"]
         wrong = [value for value in returned if "error" in value]
         if wrong and (len(wrong) == len(returned) or any("malformed" in value for value in wrong)):
@@ -179,8 +179,12 @@ class Function(PooledReward):
 
 
 @functools.cache  # once, and not for each source of the data
-def _warn_of_raising(name: str, message: str) -> None:
-    logger.warning("reward %r raises at an empty completion and at %r: %s", name, TRIED, message)
+def _warn_of_failing(name: str, outcome: Outcome, deadline_seconds: float) -> None:
+    does, why = "raises" if outcome.status == "raised" else "fails", outcome.message
+    if outcome.status in ("timeout", "idle"):
+        does = f"hits its deadline of {deadline_seconds:g} s"
+        why = "what it imports or loads, load at the top of its file; if it needs longer, raise its deadline_seconds"
+    logger.warning("reward %r %s at an empty completion and at %r: %s", name, does, TRIED, why)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ from logitless.train.callbacks import Callbacks
 from logitless.train.collect.collector import Collector
 from logitless.train.collect.evaluate import HeldOut
 from logitless.train.collect.failures import Failures, first_failures
-from logitless.train.collect.limits import SignalLimit, UnscoredLimit
+from logitless.train.collect.limits import NO_SIGNAL_YET, SignalLimit, UnscoredLimit
 from logitless.train.collect.stopping import StoppedTogether, stopping_together
 from logitless.train.interrupt import Interrupt
 from logitless.train.learn.block_metrics import (
@@ -264,6 +264,8 @@ class Loop:
             raise
         self.block_metrics = metrics
         self._tell_failures(judged.sampled)
+        if block is not None and self.journal.no_signal and "blocks_with_signal" not in counted:
+            self.journal.message(f"block {self._done + 1}: {NO_SIGNAL_YET}")
         self.unscored.see(judged.sampled, is_first=self._done == 0)
         if block is None:
             self._skip_block()
@@ -436,9 +438,9 @@ def next_block(
         check_sampler_logp(completion for group in judged.trained for completion in group.completions)
     sampled = sampled_scores(judged.trained, options.sampling, learner.version, exact=judged.exact)
     metrics["sampler/exact"] = int(sampled is not None)
-    packed = learner.packed(judged.trained)
+    packed, by_rewards = learner.packed(judged.trained), learner.algorithm.learns_from_rewards
     if not packed.packed.num_tokens:
-        journal.write_rollouts(done + 1, judged)
+        journal.write_rollouts(done + 1, judged, has_signal=False if by_rewards else None)
         return judged, None, metrics
     if learner.algorithm.reads_scores:
         sampled = None
@@ -456,5 +458,6 @@ def next_block(
     metrics |= scoring_metrics(scored, passed=passed, seconds=seconds[0])
     metrics |= advantage_metrics(advantages, learner.algorithm.advantage)
     metrics |= value_metrics(scored) | teacher_metrics(scored)
-    journal.write_rollouts(done + 1, judged, advantages)
+    has_signal = bool(scored.advantage.any()) if by_rewards else None
+    journal.write_rollouts(done + 1, judged, advantages, has_signal=has_signal)
     return judged, scored, metrics

@@ -14,7 +14,7 @@ from logitless.train.assembly.engines import Engines
 from logitless.train.assembly.model import tokenizer_of
 from logitless.train.assembly.teacher import teacher_prompts_of
 from logitless.types import Completion, Group, Prompt
-from tests.train.tiny import give_chat_template, start, tiny_recipe, warm_start
+from tests.train.tiny import give_chat_template, held_out_set, start, tiny_recipe, warm_start
 
 
 def test_every_prompt_and_turn_is_rendered_with_the_recipes_variables_of_the_chat_template(tmp_path):
@@ -109,6 +109,15 @@ def test_held_out_texts_are_neither_trained_nor_warmed_up_on(tmp_path):
     data = data_of(recipe, tokenizer_of(recipe.model))
     assert "ah" not in {p.text for p in (*data.train, *data.warm_start)}
     assert (len(data.train), data.counts["train"]["held_out"]) == (7, 1)
+
+
+def test_keys_of_an_evaluation_without_its_data_are_told_of_and_no_others(tmp_path, caplog):
+    without = {"data__held_out": None, "evaluation__samples_per_prompt": 1}
+    for changes in ({}, without, {**without, "evaluation": {"sets": held_out_set(tmp_path)}}):
+        recipe = tiny_recipe(tmp_path, **changes)
+        data_of(recipe, tokenizer_of(recipe.model))
+    [told] = caplog.messages
+    assert told.startswith("evaluation: every_blocks without effect, for there is no data.held_out")
 
 
 def test_the_check_of_a_reward_whose_module_takes_its_time_says_what_it_waits_for(tmp_path, caplog, monkeypatch):

@@ -164,7 +164,7 @@ def test_a_reward_that_fails_only_at_held_out_completions_is_in_every_line_the_s
     (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
     assert main(["train", str(tmp_path / "recipe.yaml")]) == 0
     out = capsys.readouterr().out
-    assert len(re.findall(r"held-out accuracy \S+ \(50% not scored\).* more: 50% not scored", out)) == 2
+    assert len(re.findall(r"held-out accuracy \S+ \(50% not scored\).* more accuracy \S+ \(50% not scored\)", out)) == 2
     assert len(re.findall(r"^  (?:held-out|more) accuracy .* \(50% not scored\)$", out, re.MULTILINE)) == 2
     assert (
         "  failed reward      fails_held_out: at held-out completions, the first by KeyError: 'no answer to bca'" in out

@@ -122,6 +122,18 @@ def test_the_summary_has_held_out_rewards_what_was_scored_and_the_first_failures
     assert summary_of(kept).items() >= expected.items()
 
 
+def test_a_run_has_no_signal_if_no_block_that_was_scored_had_one(folder):
+    kept, scored, unscored = journal(folder), judged([group_of("7", [1.0, 1.0])]), judged([group_of("7", [None, None])])
+    kept.write_rollouts(1, unscored, has_signal=False)
+    kept.write_rollouts(2, scored)  # learned from something else
+    assert not kept.no_signal
+    kept.write_rollouts(3, scored, has_signal=False)
+    assert kept.no_signal
+    kept.write_rollouts(4, scored, has_signal=True)
+    assert not kept.no_signal
+    assert summary_of(kept)["blocks_with_signal"] == 1
+
+
 def test_it_goes_on_from_its_state_and_takes_back_later_lines(folder):
     kept = journal(folder)
     kept.write({"step": 0, "block": 1, "evaluation/accuracy": 0.25})

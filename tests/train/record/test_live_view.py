@@ -4,6 +4,7 @@ import io
 import itertools
 import logging
 import math
+import re
 import sys
 
 import pytest
@@ -83,6 +84,21 @@ def test_an_accuracy_of_which_some_completions_have_no_score_says_how_many():
         "accuracy 0.25 (50% not scored)",
         "accuracy 0.5",
         "accuracy not scored",
+    ]
+
+
+def test_the_accuracy_of_each_further_held_out_set_is_shown_under_its_name():
+    view, out = view_of(3, width=200)
+    with view:
+        numbers = {"held_out/hard/accuracy": 0.25, "held_out/hard/accuracy/low": 0.1}
+        view.update({"step": 0, "block": 1, **numbers, "held_out/hard/unscored_fraction": 0.5}, sample=None)
+        view.update(
+            {"step": 1, "block": 1, "held_out/hard/accuracy": 0.5, "held_out/new/accuracy": math.nan}, sample=None
+        )
+        assert re.search(r"hard accuracy +0\.5 +▁█", shown(view))
+    assert out.getvalue().splitlines()[1:] == [
+        "before training  hard accuracy 0.25 (50% not scored)",
+        "block 1/3  step 1  hard accuracy 0.5  new accuracy not scored",
     ]
 
 

@@ -1,5 +1,6 @@
 """Prompts, their order, and rewards of a recipe, checked before the first rollout."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,6 +18,8 @@ from logitless.rewards.reward import WeightedReward, told_if_slow, weighted
 from logitless.seeds import derived_seed
 from logitless.train.recipe.config import Recipe
 from logitless.types import Prompt
+
+logger = logging.getLogger("logitless")
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ def data_of(
         counts[name] = dict(found.counts)
         return tuple(replace(prompt, source=name) for prompt in found.prompts)
 
+    if section.held_out is None and (unused := recipe.evaluation.changed):
+        logger.warning(
+            "evaluation: %s without effect, for there is no data.held_out; evaluation.sets have their own",
+            ", ".join(unused),
+        )
     held_out = load("held_out", section.held_out) if section.held_out is not None else ()
     sets = {name: load(name, each.data) for name, each in recipe.evaluation.sets.items()}
     evaluated = [*held_out, *(prompt for prompts in sets.values() for prompt in prompts)]

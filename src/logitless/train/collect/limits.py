@@ -7,6 +7,13 @@ from logitless.rewards.statistics import failed_shares
 from logitless.train.collect.failures import shown
 from logitless.types import Group, Verdict
 
+NO_SIGNAL_YET = (
+    "rewards give no completion an advantage, so that nothing can be learned from them yet. A hard task may begin so. "
+    "If it stays so, mend a reward that scores all completions alike (a function gets one a call), choose a task that "
+    "the policy solves at times, warm-start it, or raise the temperature or the group size"
+)
+"""Said of a first block."""
+
 
 class UnscoredLimit:
     """Stops a run after some blocks in a row in which a reward failed too often, or after a first one of errors alone.

@@ -78,6 +78,11 @@ class EvaluationSection(_HeldOut):
         default_factory=dict, description="further held-out sets, by a name that a reward may name in sources"
     )
 
+    @property
+    def changed(self) -> list[str]:
+        """The keys about ``data.held_out`` whose values are not the defaults."""
+        return [name for name, key in _HeldOut.model_fields.items() if getattr(self, name) != key.default]
+
 
 class CheckpointSection(Section):
     """Saves that `--resume` continues from."""

@@ -114,17 +114,25 @@ class Journal:
         self.summary[name] = self.summary.get(name, 0) + number
 
     def write_rollouts(
-        self, number: int, block: JudgedBlock, advantages: Sequence[Sequence[float | None]] | None = None
+        self,
+        number: int,
+        block: JudgedBlock,
+        advantages: Sequence[Sequence[float | None]] | None = None,
+        *,
+        has_signal: bool | None = None,
     ) -> None:
         """Write all completions of a block with verdicts and rewards; the view shows the first that is trained on.
 
         Args:
             number: of the block, from 1.
             advantages: one a completion, by group; None if the block is not trained on.
+            has_signal: whether a token has an advantage; None if the policy does not learn from rewards alone.
         """
         rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
-        self._count("scored_completions", len(rewards) - rewards.count(None))
+        self._count("scored_completions", scored := len(rewards) - rewards.count(None))
+        if has_signal is not None and scored:
+            self._count("blocks_with_signal", has_signal)
         for name, verdicts in by_reward(row for group in block.sampled for row in group.verdicts).items():
             well = [verdict for verdict in verdicts if not verdict.failed]
             self._count(f"verdicts/{name}", len(verdicts))
@@ -142,6 +150,11 @@ class Journal:
         """Add the first failure of each reward to the summary, by the reward's name."""
         for name, line in of_rewards.items():
             self.summary.setdefault(f"first_failure/{name}", line)
+
+    @property
+    def no_signal(self) -> bool:
+        """Whether blocks were to be learned from rewards, and no token of any had an advantage."""
+        return self.summary.get("blocks_with_signal") == 0
 
     @property
     def nothing_scored(self) -> bool:

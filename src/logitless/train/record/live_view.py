@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from logitless.train.record.metrics import Record, not_scored, unscored_shares
+from logitless.train.record.metrics import Record, not_scored
 
 logger = logging.getLogger("logitless")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -163,6 +163,7 @@ class LiveView:
         if "reward/mean" in record:  # the first line of a block; later lines do not have verdicts
             self._failing = _failing(record)
         self._block_ends = self._block_ends | {self._block: self._clock()}
+        self._shown = tuple(dict.fromkeys((*self._shown, *_accuracies(record))))
         for name, _ in self._shown:
             if name in record:
                 value = record[name]
@@ -200,7 +201,6 @@ class LiveView:
             if value is not None:
                 parts.append(f"{label} {_short(name, value)}{_unscored(name, self._record)}")
         parts += self._failing if "reward/mean" in self._record else ()
-        parts += _unscored_sets(self._record)
         if self._best is not None and any(name.startswith(("evaluation/", "held_out/")) for name in self._record):
             parts.append(f"best {self._best}")
         left = self.seconds_left()
@@ -242,14 +242,15 @@ class LiveView:
 
 
 def _short(name: str, value: float | int) -> str:
-    """A value of ``_SHOWN``; reward and accuracy are NaN if no completion was scored."""
-    scored = name not in ("reward/mean", "evaluation/accuracy") or math.isfinite(value)
+    """A value that is shown; reward and accuracy are NaN if no completion was scored."""
+    scored = math.isfinite(value) or not (name == "reward/mean" or name.endswith("/accuracy"))
     return f"{value:.4g}" if scored else "not scored"
 
 
 def _unscored(name: str, record: Record) -> str:
     """How many held-out completions have no score, beside the accuracy that counts them as wrong."""
-    return not_scored(unscored_shares(record).get("", 0.0)) if name == "evaluation/accuracy" else ""
+    start, _, number = name.rpartition("/")
+    return not_scored(record.get(f"{start}/unscored_fraction") or 0.0) if number == "accuracy" else ""
 
 
 def _failing(record: Record) -> list[str]:
@@ -261,9 +262,10 @@ def _failing(record: Record) -> list[str]:
     ]
 
 
-def _unscored_sets(record: Record) -> list[str]:
-    """The sets of ``evaluation.sets`` of which some completions have no score, with their share."""
-    return [f"{name}: {share:.0%} not scored" for name, share in unscored_shares(record).items() if name and share]
+def _accuracies(record: Record) -> list[tuple[str, str]]:
+    """The accuracies of the sets of ``evaluation.sets``, each with its label."""
+    sets = (name.split("/") for name in record if name.startswith("held_out/") and name.endswith("/accuracy"))
+    return [("/".join(name), f"{name[1]} accuracy") for name in sets]
 
 
 def _shortened(text: str) -> str:
