@@ -74,15 +74,22 @@ def test_the_tokenizer_of_a_gguf_file_ends_and_pads_as_its_metadata_say(file, ca
     [
         ({"padding_token_id": None}, "pad token <|im_end|>, for the file names none"),
         ({"eos_token_id": 1}, "is <|im_start|>, with which no turn of its chat template ends; <|im_end|>"),
+        ({"eos_token_id": None}, "is None, with which no turn of its chat template ends; <|im_end|>"),
     ],
 )
-def test_a_pad_token_that_is_absent_or_an_end_token_that_opens_turns_gives_place_and_the_run_says_so(
+def test_a_pad_token_that_is_absent_or_an_end_token_that_is_or_opens_turns_gives_place_and_the_run_says_so(
     tmp_path, caplog, changed, said
 ):
     with caplog.at_level(logging.INFO, logger="logitless"):
         tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", **changed))
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert said in caplog.text
+
+
+def test_a_file_without_an_end_token_or_a_template_that_shows_one_is_an_error_whose_remedy_can_be_followed(tmp_path):
+    source = write_gguf(tmp_path / "a.gguf", eos_token_id=None, chat_template=None)
+    with pytest.raises(ConfigurationError, match=r"an EOS token.*Set model.tokenizer to a folder"):
+        load_tokenizer(source)
 
 
 def test_smollm_cuts_digits_off_before_white_space_is_split(tmp_path):

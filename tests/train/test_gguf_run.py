@@ -27,13 +27,18 @@ writers: []
 """
 
 
-@pytest.mark.parametrize("lora", ["", ", lora: {rank: 2}"], ids=["full", "lora"])
-def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transformers(tmp_path, lora):
+def recipe_of(tmp_path, lora=""):
+    """The recipe of a run from a GGUF file beside it."""
     write_gguf(tmp_path / "tiny.gguf", quantized=True)
     rows = ({"prompt": f"What is {n} + {n}?"} for n in range(4))
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "gguf.yaml").write_text(RECIPE.format(folder=tmp_path, lora=lora))
-    recipe = load_recipe(tmp_path / "gguf.yaml")
+    return load_recipe(tmp_path / "gguf.yaml")
+
+
+@pytest.mark.parametrize("lora", ["", ", lora: {rank: 2}"], ids=["full", "lora"])
+def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transformers(tmp_path, lora):
+    recipe = recipe_of(tmp_path, lora)
     assert recipe.model.source == str(tmp_path / "tiny.gguf")
     run = completed(recipe)
     target = tmp_path / "exported"
@@ -43,3 +48,23 @@ def test_a_run_from_a_gguf_file_beside_its_recipe_is_exported_for_plain_transfor
     assert model.generation_config.eos_token_id == 2
     ids = tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], return_tensors="pt", return_dict=False)
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_finished_run_with_whole_weights_does_not_need_its_file_and_an_unfinished_one_names_it(tmp_path, capsys):
+    run, file, aside = completed(recipe_of(tmp_path)), tmp_path / "tiny.gguf", tmp_path / "aside"
+
+    def used(name, *which):
+        capsys.readouterr()
+        assert main(["sample", str(run.path), *which, "--prompt", "What is 2 + 2?", "--samples", "2"]) == 0
+        said, target = capsys.readouterr().out, tmp_path / name
+        assert main(["export", str(run.path), *which, "--out", str(target)]) == 0
+        of_origin = ("README.md", "tokenizer_config.json")  # they say which files were read
+        return said, {path.name: path.read_bytes() for path in target.iterdir() if path.name not in of_origin}
+
+    run.model.rename(aside)
+    of_file = used("from the file")
+    file.unlink()
+    assert main(["sample", str(run.path), "--prompt", "a"]) == 2
+    assert f"needed a GGUF file; given '{file}', which does not exist" in capsys.readouterr().err
+    aside.rename(run.model)
+    assert of_file == used("latest") == used("model", "--checkpoint", "model")

@@ -152,6 +152,28 @@ def test_recorded_completions_that_changed_under_a_run_are_noticed(tmp_path):
         start(tiny_recipe(tmp_path, **TWO_BLOCKS, rollout__engine=recorded(4)), resume=True)
 
 
+def test_code_that_changed_under_a_run_is_named_once_where_the_run_goes_on_and_in_a_fork(tmp_path, caplog):
+    file = tmp_path / "mine.py"
+    file.write_text("def reward(completions):\n    return [float(len(each)) for each in completions]\n")
+    changes = {**SHORT, "rewards": [{"name": "function", "path": f"{file}:reward"}]}
+    run = finished_run(tmp_path, **changes)
+
+    def said(blocks, **options):
+        caplog.clear()
+        completed(
+            tiny_recipe(tmp_path, **changes | {"train__blocks": blocks, "name": options.pop("name", "tiny")}), **options
+        )
+        return [record.message for record in caplog.records if "mine.py" in record.message]
+
+    assert said(2, resume=True) == []
+    file.write_text(file.read_text() + "# mended\n")
+    warning = f"{file} has changed since {run.path} was last started: from here on its new code counts"
+    assert said(3, name="fork", fork=str(run.path)) == [warning]
+    assert (said(3, resume=True), said(4, resume=True)) == ([warning], [])
+    codes = [each["code"][str(file)] for each in json.loads(run.provenance.read_text())["starts"]]
+    assert codes[0] == codes[1] != codes[2] == codes[3] == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
 # --- state that cannot be read --------------------------------------------------------------------------------------
 
 

@@ -23,7 +23,7 @@ def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     it writes nothing after the last turn.
 
     Args:
-        tokenizer: with an EOS token.
+        tokenizer: any; it may lack an EOS token.
         name: of the tokenizer, for messages.
 
     Raises:
@@ -39,7 +39,7 @@ def mend_end_token(tokenizer: PreTrainedTokenizerBase, name: str) -> None:
     """
     behind = _behind_the_last_turn(tokenizer)
     eos = str(tokenizer.eos_token)
-    if behind is None or not behind.strip() or eos in behind:
+    if behind is None or not behind.strip() or (tokenizer.eos_token is not None and eos in behind):
         return
     marks = [token.content for token in tokenizer.added_tokens_decoder.values() if token.content in behind]
     if not marks:

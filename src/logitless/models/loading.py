@@ -180,13 +180,13 @@ def load_tokenizer(source: str | Path, *, trust_remote_code: bool = False) -> Pr
             given=_not_cached(source) if offline else f"{str(source)!r}: {_first_line(error)}",
             remedy="Set model.tokenizer to its folder or hub name; the hub must be reachable or it in the cache.",
         ) from error
+    mend_end_token(tokenizer, repr(str(source)))
     if tokenizer.eos_token_id is None:
         raise ConfigurationError(
             needed="a tokenizer with an EOS token, so that completions can end",
             given=f"none in {str(source)!r}",
-            remedy='Set "eos_token" in its tokenizer_config.json.',
+            remedy='Set model.tokenizer to a folder whose tokenizer_config.json has "eos_token".',
         )
-    mend_end_token(tokenizer, repr(str(source)))
     warn_of_unopened_turn(tokenizer, repr(str(source)))
     return tokenizer
 

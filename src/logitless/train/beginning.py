@@ -19,7 +19,7 @@ from logitless.train.loop import Loop
 from logitless.train.recipe.changes import Change, as_json, check_resumed, in_words
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.loading import dump_recipe, load_recipe
-from logitless.train.record.provenance import parent_in, record_start
+from logitless.train.record.provenance import digests_of_code, parent_in, record_start, warn_of_changed_code
 from logitless.train.record.result import RunResult
 from logitless.train.record.run_folder import RunFolder, create_run_folder, is_taken, taken
 from logitless.train.store.checkpoint import (
@@ -79,7 +79,7 @@ class Beginning:
         return run.warm_start if run.warm_start.exists() else None
 
     def record(self, folder: RunFolder, recipe: Recipe, inputs: Inputs, ranks: Ranks) -> None:
-        """Write provenance and configuration of this start to the run's folder.
+        """Write provenance and configuration of this start to the run's folder, and warn of code that has changed.
 
         Args:
             folder: of the run, locked by this process.
@@ -87,12 +87,16 @@ class Beginning:
         """
         if not ranks.is_first:
             return
+        code = digests_of_code(recipe)
+        if self.checkpoint is not None:
+            warn_of_changed_code(folder if self.parent is None else self.parent.folder, code)
         if self.checkpoint is None or self.parent is not None:
             folder.clear()
         record_start(
             folder,
             inputs.digests,
             device_of(recipe.model),
+            code=code,
             step=self.progress["step"],
             changed=as_json(self.changed),
             parent=None if self.parent is None else self.parent.as_json(recipe),

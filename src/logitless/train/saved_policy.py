@@ -1,6 +1,7 @@
 """Load the policy of a run from one of its checkpoints, or from ``model/`` of a finished run.
 
-It is built as on ``--resume``: the recipe's model, then the warm start's weights, then the trained weights.
+It is built as on ``--resume``: the recipe's model, then the warm start's weights, then the trained weights. Where the
+run has written whole weights, those and the tokenizer beside them take the place of the recipe's, which may be gone.
 """
 
 import json
@@ -84,10 +85,11 @@ def load_policy(
     source = chosen_source(folder, which)
     finished = source == folder.model
     set_process(section, seed=derived_seed(recipe.seed, "process"))
-    tokenizer = tokenizer_of(section)
-    weights = folder.warm_start if folder.warm_start.is_dir() else None
-    if finished and section.lora is None:
-        weights = folder.model
+    whole = section.lora is None
+    written = [folder.model, folder.warm_start] if whole else [folder.warm_start]
+    weights = next((each for each in written if each.is_dir()), None)
+    own_tokenizer = {"tokenizer": str(weights)} if whole and weights is not None else {}
+    tokenizer = tokenizer_of(section.model_copy(update=own_tokenizer))
     model = policy_model(section, tokenizer, seed=recipe.seed, device=device_of(section), weights=weights).eval()
     if finished:
         if section.lora is not None:

@@ -1,11 +1,12 @@
-"""Provenance of a run: versions, commit, device, and digests of its data.
+"""Provenance of a run: versions, commit, device, and digests of its data and of files of user code.
 
 ``provenance.json`` in the run folder has an entry for each start, resumes included. A resume with other data is an
-error; data are compared by digests of their contents.
+error, one with other code a warning, for the code may have been mended. Both are compared by digests of their contents.
 """
 
 import hashlib
 import json
+import logging
 import platform
 import subprocess
 import time
@@ -17,9 +18,13 @@ import torch
 
 from logitless.errors import CheckpointError, ConfigurationError, DataError
 from logitless.installed import gpu_driver, version_of
+from logitless.train.recipe.config import Recipe
+from logitless.train.recipe.loading import CODE, places
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.store.atomic import write_atomically
 from logitless.types import Prompt
+
+logger = logging.getLogger("logitless")
 
 SCHEMA_NUMBER = 1
 
@@ -34,6 +39,7 @@ def record_start(
     data: Mapping[str, str],
     device: torch.device,
     *,
+    code: Mapping[str, str],
     step: int,
     changed: Mapping[str, Any],
     parent: Mapping[str, Any] | None,
@@ -41,6 +47,7 @@ def record_start(
     """Add this start to ``provenance.json``.
 
     Args:
+        code: of ``digests_of_code``.
         step: optimizer steps done before this start.
         changed: changed keys of the recipe since the last start. A held-out set whose data are among them may have
             other rows.
@@ -64,7 +71,7 @@ def record_start(
             given=f"other rows in {', '.join(differ)} than {folder.provenance} says",
             remedy="Bring the earlier data back, or start a run of another name.",
         )
-    start = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), **environment(device)}
+    start = {"step": step, "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "code": dict(code), **environment(device)}
     starts = [*before["starts"], start | ({"changed": dict(changed)} if changed else {})]
     forked = parent if parent is not None else before.get("parent")
     content = {
@@ -93,6 +100,32 @@ def digests_of(folder: RunFolder) -> dict[str, str]:
         CheckpointError: the file is damaged.
     """
     return dict(_read(folder.provenance)["data"]) if folder.provenance.exists() else {}
+
+
+def warn_of_changed_code(folder: RunFolder, code: Mapping[str, str]) -> None:
+    """Warn of each file of code that is another one than at the run's last start.
+
+    Args:
+        folder: of the run that goes on, or of the parent of a fork.
+        code: of ``digests_of_code``.
+
+    Raises:
+        CheckpointError: ``provenance.json`` is damaged.
+    """
+    starts = _read(folder.provenance)["starts"] if folder.provenance.exists() else []
+    before = starts[-1].get("code", {}) if starts else {}
+    for file in sorted(before.keys() & code.keys()):
+        if before[file] != code[file]:
+            logger.warning(
+                "%s has changed since %s was last started: from here on its new code counts", file, folder.path
+            )
+
+
+def digests_of_code(recipe: Recipe) -> dict[str, str]:
+    """SHA-256 of each file that a recipe names as code (``./file.py:name``), by its path; not of what it imports."""
+    whole = recipe.model_dump(mode="json")
+    named = {str(at[last]).rpartition(":")[0] for key in CODE for _, at, last in places(whole, key)}
+    return {file: digest_of_file(Path(file).expanduser()) for file in sorted(named) if file.endswith(".py")}
 
 
 def environment(device: torch.device) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     runs/<name>/
         config.yaml                     the resolved recipe
-        provenance.json                 versions, device, commit of each start, digests of the data
+        provenance.json                 versions, device, commit of each start, digests of data and code
         lock.json                       while a process writes here
         metrics.jsonl                   one line an optimizer step, see docs/metrics.md
         rollouts/part-000001.parquet    one data set in a few files, one row a completion, see docs/rollout_data.md
