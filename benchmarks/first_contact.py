@@ -359,6 +359,7 @@ class Runner:
         case = CASES[name]
         recipe = self.folder / folder_of(model, has_all_layers(model, case)) / "recipe.yaml"
         refusal = case.without_gpu_engine if engine == "gpu" else ""
+        sampler = sampler_of(case, engine, on_gpu=bool(self.devices))
         begun = time.perf_counter()
         with tempfile.TemporaryDirectory(dir=self.folder) as place:
             here = Path(place)
@@ -376,9 +377,10 @@ class Runner:
                 if refusal and status == 1 and report == {} and refusal in output:
                     row |= {"ok": True, "refused": error_of(status, output, self.timeout)}
                     break
-                row["ok"] = status == 0 and report != {} and not refusal
+                row["ok"] = status == 0 and report.get("sampled_by") == sampler and not refusal
                 if not row["ok"]:
-                    row["error"] = error_of(status, output, self.timeout)
+                    wanted = "a refusal" if refusal else f"a sample of {sampler}"
+                    row["error"] = error_of(status, output, self.timeout, wanted=wanted)
                     break
         return {**row, "seconds": round(time.perf_counter() - begun, 1)}
 
@@ -417,6 +419,12 @@ class Runner:
         return status, output, json.loads(report.read_text()) if report.exists() else {}
 
 
+def sampler_of(case: Case, engine: str, *, on_gpu: bool) -> str:
+    """The class that must sample: what ``auto`` chooses is part of the case."""
+    chosen = engine == "auto" and on_gpu and not case.without_gpu_engine
+    return "GpuEngine" if engine == "gpu" or chosen else "TransformersEngine"
+
+
 def has_all_layers(model: str, case: Case) -> bool:
     """Whether a case has the whole model; of a mixture, of which one GPU does not hold the training, never."""
     return case.whole and "num_experts" not in MODELS[model]
@@ -430,14 +438,14 @@ def folder_of(model: str, whole: bool) -> str:
 _RAISED = re.compile(r"([\w.]+(Error|Exception|Interrupt)|logitless \w+):")
 
 
-def error_of(status: int | None, output: str, timeout: float) -> str:
+def error_of(status: int | None, output: str, timeout: float, *, wanted: str = "a sample") -> str:
     """The last line of the traceback, or of what was said; ``status`` is None for a process that ran too long."""
     lines = [line.strip() for line in output.splitlines() if line.strip()] or ["nothing was said"]
     raised = [line for line in lines if _RAISED.match(line) and "ChildFailedError" not in line]  # torchrun's own: last
     last = (raised or lines)[-1][:500]
     if status is None:
         return f"no end after {timeout:g} s; last line: {lines[-1][:500]}"
-    return last if status else f"ended without a sample; {last}"
+    return last if status else f"ended without {wanted}; {last}"
 
 
 def table(rows: Iterable[Mapping[str, Any]]) -> str:

@@ -600,10 +600,14 @@ def test_every_first_contact_went_well_in_time(path):
     assert [row for row in rows if row["ok"] is False] == []
     assert first_contact.beyond_bound(rows) == []
     models = [name for name, config in first_contact.MODELS.items() if "num_experts" not in config]
-    keys = [(row["model"], row["options"], row["engine"]) for row in rows]
+    keys = [(row["model"], row["options"], row["engine"]) for row in rows if row["model"] in models]  # mixtures: beside
     assert sorted(keys) == sorted(product(models, first_contact.CASES, first_contact.ENGINES))
-    refused = {(row["options"], row["engine"]) for row in rows if row["ok"] is None}
+    refused = {(row["options"], row["engine"]) for row in rows if row["ok"] is None or "refused" in row}
     assert refused <= {("four_bits", "gpu")}
+    for row in rows:
+        if row["ok"] and "refused" not in row:
+            by_gpu = row["engine"] != "transformers" and row["options"] != "four_bits"
+            assert row["sampled_by"] == ("GpuEngine" if by_gpu else "TransformersEngine"), row
 
 
 def test_the_page_has_the_first_calls_that_were_measured_alone():

@@ -1,8 +1,14 @@
 """First contacts: the benchmark's cases run at toy size here, and what it measured on a GPU went well."""
 
+import json
+import subprocess
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import first_contact as benchmark
@@ -82,6 +88,27 @@ def test_a_first_contact_of_two_processes_goes_well_at_toy_size(tmp_path, engine
     assert run_on_ranks(2, _on_a_rank, recipe, overrides) == [True, True]
 
 
+OPTIONS = {
+    "greedy_evaluation": ("evaluation.sampling.temperature", 0),
+    "top_p": ("rollout.sampling.top_p", 0.9),
+    "top_k": ("rollout.sampling.top_k", 5),
+    "min_p": ("rollout.sampling.min_p", 0.1),
+    "repetition_penalty": ("rollout.sampling.repetition_penalty", 1.3),
+    "presence_penalty": ("rollout.sampling.presence_penalty", 0.5),
+    "frequency_penalty": ("rollout.sampling.frequency_penalty", 0.5),
+    "min_new_tokens": ("rollout.sampling.min_new_tokens", 2),
+    "stop_strings": ("rollout.sampling.stop", ("a", "bc")),
+    "two_evaluations": ("evaluation.sets.second.sampling.top_k", 3),
+    "changed_options": ("kl.control.guardrail", "shorten_rollout"),
+    "resume": ("checkpoint.keep", 1),
+    "lora": ("model.lora.rank", 8),
+    "four_bits": ("model.quantize", "nf4"),
+    "several_gpus": ("parallel.replicate", {"gpu": 2}),
+    "24_gb": ("train.optimizer.moments", {"qwen3-1.7b": "host"}),
+}
+"""What each case is about; by engine or model where it is of one."""
+
+
 @pytest.mark.parametrize("engine", benchmark.ENGINES)
 @pytest.mark.parametrize("name", benchmark.CASES)
 @pytest.mark.parametrize("model", ["qwen2.5-0.5b", "qwen3-1.7b"])
@@ -91,6 +118,11 @@ def test_every_case_is_a_recipe_at_real_size_too(tmp_path, model, name, engine):
     checked = load_recipe(recipe, overrides, plans_for_gpus=True)
     assert checked.rollout.engine.name == engine
     assert checked.model.device == "auto"
+    key, value = OPTIONS[name]
+    if isinstance(value, dict):
+        value = value.get(engine, value.get(model))
+    found = reduce(lambda at, part: at[part] if isinstance(at, dict) else getattr(at, part), key.split("."), checked)
+    assert value is None or found == value
 
 
 def row(seconds, *, model="a", alone=None, **others):
@@ -129,3 +161,100 @@ def test_a_refusal_is_well_where_it_says_what_to_do(tmp_path, monkeypatch, statu
     found = benchmark.Runner(tmp_path, 1.0, ["0"]).row("smollm2-135m", "four_bits", "gpu", "0")
     assert found["ok"] is ok
     assert ("refused" in found) == ok == (found["error"] is None)
+
+
+def started(monkeypatch, report, status=0):
+    """How each process of a case is started; none runs, and each leaves this report."""
+    found = []
+
+    class Process:
+        returncode = status
+
+        def __init__(self, command, *, env, **_):
+            at = command.index(benchmark.__file__)
+            options, words = benchmark.case_arguments(command[at + 1 :])
+            caches = [Path(env[name]) for name in ("TRITON_CACHE_DIR", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")]
+            cached = [path.name for place in caches for path in place.iterdir()]
+            options.launcher, options.device = command[1:at], env.get("CUDA_VISIBLE_DEVICES")
+            found.append(SimpleNamespace(**vars(options), words=words, caches=caches, cached=cached))
+            (caches[0] / "kernel").touch()
+            if report:
+                options.case.write_text(json.dumps(report))
+
+        def communicate(self, timeout):
+            return "what was said", None
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    return found
+
+
+BY_GPU = {"sampled_by": "GpuEngine", "first_call_seconds": 2.0}
+BY_TRANSFORMERS = {"sampled_by": "TransformersEngine", "first_call_seconds": 2.0}
+
+
+def test_a_case_begins_with_empty_caches_and_is_resumed_in_a_second_process(tmp_path, monkeypatch):
+    found = started(monkeypatch, BY_GPU)
+    assert benchmark.Runner(tmp_path, 1.0, ["3"]).row("smollm2-135m", "resume", "gpu", "3")["ok"] is True
+    first, second = found
+    assert first.words[:2] == ["train", str(tmp_path / "smollm2-135m" / "recipe.yaml")]
+    assert first.words[-2:] == ["--set", "train.blocks=1"]
+    assert second.words == [*first.words[:-2], "--resume"]
+    assert (first.cached, second.cached) == ([], ["kernel"])
+    assert first.caches == second.caches
+    assert all(place.is_relative_to(tmp_path) for place in first.caches)
+    for each in (first, second):
+        assert (each.device, each.launcher, each.limit_bytes) == ("3", [], None)
+        assert (each.first_only, each.written) == (False, True)
+
+
+def test_a_case_has_the_memory_the_layers_and_the_processes_that_it_says(tmp_path, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    runner, found = benchmark.Runner(tmp_path, 1.0, ["0", "1"]), started(monkeypatch, BY_GPU)
+    assert runner.row("smollm2-135m", "24_gb", "auto", "0", first_only=True)["ok"] is True
+    assert runner.row("smollm2-135m", "several_gpus", "auto", None)["ok"] is True
+    limited, several = found
+    assert (limited.limit_bytes, limited.first_only, limited.written) == (24 * 2**30, True, False)
+    assert limited.words[1] == str(tmp_path / "smollm2-135m-whole" / "recipe.yaml")
+    assert several.launcher[:2] == ["-m", "torch.distributed.run"]
+    assert several.launcher[-2:] == ["--nproc-per-node", "2"]
+    assert (several.device, several.limit_bytes, several.first_only) == (None, None, False)
+
+
+def test_a_process_may_use_no_more_than_its_limit(tmp_path, monkeypatch):
+    limits = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", limits.append)
+    monkeypatch.setattr("logitless.cli.main.main", lambda arguments: len(arguments))
+    try:
+        for limit in (benchmark.CARD_BYTES, None):
+            status = benchmark.main_of_a_case(
+                tmp_path / "report.json", ["train", "x"], limit=limit, written=True, first_only=False
+            )
+            assert status == 2
+    finally:
+        mock.patch.stopall()
+    assert limits == [0.3]
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "devices", "status", "report", "error"),
+    [
+        ("top_p", "auto", ["0"], 0, BY_GPU, None),
+        ("top_p", "auto", ["0"], 0, BY_TRANSFORMERS, "ended without a sample of GpuEngine; what was said"),
+        ("top_p", "auto", [], 0, BY_TRANSFORMERS, None),
+        ("four_bits", "auto", ["0"], 0, BY_TRANSFORMERS, None),
+        ("four_bits", "gpu", ["0"], 0, BY_GPU, "ended without a refusal; what was said"),
+        ("top_p", "gpu", ["0"], 0, BY_TRANSFORMERS, "ended without a sample of GpuEngine; what was said"),
+        ("top_p", "transformers", ["0"], 0, BY_TRANSFORMERS, None),
+        ("top_p", "transformers", ["0"], 0, {}, "ended without a sample of TransformersEngine; what was said"),
+        ("top_p", "gpu", ["0"], 1, BY_GPU, "what was said"),
+    ],
+)
+def test_a_case_went_well_if_its_process_did_and_its_engine_sampled(
+    tmp_path, monkeypatch, name, engine, devices, status, report, error
+):
+    monkeypatch.setattr(benchmark, "find_spec", lambda _: True)
+    started(monkeypatch, report, status)
+    row = benchmark.Runner(tmp_path, 1.0, devices).row("smollm2-135m", name, engine, None)
+    assert (row["ok"], row["error"]) == (error is None, error)

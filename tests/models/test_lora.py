@@ -1,9 +1,12 @@
+import logging
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from logitless.errors import ConfigurationError, InputError
+from logitless.models import lora
 from logitless.models.lm_head import backbone_hidden, lm_head, verify_lm_head, verify_packing
 from logitless.models.lora import (
     LoraOptions,
@@ -220,3 +223,16 @@ def test_modules_trained_whole_come_back_from_the_adapters_file(tmp_path):
 def test_what_cannot_be_trained_is_refused_in_words(name, options, message):
     with pytest.raises(ConfigurationError, match=message):
         add_lora(tiny(name), LoraOptions(**{"rank": 2, **options}))
+
+
+def test_the_import_of_peft_does_not_ask_for_kernels_of_four_bits(monkeypatch, caplog):
+    four_bits = logging.getLogger("bitsandbytes.backends.cpu.ops")
+
+    def imported(*_, **__):
+        four_bits.warning("make sure you already `pip install kernels`")
+        logging.getLogger("peft").warning("another")
+
+    monkeypatch.setattr(lora, "optional", imported)
+    lora._peft()
+    four_bits.warning("later")
+    assert caplog.messages == ["another", "later"]

@@ -1,6 +1,7 @@
 """A run that was stopped, anywhere and in any way, ends as one that was not."""
 
 import json
+import math
 import os
 import signal
 import time
@@ -73,6 +74,20 @@ def test_ctrl_c_while_rollouts_are_written_counts_no_completion_twice(uninterrup
     assert_same_run(uninterrupted, folder)
     counted = [json.loads(each.summary.read_text())["completions"] for each in (uninterrupted, folder)]
     assert counted == [48, 48]
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_both_processes_to_their_ends(tmp_path, monkeypatch):
+    def seconds_of(folder):
+        return json.loads(folder.summary.read_text())["seconds"]
+
+    monkeypatch.setattr("logitless.train.run.write_report", lambda _: time.sleep(0.05))  # after the last checkpoint
+    folder = stopped_at(2, tiny_recipe(tmp_path))
+    first, began = seconds_of(folder), time.perf_counter()
+    start(tiny_recipe(tmp_path), resume=True)
+    took, both = time.perf_counter() - began, seconds_of(folder)
+    assert both["report"] >= first["report"] + 0.05 >= 0.1
+    assert all(both[name] >= seconds for name, seconds in first.items())
+    assert 0.9 * took < math.fsum(both.values()) - math.fsum(first.values()) <= took
 
 
 _KILLED_WHILE_SAVING = """

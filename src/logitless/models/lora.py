@@ -1,6 +1,7 @@
 """LoRA through PEFT, and the frozen reference policy: the same model with its adapters off, or a copy."""
 
 import copy
+import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -356,4 +357,9 @@ def _check_peft(model: nn.Module) -> None:
 
 
 def _peft() -> Any:
-    return optional("peft", extra="lora", needed="PEFT for LoRA")
+    said = logging.getLogger("bitsandbytes.backends.cpu.ops")  # PEFT imports it, also where no weight has four bits
+    was, said.disabled = said.disabled, True
+    try:
+        return optional("peft", extra="lora", needed="PEFT for LoRA")
+    finally:
+        said.disabled = was

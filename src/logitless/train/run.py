@@ -197,11 +197,8 @@ def sample_only(
 
 @contextmanager
 def _on_its_device(section: ModelSection, clock: WallClock) -> Iterator[None]:
-    """Inside, the model's device is the current one, and on a GPU the clock counts compilations."""
-    device = device_of(section)
-    with on_device(device), ExitStack() as stack:
-        if device.type == "cuda":
-            stack.enter_context(compilations_counted(clock))
+    """Inside, the model's device is the current one, and the clock counts compilations."""
+    with on_device(device_of(section)), compilations_counted(clock):
         yield
 
 

@@ -6,7 +6,7 @@ import sys
 import sysconfig
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -74,6 +74,21 @@ def test_some_kernels_are_waited_for_while_others_compile_and_each_is_compiled_o
         slow()
         assert there == ["quick", "slow"]
     assert sorted(compiled) == ["quick", "slow"]
+
+
+def test_calls_that_are_made_to_compile_their_kernels_are_not_executed(monkeypatch):
+    told = []
+
+    @contextmanager
+    def not_executed(device):
+        told.append(f"{device} captures")
+        yield
+        told.append("thrown away")
+
+    monkeypatch.setattr(compiling_module, "not_executed", not_executed)
+    with Compiling("cuda:1") as compiling:
+        compiling.begin([partial(told.append, "one"), partial(told.append, "another")])
+    assert told == ["cuda:1 captures", "one", "another", "thrown away"]
 
 
 def test_a_compilation_that_fails_is_raised_where_its_kernel_is_waited_for():

@@ -1,9 +1,12 @@
 """Kernels of a step against plain torch, and the numbers of rows and positions of graphs."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from logitless.rollout.gpu.steps import BUCKETS, SPLIT, _splits, bucket
+from logitless.rollout.gpu.steps import BUCKETS, SPLIT, Steps, _splits, bucket
+from logitless.rollout.sampling import SamplingOptions
 
 pytest.importorskip("triton")
 
@@ -67,3 +70,18 @@ def test_a_graph_reaches_at_most_half_as_far_again_as_needed():
     for positions in range(1, 40 * SPLIT, 100):
         splits = -(-positions // SPLIT)
         assert splits <= _splits(positions) <= max(1, 1.5 * splits)
+
+
+@pytest.mark.parametrize("penalty", [{"repetition_penalty": 1.3}, {"presence_penalty": 0.5}, {"min_new_tokens": 2}])
+def test_what_a_graph_reads_of_a_penalty_or_of_stop_tokens_is_not_made_while_it_is_captured(monkeypatch, penalty):
+    head, options = SimpleNamespace(weight=torch.zeros(11, 4)), SamplingOptions(max_new_tokens=3, **penalty)
+    steps = SimpleNamespace(head=head, max_rows=2, device=torch.device("cpu"), _histories={}, _ends_of={})
+    made = Steps._histories_of(steps, options), Steps._stop_tokens(steps, (2,))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    steps.device = torch.device("cuda")
+    assert (Steps._histories_of(steps, options), Steps._stop_tokens(steps, (2,))) == made
+    steps._histories = {}
+    with pytest.raises(RuntimeError, match="history of sampled tokens must be made before"):
+        Steps._histories_of(steps, options)
+    with pytest.raises(RuntimeError, match="list of stop tokens must be made before"):
+        Steps._stop_tokens(steps, (2, 5))

@@ -11,6 +11,7 @@ from logitless.train.block import JudgedBlock
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.run_folder import RunFolder, create_run_folder
+from logitless.train.record.wall_clock import WallClock
 from tests.train.groups import group_of, judged
 
 
@@ -145,6 +146,26 @@ def test_it_goes_on_from_its_state_and_takes_back_later_lines(folder):
     assert again.summary == {"accuracy_before": 0.25}
     again.write({"step": 1, "block": 1, "evaluation/accuracy": 0.75})
     assert again.summary == {"accuracy_before": 0.25, "accuracy_after": 0.75}
+
+
+@pytest.mark.parametrize(
+    ("summary", "seconds"),
+    [
+        (None, {"rollout": 4.0, "checkpoint": 1.0}),  # killed
+        ({"rollout": 4.5, "checkpoint": 1.0, "report": 2.0}, {"rollout": 4.5, "checkpoint": 1.0, "report": 2.0}),
+        (
+            {"rollout": 3.0},
+            {"rollout": 4.0, "checkpoint": 1.0},
+        ),  # of a process before the one that saved, and was killed
+    ],
+)
+def test_seconds_go_on_from_the_summary_or_from_a_checkpoint_that_came_after_it(folder, summary, seconds):
+    if summary is not None:
+        folder.write_summary({"seconds": summary})
+    clock = WallClock(clock=lambda: 0.0)
+    again = Journal(folder, LiveView(3, silent=True), [], torch.device("cpu"), clock=clock)
+    again.load_state_dict({"lines": 0, "seconds": {"rollout": 4.0, "checkpoint": 1.0}, "summary": {}})
+    assert clock.seconds() == {**seconds, "unnamed": 0.0}
 
 
 def test_the_sample_that_is_shown_is_of_a_group_that_is_trained_on(folder):

@@ -3,6 +3,7 @@
 Every rank has one; only the first one's writes.
 """
 
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
@@ -181,8 +182,11 @@ class Journal:
         return {"lines": self._lines, "seconds": self.clock.seconds(), "summary": self.summary}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state_dict``; later lines of metrics are removed."""
+        """Continue from ``state_dict``; later lines of metrics are removed, later seconds stay."""
         self._lines, self.summary = state["lines"], dict(state["summary"])
         self.clock.add(state["seconds"])
         if self._ranks.is_first:
+            if self.folder.summary.exists():  # the clock of a process that ended by itself went on after its checkpoint
+                ended, saved = json.loads(self.folder.summary.read_text()).get("seconds", {}), state["seconds"]
+                self.clock.add({name: max(0.0, ended[name] - saved.get(name, 0.0)) for name in ended})
             self.folder.truncate_metrics(self._lines)

@@ -69,7 +69,11 @@ class WallClock:
             self._compiled.append((now - seconds, now))
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase, those before a resume included; ``unnamed`` comes last."""
+        """Seconds by phase; ``unnamed`` comes last.
+
+        Those before a resume are included, up to the earlier process's summary, or its last checkpoint if it was
+        killed; what is sampled or trained again counts each time.
+        """
         self._charge()
         return {name: self._seconds[name] for name in sorted(self._seconds, key=UNNAMED.__eq__)}
 
