@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -99,6 +100,18 @@ def test_the_script_of_smollm2_writes_what_each_recipe_reads(prepared, name):
     assert len(train) >= recipe.rollout.prompts_per_block
     assert len(held_out) >= 32
     assert not train & held_out
+
+
+def test_the_reward_of_smollm2_words_grows_towards_the_exact_number_which_alone_satisfies_all():
+    prepare = runpy.run_path(str(ROOT / "recipes" / "smollm2" / "prepare.py"))
+    (reward,) = load_recipe(ROOT / "recipes" / "smollm2-words.yaml").rewards
+    for row in prepare["word_counts"](["tea"]):
+        wanted = int(row["prompt"].split()[-2])
+        sentences = [" ".join(["tea"] * words) for words in range(1, 21)]
+        columns = {name: [row[name]] * len(sentences) for name in ("instruction_id_list", "kwargs")}
+        scores = reward([row["prompt"]] * len(sentences), sentences, **columns)
+        for side in (scores[:wanted][::-1], scores[wanted - 1 :]):
+            assert 1 == side[0] > side[1] > side[2] == side[3] > side[4] == side[-1]
 
 
 @pytest.mark.slow

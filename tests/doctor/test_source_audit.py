@@ -146,6 +146,24 @@ def test_a_literal_grpo_config_is_read_as_the_loss_that_trl_makes_of_it(call: st
     assert said in finding.said
 
 
+def test_every_mistake_in_a_grpo_config_is_said(tmp_path: Path) -> None:
+    fields = "loss_type='cispo', delta=0.5, top_entropy_quantile=1.5"
+    (tmp_path / "a.py").write_text(
+        f"from trl import GRPOConfig\na = GRPOConfig({fields})\n"
+        "b = GRPOConfig(delta=0.5, top_entropy_quantile=1.5)\n"
+        "c = GRPOConfig(loss_type='vespo', use_vllm=True)"
+    )
+    found = [(finding.place, finding.said) for finding in audit_source(tmp_path)[0]]
+    for line, *parts in (
+        (2, "at most 1, as top_entropy_quantile", "delta=0.5 has no effect", "epsilon_high for the ceiling"),
+        (3, "a delta above 0.8", "at most 1, as top_entropy_quantile"),
+        (4, "a token-level sampler correction"),
+    ):
+        said = [each for place, each in found if place == f"a.py:{line}"]
+        assert len(said) == len(parts)
+        assert all(part in each for part, each in zip(parts, said, strict=True))
+
+
 @pytest.mark.parametrize(
     "code",
     [

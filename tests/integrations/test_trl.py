@@ -266,6 +266,7 @@ def test_additions_are_read_by_name():
         ({"beta": 0.1, "skip_rows": True}, "skip_rows=False"),
         ({"entropy_coef": 0.1, "skip_rows": True}, "skip_rows=False"),
         ({"loss_type": "sapo", "importance_sampling_level": "sequences"}, "an importance_sampling_level"),
+        ({"importance_sampling_level": "turn"}, "Choose from token, sequence, sequence_token"),
         ({"loss_type": "gspo"}, "loss_type='grpo' and importance_sampling_level='sequence'"),
     ],
 )

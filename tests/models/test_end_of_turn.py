@@ -34,6 +34,14 @@ def test_of_two_tokens_behind_a_turn_the_first_ends_it(tmp_path):
     assert load_tokenizer(saved(tmp_path, TURN.format(end="<pad><bos>"))).eos_token == "<pad>"
 
 
+def test_of_two_tokens_that_begin_alike_the_longer_ends_the_turn(tmp_path):
+    tokenizer = load_tokenizer(saved(tmp_path, None))
+    tokenizer.add_tokens(["<pad>b"], special_tokens=True)
+    tokenizer.chat_template = TURN.format(end="<pad>b")
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(tmp_path).eos_token == "<pad>b" == tokenizer.tokenize("<pad>b")[0]
+
+
 def test_turns_that_end_with_text_of_several_tokens_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"turns of .* that end with 'bc\\n', which is no token of its own"):
         load_tokenizer(saved(tmp_path, TURN.format(end="bc")))

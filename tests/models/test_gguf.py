@@ -5,12 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from logitless.errors import ConfigurationError, UnavailableError
 from logitless.models import gguf as gguf_module
 from logitless.models.lm_head import causal_lm
 from logitless.models.loading import load_model, load_tokenizer
+from logitless.models.lora import LoraOptions, add_lora
 from tests.models.tiny_gguf import SPECIAL, write_gguf
 
 
@@ -42,6 +44,13 @@ def test_quantized_weights_are_trained_as_plain_ones(tmp_path):
         assert type(b) is torch.nn.Parameter
         assert (a - b).abs().max() <= a.abs().max() / 127 / 2 * 1.01  # Q8_0: a step is at most the largest weight / 127
     assert any(not torch.equal(a, b) for a, b in zip(plain.parameters(), rounded.parameters(), strict=True))
+    assert not hasattr(rounded, "quantization_method")  # transformers was asked to dequantize, whatever kernel there is
+
+
+def test_an_adapter_on_a_gguf_model_names_the_file_as_its_base(file):
+    model = add_lora(load_model(file), LoraOptions(rank=2))
+    assert {each.base_model_name_or_path for each in model.peft_config.values()} == {str(file)}
+    assert causal_lm(model).config.name_or_path == str(file)
 
 
 @pytest.mark.parametrize("quantized", [False, True])
@@ -58,6 +67,12 @@ def test_what_is_saved_of_a_gguf_model_loads_in_plain_transformers(tmp_path, qua
     assert plain(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert (plain.eos_token, plain.pad_token) == ("<|im_end|>", "<|im_end|>")
     assert plain.chat_template == tokenizer.chat_template
+
+
+def test_experts_are_saved_under_the_names_that_others_read(tmp_path):
+    load_model(write_gguf(tmp_path / "moe.gguf", layers=1, experts=2)).save_pretrained(tmp_path / "saved")
+    with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as saved:
+        assert {f"model.layers.0.mlp.experts.{n}.up_proj.weight" for n in (0, 1)} <= set(saved.keys())
 
 
 def test_the_tokenizer_of_a_gguf_file_ends_and_pads_as_its_metadata_say(file, caplog):
@@ -120,6 +135,21 @@ def test_qwen_splits_three_digits_into_three_and_llama_keeps_them():
     wanted = {"qwen2": digits, "llama-bpe": ["a", "Ġ", "123", "4"], "smollm": digits, "gpt-2": ["a", "Ġ1234"]}
     for name, parts in wanted.items():
         assert [s for s, _ in gguf_module._SPLITS[name].pre_tokenizer().pre_tokenize_str("a 1234")] == parts
+
+
+def test_a_user_defined_token_is_never_split_and_stays_in_the_text(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", more={"<think>": 4}))
+    ids = tokenizer("ab<think>b")["input_ids"]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["ab", "<think>", "b"]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "ab<think>b"
+
+
+def test_qwen_composes_accents_and_llama_takes_a_word_of_its_vocabulary_whole(tmp_path):
+    """Their own tokenizer.json: NFC as Qwen 2's normalizer, ignore_merges in Llama 3's model."""
+    for pre, accents_alike, word in (("qwen2", True, ["ab", "c"]), ("llama-bpe", False, ["abc"])):
+        own = load_tokenizer(write_gguf(tmp_path / f"{pre}.gguf", pre=pre, add_bos_token=False, more={"abc": 1}))
+        assert (own.tokenize("e\u0301") == own.tokenize("\u00e9")) == accents_alike
+        assert own.tokenize("abc") == word
 
 
 @pytest.mark.parametrize("changed", [{"pre": "falcon3"}, {"model": "llama"}])

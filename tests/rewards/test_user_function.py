@@ -85,6 +85,20 @@ def test_an_argument_without_a_default_must_be_a_column():
             reward.check({"gold": ["4"]})
 
 
+@pytest.mark.parametrize("name", ["log_metric", "log_extra", "trainer_state"])
+def test_what_only_trls_trainer_passes_needs_a_default_and_the_error_says_so(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    body = f"    if {name} is not None:\n        {name}('a', 1.0)\n    return [1.0]\n"
+    (tmp_path / "own.py").write_text(
+        f"def needs(completions, {name}):\n{body}\ndef guarded(completions, {name}=None):\n{body}"
+    )
+    with pytest.raises(ConfigurationError, match=rf"given {name}\. Only TRL's trainer passes {name}: .* None"):
+        Function(path="./own.py:needs").check({})
+    guarded = Function(path="./own.py:guarded")
+    guarded.check({})
+    assert guarded(["a"], ["b"]) == [1.0]
+
+
 def test_a_function_that_takes_no_names_is_refused_before_the_first_rollout():
     with pytest.raises(ConfigurationError, match=r"given seq \(by position\)"):
         Function(path="math:fsum").check({"seq": [[1.0]]})

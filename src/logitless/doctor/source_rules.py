@@ -23,6 +23,7 @@ from logitless.doctor.source_code import (
 from logitless.errors import ConfigurationError
 from logitless.objective.presets import trl
 from logitless.objective.trl_configuration import DEFAULTS as TRL_DEFAULTS
+from logitless.objective.trl_configuration import refusals
 
 _REWARD_WORDS = {"reward", "rewards", "return", "returns", "advantage", "advantages", "score", "scores", "adv"}
 
@@ -568,13 +569,14 @@ def trl_configuration(module: Module) -> Places:
             continue
         # TRL's trainer has both; rewards are no part of the loss.
         fields |= {"sync_ref_model": False, "router_aux_loss_coef": None, "reward_weights": None}
-        said: list[str] = []
+        refused = refusals(fields)
+        said = [str(each) for each in refused.values()]
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                said += trl(**fields).notes
+                said += trl(**{name: value for name, value in fields.items() if name not in refused}).notes
             except ConfigurationError as error:
-                said.append(str(error))
+                said += [str(error)] if str(error) not in said else []
         said += [str(each.message) for each in caught]
         for each in said:
             yield module.place(call), f"{module.line(call)}: {each}"

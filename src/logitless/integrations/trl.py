@@ -32,6 +32,7 @@ from logitless.integrations.padded import Places, from_padded
 from logitless.models.lm_head import backbone, causal_lm, lm_head, verify_lm_head
 from logitless.objective.algorithm import Algorithm
 from logitless.objective.entropy import EntropyController
+from logitless.objective.inputs import known
 from logitless.objective.kl_control import FixedKL, KLController, LinearKL, ProportionalKL, ZieglerKL
 from logitless.objective.objective import ObjectiveOutput
 from logitless.objective.presets import trl as trl_preset
@@ -87,7 +88,8 @@ def algorithm_of(args: trl.GRPOConfig) -> Algorithm:
         >>> algorithm_of(args).kl_control.name
         'proportional'
     """
-    token_level = args.importance_sampling_level == "sequence_token"
+    levels, needed = ("token", "sequence", "sequence_token"), "importance_sampling_level that this trainer knows"
+    token_level = known(args.importance_sampling_level, levels, needed) == "sequence_token"
     # TRL's own callback moves the reference; the router loss stands beside the objective.
     fields: dict[str, Any] = {"sync_ref_model": False, "router_aux_loss_coef": None}
     if token_level:

@@ -108,15 +108,13 @@ def gguf_config(path: Path) -> Any:
     _need_package()
     try:
         file = path.stat()
-        config = deepcopy(_config(path, file.st_mtime_ns, file.st_size))
+        return deepcopy(_config(path, file.st_mtime_ns, file.st_size))
     except Exception as error:  # a damaged file can raise anything
         raise ConfigurationError(
             needed="a GGUF file of an architecture that transformers reads",
             given=f"{str(path)!r}: {type(error).__name__}: {' '.join(str(error).split())}",
             remedy="Get the file again, or give the model as a folder with safetensors.",
         ) from error
-    config._name_or_path = str(path)  # transformers puts the file's title here, which cannot be loaded
-    return config
 
 
 @lru_cache(maxsize=4)
@@ -145,7 +143,7 @@ def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTra
         **options,
     )
     make_plain(model, options["dtype"])
-    model.config._name_or_path = str(path)
+    model.name_or_path = model.config.name_or_path = str(path)  # transformers names the folder; an adapter, its base
     return model, report
 
 

@@ -129,7 +129,8 @@ def trl(config: object | None = None, **fields: Any) -> Algorithm:
         )
     loss = _choice("loss_type", values["loss_type"], _LOSSES)
     _choice("vllm_importance_sampling_mode", values["vllm_importance_sampling_mode"], _MODES)
-    _refuse_what_cannot_be_expressed(values)
+    if refused := refusals(values):
+        raise next(iter(refused.values()))
     notes = _notes(values)
     kl = None
     if values["beta"] != 0:
@@ -156,38 +157,42 @@ def _choice(what: str, value: Any, choices: Any) -> Any:
     return known(value, choices, f"{what} that an objective of TRL's knows")
 
 
-def _refuse_what_cannot_be_expressed(values: Mapping[str, Any]) -> None:
-    loss, delta = values["loss_type"], values["delta"]
+def refusals(fields: Mapping[str, Any]) -> dict[str, ConfigurationError]:
+    """The settings that no objective can express, each with its error; empty if there are none."""
+    values = {**DEFAULTS, **fields}
+    loss, delta, found = values["loss_type"], values["delta"], {}
     if values["router_aux_loss_coef"]:
-        raise ConfigurationError(
+        found["router_aux_loss_coef"] = ConfigurationError(
             needed="a loss of log-probabilities",
             given=f"router_aux_loss_coef={values['router_aux_loss_coef']}",
             remedy="Set it to 0, or train with logitless.integrations.trl.GRPOTrainer, which adds the router loss.",
         )
     if values["sync_ref_model"]:
-        raise ConfigurationError(
+        found["sync_ref_model"] = ConfigurationError(
             needed="a frozen reference",
             given="sync_ref_model=True",
             remedy="Moving references are not supported: set sync_ref_model=False, or stay with TRL for this run.",
         )
-    if loss == "vespo" and _corrects(values) and not values["vllm_importance_sampling_mode"].startswith("token"):
-        raise ConfigurationError(
+    per_token = values["vllm_importance_sampling_mode"] in ("token_truncate", "token_mask")
+    if loss == "vespo" and _corrects(values) and not per_token:
+        found["vllm_importance_sampling_mode"] = ConfigurationError(
             needed="a token-level sampler correction with loss_type='vespo', whose weight is a sequence's already",
             given=f"vllm_importance_sampling_mode={values['vllm_importance_sampling_mode']!r}",
             remedy="Set it to 'token_truncate' or 'token_mask'.",
         )
     if delta is not None and loss in _CLIPPED and delta <= 1 - values["epsilon"]:
-        raise ConfigurationError(
+        found["delta"] = ConfigurationError(
             needed=f"a delta above {1 - values['epsilon']}, the lower bound of the ratio",
             given=f"delta={delta}",
             remedy="Set delta above 1 + epsilon_high, or leave it out.",
         )
     if values["top_entropy_quantile"] > 1:  # which TRL takes for 1
-        raise ConfigurationError(
+        found["top_entropy_quantile"] = ConfigurationError(
             needed="a fraction of tokens to keep, at most 1, as top_entropy_quantile",
             given=str(values["top_entropy_quantile"]),
             remedy="Use 1 to keep all tokens, or 0.2 for the fifth with the highest entropy.",
         )
+    return found
 
 
 def _corrects(values: Mapping[str, Any]) -> bool:

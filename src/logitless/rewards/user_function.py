@@ -18,6 +18,7 @@ from logitless.errors import ConfigurationError
 from logitless.own_code import FORMS, with_whole_path
 from logitless.rewards.reward import (
     RESERVED_ARGUMENTS,
+    TRAINER_ARGUMENTS,
     Batch,
     Columns,
     Text,
@@ -235,11 +236,14 @@ class TrustedFunction(TextReward):
 
 def _check_arguments(function: str, missing: Sequence[str], columns: Columns) -> None:
     if missing:
+        of_trl = [name for name in missing if name in TRAINER_ARGUMENTS]
         raise ConfigurationError(
             needed=f"arguments of the reward function {function} that are {', '.join(sorted(RESERVED_ARGUMENTS))} or a "
             f"column of the data ({', '.join(sorted(columns)) or 'there is none'})",
             given=", ".join(missing),
-            remedy="Rename them, give them a default, or map a column to them in the data section.",
+            remedy=f"Only TRL's trainer passes {', '.join(of_trl)}: set the default None, and test for it before use."
+            if of_trl
+            else "Rename them, give them a default, or map a column to them in the data section.",
         )
 
 

@@ -182,6 +182,13 @@ def test_a_name_of_other_libraries_is_answered_with_the_key_that_does_what_it_do
         assert has_key(Recipe, [*section, name])
 
 
+def test_the_page_for_users_of_trl_names_the_keys_that_the_errors_name():
+    page = (Path(__file__).parents[3] / "docs" / "trl.md").read_text(encoding="utf-8")
+    named = re.findall(r"^    (\w+) +([a-z_.]+)\b", page.partition("## On to a whole run")[2], re.MULTILINE)
+    assert len(named) == 5
+    assert dict(named).items() <= ELSEWHERE.items()
+
+
 def test_a_key_like_no_other_of_the_algorithm_is_answered_with_the_place_of_a_presets_parameters(tmp_path):
     said = "'algorithm.epsilom' (a parameter of the preset is set under 'algorithm.parameters')"
     assert said in refused(tmp_path, "", "algorithm.epsilom=0.3")

@@ -132,6 +132,13 @@ def test_the_newest_five_runs_in_a_folder_or_beside_it_are_named(tmp_path):
             open_run_folder(path)
 
 
+def test_a_checkpoint_named_as_fork_takes_it_is_answered_with_the_option_of_other_commands(tmp_path):
+    run = create_run_folder(tmp_path, "longer")
+    run.write_config("name: longer")
+    with pytest.raises(ConfigurationError, match=rf"Name {run.path}; .* --checkpoint 50\."):
+        open_run_folder(Path(f"{run.path}:50"))
+
+
 def test_metrics_are_read_back_with_null_for_what_json_does_not_have(folder):
     folder.append_metrics({"step": 1, "optimizer/grad_norm": float("inf"), "loss/total": float("nan")})
     folder.append_metrics({"step": 2, "loss/total": 0.1})

@@ -307,6 +307,9 @@ def open_run_folder(path: Path) -> RunFolder:
             near, begun = path.parent, list(path.absolute().parent.glob("*/config.yaml"))
         runs = [each.parent.name for each in sorted(begun, key=lambda config: -config.stat().st_mtime)[:5]]
         remedy = f"Name one of those in {near}, newest first: {', '.join(runs)}." if runs else "Check the path."
+        run, _, which = str(path).rpartition(":")  # the form that --fork takes
+        if run and RunFolder(Path(run)).config.is_file():
+            remedy = f"Name {run}; commands that read a checkpoint take --checkpoint {which}."
         raise ConfigurationError(
             needed=f"the folder of a run at {path}",
             given="a folder without a config.yaml" if path.is_dir() else "a file" if path.exists() else "nothing",
