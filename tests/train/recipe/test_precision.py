@@ -238,10 +238,11 @@ def test_sampling_is_warned_of_only_where_the_policy_samples(tmp_path, a_gpu, ch
     assert "vllm_server" not in served
 
 
-def test_layers_and_engine_are_both_warned_of_where_the_recipe_sets_both(tmp_path, a_gpu):
-    both = {"rollout__engine": {"name": "transformers"}, "model__trained_dtype": "float32"}
+@pytest.mark.parametrize(("key", "value"), [("trained_dtype", "float32"), ("layers", "transformers")])
+def test_layers_and_engine_are_both_warned_of_where_the_recipe_sets_both(tmp_path, a_gpu, key, value):
+    both = {"rollout__engine": {"name": "transformers"}, f"model__{key}": value}
     layers, engine = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **both))
-    assert "Leave model.trained_dtype out" in layers
+    assert f"Leave model.{key} out" in layers
     assert engine.endswith("Leave rollout.engine out.")
 
 
