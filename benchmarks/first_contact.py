@@ -177,7 +177,7 @@ CASES: dict[str, Case] = {
     "lora": Case((_LORA,)),
     "four_bits": Case(
         (_LORA, "model.quantize=nf4"),
-        without_gpu_engine="Set rollout.engine: transformers, or auto.",
+        without_gpu_engine="Set rollout.engine: {name: transformers}, or leave it out.",
         needs="bitsandbytes",
     ),
     "several_gpus": Case(of_gpu=("parallel.replicate=2",), num_gpus=2),

@@ -156,6 +156,7 @@ def recommend(monkeypatch: pytest.MonkeyPatch) -> Recommend:
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recipes are checked as on a GPU."""
     monkeypatch.setattr("logitless.doctor.machine.device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (2**37, 2**37))
 
 
@@ -228,7 +229,10 @@ def test_doctor_prints_the_warnings_of_a_run(tmp_path: Path, recommend: Recommen
     ]
 
 
-def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("hopper")
+def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("triton")
     source = tiny_raw(tmp_path)["model"]["source"] | {"hidden_size": 64, "intermediate_size": 64}
     bfloat16, gpu = {"model__trained_dtype": "bfloat16"}, torch.device("cuda")
@@ -238,3 +242,5 @@ def test_row_invariant_layers_are_taken_on_a_gpu_for_bfloat16_weights_alone(tmp_
     assert not takes_row_invariant_layers(tiny_recipe(tmp_path, model__source=source), gpu)
     own = tiny_recipe(tmp_path, model__source=source, model__layers="transformers", **bfloat16)
     assert not takes_row_invariant_layers(own, gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert not takes_row_invariant_layers(lowered, gpu)

@@ -150,7 +150,7 @@ def test_a_first_call_is_in_time_by_itself_or_by_one_that_took_longer_beside_oth
 @pytest.mark.parametrize(
     ("status", "output", "ok"),
     [
-        (1, "logitless train: needed x. Set rollout.engine: transformers, or auto. More.", True),
+        (1, "logitless train: needed x. Set rollout.engine: {name: transformers}, or leave it out. More.", True),
         (1, "RuntimeError: device-side assert", False),
         (0, "", False),
     ],

@@ -147,6 +147,9 @@ def test_which_layers_a_teacher_has_is_said_with_the_reason_and_refused_by_name(
     assert said() == "transformers' own, for a model on the CPU"
     assert said(layers="transformers") == "transformers' own, for teacher.layers: transformers"
     monkeypatch.setattr(assembly, "teacher_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    assert said() == "transformers' own, for compute capability 7.5 is older than 8.0"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     assert said(dtype="bfloat16") == "row-invariant: bitwise identical in any batch"
     assert said() == "transformers' own, for float32 weights (teacher.dtype: bfloat16 would serve)"
     teacher_in(tmp_path, model_type="gpt2")

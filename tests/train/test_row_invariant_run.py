@@ -6,11 +6,12 @@ from logitless.distributed.arrangement import Arrangement
 from logitless.errors import UnavailableError
 from logitless.models.lm_head import backbone
 from logitless.models.row_invariant.layers import RowInvariantLayer
-from logitless.train.assembly import layers
+from logitless.train.assembly import layers, resolve, teacher
 from logitless.train.assembly import model as assembly_model
 from logitless.train.assembly.checks import arrangement_of
 from logitless.train.assembly.layers import against_row_invariant, in_words
 from logitless.train.assembly.resolve import before_loading, resolved
+from logitless.train.assembly.teacher import layers_lines
 from logitless.train.plan.run_plan import plan_of
 from logitless.train.recipe.config import Recipe
 from logitless.train.store.checkpoint import load_checkpoint
@@ -91,6 +92,12 @@ def test_a_run_on_the_cpu_is_refused_where_kernels_cannot_run(tmp_path, monkeypa
         start(recipe(tmp_path, "row_invariant"))
 
 
+def test_a_plan_is_refused_where_kernels_cannot_run(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(UnavailableError, match="a model on the CPU"):
+        plan_of(recipe(tmp_path, "row_invariant"))
+
+
 def test_a_plan_names_what_is_not_covered(tmp_path):
     with pytest.raises(UnavailableError, match="the architecture gpt_neox"):
         plan_of(recipe(tmp_path, "row_invariant", model__source__model_type="gpt_neox"))
@@ -152,6 +159,15 @@ def test_auto_keeps_its_own_layers_where_weights_or_sequences_are_split_over_pro
 def test_layers_that_do_not_keep_their_bits_here_are_taken_back_under_auto_and_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.setattr(assembly_model, "against_row_invariant", lambda *_: [])
     monkeypatch.setattr(assembly_model, "_passes_self_check", lambda _: False)
-    assert not hasattr(backbone(tiny_model(recipe(tmp_path, "auto"))), "row_invariant")
+    automatic = recipe(tmp_path, "auto")
+    model = tiny_model(automatic)
+    assert not hasattr(backbone(model), "row_invariant")
+    monkeypatch.setattr(resolve, "against_row_invariant", lambda *_: [])
+    chosen = resolved(automatic, model, Arrangement())
+    assert chosen.recipe.model.layers == "transformers"
+    assert chosen.layers_line.startswith("transformers' own, for the self-check on this GPU")
+    monkeypatch.setattr(teacher, "_against_layers", lambda *_: "")
+    [line] = layers_lines(automatic, {"t": model}, Arrangement())
+    assert line.startswith("teacher t: layers transformers' own, for the self-check on this GPU")
     with pytest.raises(UnavailableError, match="the self-check on this GPU"):
         reason(tmp_path, "cpu", "row_invariant")

@@ -205,7 +205,7 @@ def takes_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:
         return False
     tokenizer = tokenizer_of(recipe.model)
     model = policy_model(recipe.model, tokenizer, seed=recipe.seed, device=torch.device("meta"))
-    return not against_row_invariant(recipe.model, model)
+    return not against_row_invariant(recipe.model, model, device)
 
 
 def _would_take_row_invariant_layers(recipe: Recipe, device: torch.device) -> bool:

@@ -45,10 +45,14 @@ def why_not(hidden: Tensor) -> str | None:
         return f"tensors are on {hidden.device.type}, the kernels need a CUDA device"
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
-    capability = torch.cuda.get_device_capability(hidden.device)
-    if capability < OLDEST:
-        return f"compute capability {capability[0]}.{capability[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
-    return _unsupported(hidden)
+    return too_old(hidden.device) or _unsupported(hidden)
+
+
+def too_old(device: torch.device) -> str:
+    """That a GPU has a lower compute capability than ``OLDEST``, in words; empty for others and other devices."""
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= OLDEST:
+        return ""
+    return f"compute capability {found[0]}.{found[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
 
 
 def _unsupported(hidden: Tensor) -> str | None:

@@ -96,10 +96,17 @@ def test_auto_samples_with_transformers_where_nothing_has_the_bits_of_training_a
     assert unmet(GPU_RULES, Placed(of_a_gpu, model))[0].given == "its weights are to be sharded"
 
 
+def test_a_copy_to_sample_with_is_refused_where_the_engine_gpu_cannot_run(tmp_path):
+    recipe = tiny_recipe(tmp_path, parallel__sampling_shards=1)
+    with pytest.raises(UnavailableError, match=r"rollout\.engine gpu: a GPU and Triton.*given a model on the CPU"):
+        resolved(recipe, load_model(recipe.model.source, random_weights=True), Arrangement())
+
+
 def _on_a_gpu(monkeypatch):
     """Models are taken for ones on a GPU."""
     monkeypatch.setattr(resolve, "_device_type", lambda model: "cuda")
     monkeypatch.setattr(resolve, "device_of", lambda section: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
 
 
 def test_auto_takes_the_engine_with_the_bits_of_training_where_the_layers_have_them(tmp_path, monkeypatch):
@@ -154,7 +161,7 @@ def test_an_engine_gpu_that_is_named_is_refused_beside_what_its_layers_would_lea
     pytest.importorskip("triton")
     recipe = tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **{f"model__{key}": value})
     model = load_model(recipe.model.source, random_weights=True)
-    with pytest.raises(UnavailableError, match=f"{given}.*Set rollout.engine: transformers, or auto"):
+    with pytest.raises(UnavailableError, match=f"{given}.*Set rollout.engine: {{name: transformers}}, or leave it out"):
         resolved(recipe, model, Arrangement())
     sampling = {"parallel__sampling_shards": 1, f"model__{key}": value}
     copied = Placed(tiny_recipe(tmp_path, rollout__engine={"name": "gpu"}, **sampling), model)

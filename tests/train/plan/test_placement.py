@@ -60,6 +60,7 @@ def test_each_gpu_samples_with_a_whole_copy_beside_shards_if_it_fits_and_else_al
     tmp_path, monkeypatch, changes, arrangement, fits, expected
 ):
     monkeypatch.setattr(resolve, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     plain, recipe = (tiny_recipe(tmp_path, model__source=WIDE, **each) for each in ({}, changes))
     bytes_needed = {
         number: math.ceil(bytes_of(with_shards(plain, number)).peak_bytes / (1 if number == "auto" else COPY_SHARE))
@@ -90,6 +91,7 @@ def test_each_gpu_has_a_copy_of_the_weights_where_that_fits_and_nothing_says_oth
     tmp_path, monkeypatch, changes, arrangement, more, copies
 ):
     monkeypatch.setattr(resolve, "device_of", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     recipe = tiny_recipe(tmp_path, model__source=WIDE, model__trained_dtype="bfloat16", **changes)
     model = tiny_model(recipe, "meta")
     needed = memory_of_rank(recipe, model, Arrangement(replicate=2)).peak_bytes

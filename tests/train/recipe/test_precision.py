@@ -1,5 +1,6 @@
 """What ``auto`` is as a dtype, where it is resolved, what the first lines say of it, and what a resume makes of it."""
 
+import contextlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import torch
 import yaml
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError
+from logitless.errors import ConfigurationError, UnavailableError
 from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.resolve import resolved
 from logitless.train.plan.run_plan import dry_run
@@ -17,8 +18,13 @@ from logitless.train.recipe.loading import dump_recipe, load_recipe, parse_recip
 from logitless.train.recipe.precision import dtype_line
 from tests.train.tiny import start, tiny_model, tiny_raw, tiny_recipe
 
+with contextlib.suppress(ImportError):
+    import peft  # noqa: F401 - imports bitsandbytes, which fails where torch tells of a GPU that is not there
+
 ROOT = Path(__file__).parents[3]
 GPU = torch.device("cuda")
+T4 = (7, 5), "Tesla T4"
+SERVER = {"rollout__engine": {"name": "vllm_server", "model": "tiny", "urls": ["http://127.0.0.1:1"]}}
 LORA = {"model__lora": {"rank": 2, "targets": ["q_proj"]}}
 ON_GPU = {"model__device": "auto"}
 COVERED = {"model__source__hidden_size": 64, "model__source__intermediate_size": 64}
@@ -68,10 +74,35 @@ def test_on_a_cpu_auto_is_float32_beside_whatever_the_recipe_sets(tmp_path, gpu,
 
 
 def test_a_gpu_without_bfloat16_trains_in_float32_and_says_so(tmp_path, gpu):
-    gpu((7, 5), "Tesla T4")
+    gpu(*T4)
     recipe = tiny_recipe(tmp_path, **ON_GPU)
     assert dtypes(recipe) == ("float32", "float32")
     assert dtype_line(recipe.model) == "dtype float32: auto, for Tesla T4 does not compute in bfloat16"
+
+
+def test_the_dtype_is_that_of_the_gpu_that_the_recipe_names(tmp_path, gpu, monkeypatch):
+    gpu()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: ((9, 0), (7, 5))[device.index])
+    named = [tiny_recipe(tmp_path, model__device=f"cuda:{index}") for index in (0, 1)]
+    assert [each.model.trained_dtype for each in named] == ["bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_set"),
+    [
+        ({"model__trained_dtype": "bfloat16"}, True),
+        ({"model__dtype": "bfloat16"}, False),  # the reference's
+        (LORA | {"model__dtype": "bfloat16"}, True),
+        (LORA | {"model__dtype": "auto", "model__trained_dtype": "auto"}, False),
+    ],
+    ids=str,
+)
+def test_a_dtype_that_the_recipe_sets_to_what_auto_is_was_set_by_the_recipe(tmp_path, gpu, changes, is_set):
+    gpu()
+    line = dtype_line(tiny_recipe(tmp_path, **ON_GPU, **changes).model)
+    assert (": set by the recipe; auto is bfloat16 here" in line) == is_set
+    assert (": auto, for NVIDIA H200 computes in it" in line) != is_set
 
 
 def test_a_resolved_recipe_has_no_auto_and_keeps_its_dtypes_on_another_machine(tmp_path, gpu, monkeypatch):
@@ -108,10 +139,12 @@ def test_a_resume_where_auto_is_another_dtype_is_refused_with_the_setting_that_g
         start(elsewhere, resume=True)
 
 
-def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tmp_path, capsys):
+def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tmp_path, capsys, caplog):
     recipe = tiny_recipe(tmp_path, train__blocks=1)
-    start(recipe)
+    with caplog.at_level("INFO", "logitless"):
+        start(recipe)
     assert "dtype float32: auto, for a model on the CPU" in capsys.readouterr().out
+    assert "rollout engine: transformers, for a model on the CPU" in caplog.messages
     text = dry_run(recipe)
     assert "dtype float32: auto, for a model on the CPU" in text
     assert "layers transformers' own, for a model on the CPU" in text
@@ -119,8 +152,8 @@ def test_the_first_lines_of_a_run_and_the_dry_run_say_what_was_chosen_and_why(tm
     assert "WARNING" not in text
 
 
-def warnings_of(recipe, device=GPU):
-    return costly_choices(resolved(recipe, tiny_model(recipe, "meta"), Arrangement()), Arrangement(), device)
+def warnings_of(recipe, device=GPU, arrangement=Arrangement()):  # noqa: B008 - frozen
+    return costly_choices(resolved(recipe, tiny_model(recipe, "meta"), arrangement), arrangement, device)
 
 
 @pytest.fixture
@@ -149,11 +182,22 @@ def test_the_defaults_of_a_gpu_are_not_warned_of(tmp_path, a_gpu):
         ({"model__autocast": "bfloat16"}, "model.autocast: bfloat16", "Leave model.autocast out:"),
         ({"model__attention": "sdpa"}, "model.attention: sdpa", "Leave model.attention out."),
         ({"model__layers": "transformers"}, "model.layers: transformers", "Leave model.layers out."),
-        ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: vllm"),
+        ({"model__source__model_type": "gpt_neox"}, "the architecture gpt_neox", "rollout.engine: {name: vllm"),
         ({"rollout__engine": {"name": "transformers"}}, "rollout.engine: transformers", "Leave rollout.engine out."),
         ({"train__optimizer": {"moments": "host"}}, "train.optimizer.moments: host", "holds 18 bytes a weight."),
         ({"train__share_prompts": False}, "train.share_prompts: false", "Leave it out."),
         ({"train__cuda_graphs": False}, "train.cuda_graphs: false", "Leave it out."),
+        ({"parallel__deterministic": True}, "parallel.deterministic: true: without CUDA graphs", "Leave it out."),
+        (
+            {"rollout__engine": {"name": "gpu"}, "model__trained_dtype": "float32"},
+            "model.trained_dtype: float32: row-invariant layers are slow in it",
+            "Leave model.trained_dtype out.",
+        ),
+        (
+            LORA | {"model__layers": "row_invariant", "model__dtype": "float32"},
+            "model.dtype: float32: row-invariant layers are slow in it",
+            "Leave model.dtype out.",
+        ),
     ],
     ids=str,
 )
@@ -162,6 +206,54 @@ def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(tmp_p
     assert warning.startswith("WARNING: ")
     assert cause in warning
     assert remedy in warning
+
+
+def test_a_gpu_older_than_row_invariant_layers_is_the_one_reason_for_others(tmp_path, a_gpu, gpu):
+    gpu(*T4)
+    old = "compute capability 7.5 is older than 8.0"
+    recipe = tiny_recipe(tmp_path, **ON_GPU, **COVERED)
+    chosen = resolved(recipe, tiny_model(recipe, "meta"), Arrangement())
+    assert chosen.layers_line == f"transformers' own, for {old}"
+    assert chosen.recipe.rollout.engine.name == "transformers"
+    for changes in ({}, {"rollout__engine": {"name": "transformers"}}):  # to leave the engine out changes nothing
+        [warning] = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes))
+        assert f"for {old}: a training step" in warning
+        assert "measured on an H200" in warning
+        assert "Use a GPU of compute capability 8.0 or newer." in warning
+        assert "dtype" not in warning
+    for changes in ({"model__layers": "row_invariant"}, {"rollout__engine": {"name": "gpu"}}):
+        with pytest.raises(UnavailableError, match=old):
+            warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"model__trained_dtype": "float32"}, {"model__source__model_type": "gpt_neox"}], ids=str
+)
+def test_sampling_is_warned_of_only_where_the_policy_samples(tmp_path, a_gpu, changes):
+    [alone], [served] = (
+        warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes, **engine)) for engine in ({}, SERVER)
+    )
+    assert "a training step takes about 4 times and sampling about 10 times as long" in alone
+    assert "a training step takes about 4 times as long" in served
+    assert "vllm_server" not in served
+
+
+@pytest.mark.parametrize(("key", "value"), [("trained_dtype", "float32"), ("layers", "transformers")])
+def test_layers_and_engine_are_both_warned_of_where_the_recipe_sets_both(tmp_path, a_gpu, key, value):
+    both = {"rollout__engine": {"name": "transformers"}, f"model__{key}": value}
+    layers, engine = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **both))
+    assert f"Leave model.{key} out" in layers
+    assert engine.endswith("Leave rollout.engine out.")
+
+
+def test_sharded_weights_cost_what_sampling_with_transformers_takes(tmp_path, a_gpu):
+    split = Arrangement(shard=2)
+    [warning] = warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED), arrangement=split)
+    assert "for weights sharded over 2" in warning
+    assert ": sampling takes about 10 times as long" in warning
+    copied = tiny_recipe(tmp_path, **ON_GPU, **COVERED, parallel__sampling_shards=1)
+    for recipe in (copied, tiny_recipe(tmp_path, **ON_GPU, **COVERED, **SERVER)):
+        assert warnings_of(recipe, arrangement=split) == []
 
 
 def test_four_bits_are_left_out_only_where_there_is_room_for_sixteen(tmp_path, a_gpu):
@@ -182,6 +274,8 @@ def test_each_costly_choice_has_its_own_warning_and_those_that_cost_nothing_have
         "train.share_prompts",
         "train.cuda_graphs",
     ]
+    single = {"train__share_prompts": False, "rollout__completions_per_prompt": 1}  # no prompt is repeated
+    assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **single)) == []
     adapters = LORA | {"train__optimizer": {"moments": "8bit"}}  # their moments are small
     assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **adapters)) == []
 

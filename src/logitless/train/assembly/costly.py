@@ -7,18 +7,18 @@ shared; SmolLM2-135M 4.2 times as long to train a row of 511 tokens without CUDA
 with their result files.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from logitless.distributed.arrangement import Arrangement
+from logitless.errors import LogitlessError, UnavailableError
 from logitless.train.assembly.layers import in_words
 from logitless.train.assembly.resolve import ENGINE, LAYERS, Resolved, against_whole
 from logitless.train.recipe.config import Recipe
 
-_PAGE = "docs/performance.md#what-the-defaults-save"
-_STEP = f"a training step takes about 4 times and sampling about 10 times as long ({_PAGE})"
-_SAMPLING = f"sampling takes about 10 times as long ({_PAGE})"
+_PAGE = "(measured on an H200: docs/performance.md#what-the-defaults-save)"
+_SAMPLING = f"sampling takes about 10 times as long {_PAGE}"
 
 
 def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.device) -> list[str]:
@@ -31,19 +31,48 @@ def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.dev
     """
     if device.type != "cuda":
         return []
-    return [f"WARNING: {each}" for each in (*_layers_and_engine(chosen, arrangement), *_settings(chosen.recipe))]
+    found = (*_layers(chosen, arrangement), *_engine(chosen), *_settings(chosen.recipe))
+    return [f"WARNING: {each}" for each in found]
 
 
-def _layers_and_engine(chosen: Resolved, arrangement: Arrangement) -> Iterator[str]:
-    recipe = chosen.recipe
-    has_layers, split = recipe.model.layers == "row_invariant", against_whole(recipe, arrangement)
-    if (has_layers or split) and not recipe.rollout.engine.decodes_in_rounds:
+def _layers(chosen: Resolved, arrangement: Arrangement) -> Iterator[str]:
+    model, engine = chosen.recipe.model, chosen.recipe.rollout.engine
+    split, key = against_whole(chosen.recipe, arrangement), "trained_dtype" if model.lora is None else "dtype"
+    if model.layers == "row_invariant":
+        if getattr(model, key) == "float32":
+            yield (
+                f"model.{key}: float32: row-invariant layers are slow in it, for tensor cores do not multiply it, and "
+                f"docs/bits.md promises nothing for it. Leave model.{key} out."
+            )
         return
-    what, key = ("transformers samples", ENGINE) if has_layers else ("layers are not the row-invariant ones", LAYERS)
-    against = split or chosen.against.get(key)
-    cause = f"{key}: transformers" if against is None else in_words(against)
-    remedy = f"Leave {key} out." if against is None else " ".join(each.remedy for each in against)
-    yield f"{what}, for {cause}: {_SAMPLING if has_layers or split else _STEP}. {remedy}"
+    if split and not engine.decodes_in_rounds:
+        return
+    cause, remedy = _cause(LAYERS, split or chosen.against.get(LAYERS))
+    if engine.decodes_in_rounds and not _can_have_layers(chosen):
+        remedy += " rollout.engine: {name: vllm_server} samples faster."
+    sampling = " and sampling about 10 times" if engine.samples_policy else ""
+    cost = _SAMPLING if split else f"a training step takes about 4 times{sampling} as long {_PAGE}"
+    yield f"layers are not the row-invariant ones, for {cause}: {cost}. {remedy}"
+
+
+def _engine(chosen: Resolved) -> Iterator[str]:
+    against, has_layers = chosen.against.get(ENGINE), chosen.recipe.model.layers == "row_invariant"
+    is_named = against is None and _can_have_layers(chosen)
+    if chosen.recipe.rollout.engine.decodes_in_rounds and (has_layers or is_named):
+        cause, remedy = _cause(ENGINE, against)
+        yield f"transformers samples, for {cause}: {_SAMPLING}. {remedy}"
+
+
+def _cause(key: str, against: Sequence[LogitlessError] | None) -> tuple[str, str]:
+    """Why a key is ``transformers``, and the remedy; ``against`` is None where the recipe says so."""
+    if against is None:
+        return f"{key}: transformers", f"Leave {key} out."
+    return in_words(against), " ".join(each.remedy for each in against)
+
+
+def _can_have_layers(chosen: Resolved) -> bool:
+    """Whether another recipe would give this model row-invariant layers on this GPU."""
+    return not any(isinstance(each, UnavailableError) for each in chosen.against.get(LAYERS, ()))
 
 
 def _settings(recipe: Recipe) -> Iterator[str]:
@@ -59,9 +88,10 @@ def _settings(recipe: Recipe) -> Iterator[str]:
             "train.share_prompts: false: a training step can take more than three times as long "
             "(docs/performance.md#what-a-step-does-not-compute). Leave it out."
         )
-    may_have_graphs = recipe.model.layers == "row_invariant" and not recipe.parallel.deterministic
-    if not recipe.train.cuda_graphs and may_have_graphs:
-        yield (
-            "train.cuda_graphs: false: a training step of short rows of a small model takes up to 4 times as long "
-            "(docs/performance.md#small-models-wait-for-the-cpu). Leave it out."
-        )
+    graphs = recipe.train.cuda_graphs, not recipe.parallel.deterministic
+    for key, has_graphs in zip(("train.cuda_graphs: false", "parallel.deterministic: true"), graphs, strict=True):
+        if not has_graphs and recipe.model.layers == "row_invariant":
+            yield (
+                f"{key}: without CUDA graphs a training step of short rows of a small model takes up to 4 times as "
+                "long (docs/performance.md#small-models-wait-for-the-cpu). Leave it out."
+            )

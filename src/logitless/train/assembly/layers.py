@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from logitless.errors import LogitlessError, UnavailableError
+from logitless.head.fused import OLDEST, too_old
 from logitless.models.lm_head import backbone
 from logitless.models.router import router_loss_coefficient
 from logitless.train.assembly.process import runs_kernels
@@ -26,7 +27,7 @@ def no_row_invariant(reason: str, key: str = "model.layers") -> UnavailableError
 SELF_CHECK = UnavailableError(
     needed="a GPU on which attention, experts and gated delta nets are bitwise identical in any batch",
     given="the self-check on this GPU, whose details `logitless doctor` shows",
-    remedy="rollout.engine: vllm_server samples such a model faster.",
+    remedy="docs/bits.md says what it compares.",
 )
 """Why a model that they cover has none."""
 
@@ -61,9 +62,9 @@ class Fitted:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it has float32 weights on a GPU, whose tensor cores do not multiply them."""
+        """Whether it has float32 weights, which tensor cores do not multiply, on a GPU that computes in bfloat16."""
         weight = backbone(self.model).get_input_embeddings().weight  # type: ignore[operator]
-        return self.device.type != "cpu" and weight.dtype == torch.float32
+        return self.device.type != "cpu" and weight.dtype == torch.float32 and not too_old(self.device)
 
 
 def _section(fitted: Fitted) -> ModelSection:
@@ -71,7 +72,7 @@ def _section(fitted: Fitted) -> ModelSection:
 
 
 _named = row_invariant.on(_section)
-
+_OLDEST = "{}.{}".format(*OLDEST)
 
 _automatic = Setting[Fitted]("model.layers auto: row_invariant", lambda fitted: fitted.section.layers == "auto")
 
@@ -85,18 +86,20 @@ LAYER_RULES: tuple[Rule[Fitted], ...] = (
     ),
     *(rule.on(_section) for rule in ROW_INVARIANT),
     _named.needs(
-        "a model that they cover (docs/bits.md)",
+        "a covered model (docs/bits.md)",
         given=lambda fitted: fitted.uncovered,
-        remedy="docs/bits.md lists what they cover; rollout.engine: vllm_server samples such a model faster.",
+        remedy="docs/bits.md lists what they cover.",
+        kind=UnavailableError,
     ),
     _named.needs(
-        "a GPU, or Triton's interpreter for tests",
-        holds=lambda fitted: runs_kernels(fitted.device),
-        given=lambda _: "a model on the CPU",
-        remedy="Leave model.layers out.",
+        f"compute capability from {_OLDEST}, or Triton's interpreter for tests",
+        holds=lambda fitted: runs_kernels(fitted.device) and not too_old(fitted.device),
+        given=lambda fitted: too_old(fitted.device) or "a model on the CPU",
+        remedy=f"Use a GPU of compute capability {_OLDEST} or newer.",
+        kind=UnavailableError,
     ),
 )
-"""What row-invariant layers need, set by name or by ``auto``."""
+"""What row-invariant layers need, set by name or by ``auto``; unavailable is what no other recipe changes."""
 
 
 AUTO_LAYER_RULES: tuple[Rule[Fitted], ...] = (

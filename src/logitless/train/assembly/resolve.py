@@ -163,7 +163,7 @@ GPU_RULES: tuple[Rule[Placed], ...] = (
     _placed.needs(
         "row-invariant layers",
         given=lambda placed: placed.without_layers,
-        remedy="Set rollout.engine: transformers, or auto. docs/bits.md lists what is covered.",
+        remedy="Set rollout.engine: {name: transformers}, or leave it out. docs/bits.md lists what is covered.",
         kind=UnavailableError,
     ),
     GPU_FUSED.on(recipe_of),

@@ -189,7 +189,7 @@ WHOLE_LAYERS = needs_whole_weights(
     layers,
     "",
     "Set parallel.replicate to the number of processes, or leave model.layers at auto, and sample with "
-    "rollout.engine: vllm_server.",
+    "rollout.engine: {name: vllm_server}.",
 )
 
 PROCESS_RULES = (

@@ -7,6 +7,7 @@ bits. Anywhere else it is float32. docs/numerics.md compares held-out results of
 
 import torch
 
+from logitless.head.fused import too_old
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 
@@ -29,9 +30,9 @@ def automatic_dtype(section: ModelSection, *, plans_for_gpus: bool = False) -> t
         return "float32", "a model on the CPU"
     if not there:  # a GPU elsewhere is planned for
         return "bfloat16", "GPUs since Ampere compute in it"
-    device = min(int(index), there - 1) if index.isdigit() else torch.cuda.current_device()
+    device = torch.device("cuda", min(int(index), there - 1) if index.isdigit() else torch.cuda.current_device())
     name = torch.cuda.get_device_name(device)
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if too_old(device):
         return "float32", f"{name} does not compute in bfloat16"
     return "bfloat16", f"{name} computes in it"
 
@@ -64,7 +65,7 @@ def dtype_line(section: ModelSection) -> str:
 
     Example:
         >>> dtype_line(ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="float32"))
-        'dtype float32: auto, for a model on the CPU'
+        'dtype float32: set by the recipe; auto is float32 here, for a model on the CPU'
         >>> section = ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="bfloat16")
         >>> dtype_line(section)
         'dtype bfloat16, with float32 masters: set by the recipe; auto is float32 here, for a model on the CPU'
@@ -74,7 +75,7 @@ def dtype_line(section: ModelSection) -> str:
     if section.lora is not None:
         held += f", on a base in {section.quantize or section.dtype}"
     automatic, reason = automatic_dtype(section)
-    base = section.trained_dtype if section.lora is None or section.quantize else section.dtype
-    if {section.trained_dtype, base} == {automatic}:
+    keys = ["trained_dtype"] if section.lora is None or section.quantize else ["trained_dtype", "dtype"]
+    if {getattr(section, key) for key in keys} == {automatic} and section.model_fields_set.isdisjoint(keys):
         return f"dtype {held}: auto, for {reason}"
     return f"dtype {held}: set by the recipe; auto is {automatic} here, for {reason}"
