@@ -1,13 +1,19 @@
-"""What is installed on this machine: optional packages, versions of packages and of the GPU's driver."""
+"""What this machine has: optional packages, versions of packages and of the GPU's driver, GPUs that are new enough."""
 
 import importlib
 import re
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from logitless.errors import UnavailableError
+
+if TYPE_CHECKING:
+    import torch
+
+OLDEST = (8, 0)
+"""Lowest compute capability with bfloat16 and tf32 products."""
 
 
 def optional(module: str, *, extra: str, needed: str, otherwise: str = "") -> Any:
@@ -52,3 +58,12 @@ def gpu_driver() -> str | None:
     except OSError:
         return None
     return None if found is None else found[0]
+
+
+def too_old(device: "torch.device") -> str:
+    """That a GPU has a lower compute capability than ``OLDEST``, in words; empty for others and other devices."""
+    import torch  # commands that need no torch import this file
+
+    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= OLDEST:
+        return ""
+    return f"compute capability {found[0]}.{found[1]} is older than {OLDEST[0]}.{OLDEST[1]}"

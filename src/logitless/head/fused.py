@@ -22,16 +22,13 @@ from logitless.head.blockwise import HeadBlock
 from logitless.head.columns import Columns
 from logitless.head.contract import on_device, without_autocast
 from logitless.head.sharded import summed_like, whole
+from logitless.installed import too_old
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
 SHARE = 6
 """By default kept exponentials take at most 1/SHARE of the device's memory: on a GPU of 24 GB those of 13 thousand
 tokens of a vocabulary of 152 thousand, beside weights and moments of a 0.5B model and the sampler's pages."""
-
-
-OLDEST = (8, 0)
-"""Lowest compute capability with bfloat16 and tf32 products."""
 
 
 def why_not(hidden: Tensor) -> str | None:
@@ -46,13 +43,6 @@ def why_not(hidden: Tensor) -> str | None:
     if torch.version.cuda is None:
         return "this torch is not built for CUDA"
     return too_old(hidden.device) or _unsupported(hidden)
-
-
-def too_old(device: torch.device) -> str:
-    """That a GPU has a lower compute capability than ``OLDEST``, in words; empty for others and other devices."""
-    if device.type != "cuda" or (found := torch.cuda.get_device_capability(device)) >= OLDEST:
-        return ""
-    return f"compute capability {found[0]}.{found[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
 
 
 def _unsupported(hidden: Tensor) -> str | None:

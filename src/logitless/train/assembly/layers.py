@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from logitless.errors import LogitlessError, UnavailableError
-from logitless.head.fused import OLDEST, too_old
+from logitless.installed import OLDEST, too_old
 from logitless.models.lm_head import backbone
 from logitless.models.router import router_loss_coefficient
 from logitless.train.assembly.process import runs_kernels

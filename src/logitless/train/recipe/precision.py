@@ -7,7 +7,7 @@ bits. Anywhere else it is float32. docs/numerics.md compares held-out results of
 
 import torch
 
-from logitless.head.fused import too_old
+from logitless.installed import too_old
 from logitless.train.recipe.config import Recipe
 from logitless.train.recipe.model import ModelSection
 
