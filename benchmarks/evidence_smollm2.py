@@ -278,6 +278,7 @@ def held_out(inputs: Inputs, weights: Path | None) -> tuple[float, str]:
 def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> None:
     """One run in this process: its row as JSON in the folder when it is done."""
     recipe = recipe_of(run, folder, changes)
+    start = (Path(recipe.model.source) / "digest").read_text()
     began = time.perf_counter()
     if run.trainer == "trl":
         found = trl_run(read(recipe), folder, micro_batches=TRL_MICRO_BATCHES.get(run.task, 1))
@@ -292,7 +293,7 @@ def work(run: Run, folder: Path, changes: Sequence[str], *, at_once: int) -> Non
         "run_seconds": time.perf_counter() - began,
         "at_once": at_once,
         "base": (folder / "base" / "digest").read_text(),
-        "start": (Path(recipe.model.source) / "digest").read_text(),
+        "start": start,
         "commit": commit(),
         "learning_rate": recipe.train.optimizer.learning_rate,
         "completions": recipe.rollout.prompts_per_block * recipe.rollout.completions_per_prompt,

@@ -136,6 +136,7 @@ def test_a_scaler_that_is_switched_off_holds_nothing(tmp_path: Path) -> None:
         ("loss_type='sapo', epsilon=0.3", "epsilon=0.3 has no effect with loss_type='sapo'"),
         ("importance_sampling_level='sequence'", "GSPO is 'grpo' at this level"),
         ("delta=0.5", "a delta above 0.8"),
+        ("top_entropy_quantile=None", "a setting of another type than TRL's"),
         ("loss_type='sapo', epsilon=0.3, max_completion_length=4 * 1024", "epsilon=0.3 has no effect"),
     ],
 )

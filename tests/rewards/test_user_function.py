@@ -91,7 +91,10 @@ def test_what_only_trls_trainer_passes_needs_a_default_and_the_error_says_so(tmp
     body = f"    if {name} is not None:\n        {name}('a', 1.0)\n    return [1.0]\n"
     (tmp_path / "own.py").write_text(
         f"def needs(completions, {name}):\n{body}\ndef guarded(completions, {name}=None):\n{body}"
+        f"def lacks(completions, hardness, {name}):\n{body}"
     )
+    with pytest.raises(ConfigurationError, match=rf"Only TRL's trainer passes {name}: .* Rename the others"):
+        Function(path="./own.py:lacks").check({})
     with pytest.raises(ConfigurationError, match=rf"given {name}\. Only TRL's trainer passes {name}: .* None"):
         Function(path="./own.py:needs").check({})
     guarded = Function(path="./own.py:guarded")

@@ -68,3 +68,10 @@ def test_a_finished_run_with_whole_weights_does_not_need_its_file_and_an_unfinis
     assert f"needed a GGUF file; given '{file}', which does not exist" in capsys.readouterr().err
     aside.rename(run.model)
     assert of_file == used("latest") == used("model", "--checkpoint", "model")
+
+
+def test_checkpoints_are_read_beside_a_model_whose_weights_were_deleted(tmp_path):
+    run = completed(recipe_of(tmp_path))
+    for weights in run.model.glob("*.safetensors"):
+        weights.unlink()
+    assert main(["sample", str(run.path), "--prompt", "a"]) == 0

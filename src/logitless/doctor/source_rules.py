@@ -569,14 +569,17 @@ def trl_configuration(module: Module) -> Places:
             continue
         # TRL's trainer has both; rewards are no part of the loss.
         fields |= {"sync_ref_model": False, "router_aux_loss_coef": None, "reward_weights": None}
-        refused = refusals(fields)
-        said = [str(each) for each in refused.values()]
+        said: list[str] = []
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
+                refused = refusals(fields)
+                said += [str(each) for each in refused.values()]
                 said += trl(**{name: value for name, value in fields.items() if name not in refused}).notes
             except ConfigurationError as error:
                 said += [str(error)] if str(error) not in said else []
+            except TypeError as error:  # of a value that TRL refuses, too
+                said.append(f"a setting of another type than TRL's: {error}")
         said += [str(each.message) for each in caught]
         for each in said:
             yield module.place(call), f"{module.line(call)}: {each}"

@@ -241,9 +241,12 @@ def _check_arguments(function: str, missing: Sequence[str], columns: Columns) ->
             needed=f"arguments of the reward function {function} that are {', '.join(sorted(RESERVED_ARGUMENTS))} or a "
             f"column of the data ({', '.join(sorted(columns)) or 'there is none'})",
             given=", ".join(missing),
-            remedy=f"Only TRL's trainer passes {', '.join(of_trl)}: set the default None, and test for it before use."
-            if of_trl
-            else "Rename them, give them a default, or map a column to them in the data section.",
+            remedy=" ".join(
+                [f"Only TRL's trainer passes {', '.join(of_trl)}: set the default None, and test for it before use."]
+                * bool(of_trl)
+                + ["Rename the others, give them a default, or map a column to them in the data section."]
+                * (len(of_trl) < len(missing))
+            ),
         )
 
 

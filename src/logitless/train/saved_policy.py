@@ -87,7 +87,7 @@ def load_policy(
     set_process(section, seed=derived_seed(recipe.seed, "process"))
     whole = section.lora is None
     written = [folder.model, folder.warm_start] if whole else [folder.warm_start]
-    weights = next((each for each in written if each.is_dir()), None)
+    weights = folder.model if finished and whole else next((each for each in written if _has_weights(each)), None)
     own_tokenizer = {"tokenizer": str(weights)} if whole and weights is not None else {}
     tokenizer = tokenizer_of(section.model_copy(update=own_tokenizer))
     model = policy_model(section, tokenizer, seed=recipe.seed, device=device_of(section), weights=weights).eval()
@@ -102,6 +102,11 @@ def load_policy(
         policy.round_master_weights()
         progress = checkpoint.state["progress"]
     return SavedPolicy(recipe, tokenizer, policy, source, int(progress["block"]), int(progress["step"]))
+
+
+def _has_weights(path: Path) -> bool:
+    """Whether a folder of a model is whole; one whose weights were deleted does not stand before the recipe's."""
+    return (path / "config.json").is_file() and any(path.glob("*.safetensors"))
 
 
 def chosen_source(folder: RunFolder, which: str) -> Path:

@@ -135,6 +135,13 @@ def test_a_run_has_no_signal_if_no_block_that_was_scored_had_one(folder):
     assert summary_of(kept)["blocks_with_signal"] == 1
 
 
+def test_blocks_with_a_signal_are_not_counted_for_a_run_whose_first_blocks_were_not(folder):
+    kept, scored = journal(folder), judged([group_of("7", [1.0, 1.0])])
+    kept.load_state_dict({"lines": 0, "seconds": {}, "summary": {"scored_completions": 800}})
+    kept.write_rollouts(51, scored, has_signal=False)
+    assert not kept.no_signal
+
+
 def test_it_goes_on_from_its_state_and_takes_back_later_lines(folder):
     kept = journal(folder)
     kept.write({"step": 0, "block": 1, "evaluation/accuracy": 0.25})

@@ -4,7 +4,9 @@ For each episode the program gets its own base url; requests to it are one conve
 returns a reward, or leaves that to the recipe's rewards. It need not know that it is used for training.
 """
 
+import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -13,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias
 
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 Drive: TypeAlias = Callable[[str, Mapping[str, Any], int], float | None]
 """``(base_url, row, seed) -> reward``: runs one episode through any OpenAI client."""
 
+logger = logging.getLogger("logitless")
+
 _MOST_CHARACTERS = 2000
 """Of a failed command's standard error, from its end."""
 
@@ -46,8 +49,7 @@ class Harness:
 
     Give `function` or `command`. A command reads one JSON object (`id`, `prompt`, `messages`, `seed` and the row's
     columns) from its standard input, finds `OPENAI_BASE_URL` and `OPENAI_API_KEY` in its environment, and may print
-    `{"reward": 0.5}` as its last line. If a program fails, changes earlier messages, or prints an object without
-    `reward` there, its episode has no reward.
+    `{"reward": 0.5}` as its last line. If a program fails, or changes earlier messages, its episode has no reward.
 
     Args:
         function: `package.module:function` or `./file.py:function`, called with base url, row and seed; returns the
@@ -100,7 +102,7 @@ class Harness:
             return self._run_command
         found: Drive = named(self.function, what="of a function", key="rollout.environment.function")
         check_takes("function(base_url, row, seed, **options)", found, "", {}, 0, **self.options)
-        return partial(found, **self.options) if self.options else found
+        return functools.partial(found, **self.options) if self.options else found
 
     def _run_command(self, base_url: str, row: Mapping[str, Any], seed: int) -> float | None:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": "none"}
@@ -151,12 +153,17 @@ def _reward_in(last_line: str) -> float | None:
     if not isinstance(printed, dict):
         return None
     if "reward" not in printed:
-        raise ValueError(
-            f"the harness printed an object with the keys {[*printed]} as its last line, without reward; "
-            'print {"reward": 0.5}, or end with a line that is no JSON object'
-        )
-    reward = printed["reward"]
+        _warn_without_reward(", ".join(printed) or "none")
+    reward = printed.get("reward")
     return None if reward is None else float(reward)
+
+
+@functools.cache  # once, and not for each episode
+def _warn_without_reward(keys: str) -> None:
+    logger.warning(
+        'the last line of a harness was an object with the keys %s and without reward; {"reward": 0.5} would be read',
+        keys,
+    )
 
 
 @dataclass(frozen=True)

@@ -117,16 +117,15 @@ class Request(BaseModel, extra="forbid"):
             raise RefusedError(400, "; ".join(f"{name}: {what}" for name, what in wrong.items())) from error
 
     def options(self, own: SamplingOptions, *, num_tokens: int, may_differ: bool) -> SamplingOptions:
-        """The sampling options of this request: ``own`` with the request's values.
+        """The sampling options of this request: ``own`` with the request's values, and at most its ``max_new_tokens``.
 
         Args:
             own: the server's options.
             num_tokens: size of the tokenizer's vocabulary.
-            may_differ: whether values other than those of ``own`` are allowed. Fewer tokens always are; more are
-                refused if it is true, and else cut to its ``max_new_tokens``, so that programs run unchanged.
+            may_differ: whether values other than those of ``own`` are allowed; fewer tokens always are.
 
         Raises:
-            RefusedError: a value that may not differ, too many tokens, or a token id out of range.
+            RefusedError: a value that may not differ, or a token id out of range.
             ConfigurationError: a value out of range.
         """
         names = [field.name for field in fields(SamplingOptions) if field.name != "max_new_tokens"]
@@ -135,10 +134,6 @@ class Request(BaseModel, extra="forbid"):
             wanted["top_k"] = None
         asked = (self.max_completion_tokens, self.max_tokens, own.max_new_tokens)
         most = next(number for number in asked if number is not None)
-        if most > own.max_new_tokens and may_differ:
-            limit = f"{own.max_new_tokens} at most, the recipe's rollout.sampling.max_new_tokens"
-            remedy = "raise it there (for a run in its config.yaml), or ask for fewer"
-            raise RefusedError(400, f"max_tokens: {limit}; {remedy}")
         options = replace(own, **wanted, max_new_tokens=min(most, own.max_new_tokens))
         named = [*options.stop_token_ids, *(token for token, _ in options.logit_bias)]
         if not all(0 <= token < num_tokens for token in named):

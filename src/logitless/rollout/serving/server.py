@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from queue import Empty, Queue
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -325,14 +326,19 @@ class EngineServer:
 
     def _texts(self, completion: Completion) -> list[str]:
         """The text of each token; a replacement character where it ends within a character."""
-        ids = completion.token_ids.tolist()
-        pieces = self.tokenizer.convert_ids_to_tokens(ids)
-        texts = self.tokenizer.batch_decode([[token] for token in ids], clean_up_tokenization_spaces=False)
-        # a SentencePiece decoder drops the space at the start of a text
-        return [
-            f" {text}" if (piece or "").startswith("\u2581") and not text.startswith(" ") else text
-            for piece, text in zip(pieces, texts, strict=True)
-        ]
+        before = self._anchor  # a SentencePiece decoder drops the space at the start of a text
+        ids = [[*before, token] for token in completion.token_ids.tolist()]
+        [known, *texts] = self.tokenizer.batch_decode([before, *ids], clean_up_tokenization_spaces=False)
+        return [text[len(known) :] for text in texts]
+
+    @cached_property
+    def _anchor(self) -> list[int]:
+        """A token to decode others behind; none if the tokenizer has none of these."""
+        for piece in ("a", "\u2581a", "0", "\u2581"):
+            number = self.tokenizer.convert_tokens_to_ids(piece)
+            if number is not None and self.tokenizer.convert_ids_to_tokens(number) == piece:
+                return [int(number)]
+        return []
 
     def _template_variables(self, request: protocol.ChatRequest, *, may_differ: bool) -> dict[str, Any]:
         """Variables of the chat template besides the messages; the same in all turns of a session."""

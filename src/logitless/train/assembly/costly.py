@@ -13,6 +13,7 @@ import torch
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import LogitlessError, UnavailableError
+from logitless.installed import too_old
 from logitless.train.assembly.layers import in_words
 from logitless.train.assembly.resolve import ENGINE, LAYERS, Resolved, against_whole
 from logitless.train.recipe.config import Recipe
@@ -31,7 +32,8 @@ def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.dev
     """
     if device.type != "cuda":
         return []
-    found = (*_layers(chosen, arrangement), *_engine(chosen), *_settings(chosen.recipe))
+    faster = () if too_old(device) else (*_layers(chosen, arrangement), *_engine(chosen))
+    found = (*faster, *_settings(chosen.recipe))
     return [f"WARNING: {each}" for each in found]
 
 
@@ -88,10 +90,10 @@ def _settings(recipe: Recipe) -> Iterator[str]:
             "train.share_prompts: false: a training step can take more than three times as long "
             "(docs/performance.md#what-a-step-does-not-compute). Leave it out."
         )
-    graphs = recipe.train.cuda_graphs, not recipe.parallel.deterministic
-    for key, has_graphs in zip(("train.cuda_graphs: false", "parallel.deterministic: true"), graphs, strict=True):
-        if not has_graphs and recipe.model.layers == "row_invariant":
-            yield (
-                f"{key}: without CUDA graphs a training step of short rows of a small model takes up to 4 times as "
-                "long (docs/performance.md#small-models-wait-for-the-cpu). Leave it out."
-            )
+    without_graphs = ["train.cuda_graphs: false"] * (not recipe.train.cuda_graphs)
+    without_graphs += ["parallel.deterministic: true"] * recipe.parallel.deterministic
+    if without_graphs and recipe.model.layers == "row_invariant":
+        yield (
+            f"{', '.join(without_graphs)}: without CUDA graphs a training step of short rows of a small model takes up "
+            "to 4 times as long (docs/performance.md#small-models-wait-for-the-cpu). Leave it out."
+        )

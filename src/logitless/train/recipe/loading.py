@@ -149,11 +149,7 @@ def places(whole: Mapping[str, Any], pattern: str) -> Iterator[tuple[str, dict[s
 def _checked(raw: Mapping[str, Any], *, plans_for_gpus: bool = False) -> Recipe:
     given = _given(raw)
     dtypes = resolved_dtypes(given, plans_for_gpus=plans_for_gpus)
-    if not dtypes:
-        return given
-    found = _given({**raw, "model": {**raw["model"], **dtypes}})
-    found.model.model_fields_set.difference_update(dtypes)  # not set by the recipe
-    return found
+    return _given({**raw, "model": {**raw["model"], **dtypes}}) if dtypes else given
 
 
 def _given(raw: Mapping[str, Any]) -> Recipe:

@@ -65,7 +65,7 @@ def dtype_line(section: ModelSection) -> str:
 
     Example:
         >>> dtype_line(ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="float32"))
-        'dtype float32: set by the recipe; auto is float32 here, for a model on the CPU'
+        'dtype float32: auto, for a model on the CPU'
         >>> section = ModelSection(source="x/y", device="cpu", dtype="float32", trained_dtype="bfloat16")
         >>> dtype_line(section)
         'dtype bfloat16, with float32 masters: set by the recipe; auto is float32 here, for a model on the CPU'
@@ -75,7 +75,7 @@ def dtype_line(section: ModelSection) -> str:
     if section.lora is not None:
         held += f", on a base in {section.quantize or section.dtype}"
     automatic, reason = automatic_dtype(section)
-    keys = ["trained_dtype"] if section.lora is None or section.quantize else ["trained_dtype", "dtype"]
-    if {getattr(section, key) for key in keys} == {automatic} and section.model_fields_set.isdisjoint(keys):
+    base = section.trained_dtype if section.lora is None or section.quantize else section.dtype
+    if {section.trained_dtype, base} == {automatic}:
         return f"dtype {held}: auto, for {reason}"
     return f"dtype {held}: set by the recipe; auto is {automatic} here, for {reason}"

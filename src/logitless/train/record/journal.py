@@ -5,7 +5,7 @@ Every rank has one; only the first one's writes.
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import MappingProxyType
 from typing import Any
 
@@ -44,7 +44,7 @@ class Journal:
         self.folder, self._view, self._writers, self._device = folder, view, writers, device
         self.clock = clock or WallClock()
         self.summary: dict[str, Any] = {}
-        self._lines = 0
+        self._lines, self._counts_signal = 0, True
         self._sample: tuple[str, str, float] | None = None
 
     @contextmanager
@@ -132,7 +132,7 @@ class Journal:
         rewards = [reward for group in block.sampled for reward in group.rewards]
         self._count("completions", len(rewards))
         self._count("scored_completions", scored := len(rewards) - rewards.count(None))
-        if has_signal is not None and scored:
+        if has_signal is not None and scored and self._counts_signal:
             self._count("blocks_with_signal", has_signal)
         for name, verdicts in by_reward(row for group in block.sampled for row in group.verdicts).items():
             well = [verdict for verdict in verdicts if not verdict.failed]
@@ -184,9 +184,10 @@ class Journal:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state_dict``; later lines of metrics are removed, later seconds stay."""
         self._lines, self.summary = state["lines"], dict(state["summary"])
+        self._counts_signal = "blocks_with_signal" in self.summary or not self.summary.get("scored_completions")
         self.clock.add(state["seconds"])
         if self._ranks.is_first:
-            if self.folder.summary.exists():  # the clock of a process that ended by itself went on after its checkpoint
+            with suppress(OSError, ValueError):  # the clock of a process that ended by itself ran beyond its checkpoint
                 ended, saved = json.loads(self.folder.summary.read_text()).get("seconds", {}), state["seconds"]
                 self.clock.add({name: max(0.0, ended[name] - saved.get(name, 0.0)) for name in ended})
             self.folder.truncate_metrics(self._lines)
