@@ -236,17 +236,19 @@ class TrustedFunction(TextReward):
 
 def _check_arguments(function: str, missing: Sequence[str], columns: Columns) -> None:
     if missing:
-        of_trl = [name for name in missing if name in TRAINER_ARGUMENTS]
+        of_trl, remedies = [name for name in missing if name in TRAINER_ARGUMENTS], []
+        if of_trl:
+            remedies.append(
+                f"Only TRL's trainer passes {', '.join(of_trl)}: set the default None, and test for it before use."
+            )
+        if len(of_trl) < len(missing):
+            others = "the others" if of_trl else "them"
+            remedies.append(f"Rename {others}, give them a default, or map a column to them in the data section.")
         raise ConfigurationError(
             needed=f"arguments of the reward function {function} that are {', '.join(sorted(RESERVED_ARGUMENTS))} or a "
             f"column of the data ({', '.join(sorted(columns)) or 'there is none'})",
             given=", ".join(missing),
-            remedy=" ".join(
-                [f"Only TRL's trainer passes {', '.join(of_trl)}: set the default None, and test for it before use."]
-                * bool(of_trl)
-                + ["Rename the others, give them a default, or map a column to them in the data section."]
-                * (len(of_trl) < len(missing))
-            ),
+            remedy=" ".join(remedies),
         )
 
 
