@@ -131,6 +131,7 @@ def _recipe(path: Path, overrides: Sequence[str], *, measure: bool) -> tuple[dic
 def _of_run(recipe: Path) -> Sequence[Any]:
     """Findings about the run whose ``config.yaml`` is given; none if it is another recipe."""
     from logitless.doctor.recipe_audit import Scored, audit_scored
+    from logitless.train.record.metrics import without_signal
     from logitless.train.record.run_folder import RunFolder
     from logitless.train.report.page import Recorded
 
@@ -140,5 +141,4 @@ def _of_run(recipe: Path) -> Sequence[Any]:
     run = Recorded.of(folder)
     named = (name.partition("first_failure/") for name in run.summary)
     first = {name: run.summary[f"first_failure/{name}"] for _, found, name in named if found}
-    has_signal = run.summary.get("blocks_with_signal") != 0
-    return audit_scored(Scored(f"the run {run.name}", run.verdicts, first, has_signal))
+    return audit_scored(Scored(f"the run {run.name}", run.verdicts, first, not without_signal(run.summary)))

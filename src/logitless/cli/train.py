@@ -219,13 +219,15 @@ WORTH_SAYING = 0.05
 
 
 def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: Path | None) -> str:
+    from logitless.train.record.metrics import without_signal
+
     folder = result.folder
     summary = json.loads(folder.summary.read_text())
     failures = [*_failures(summary)]
     rows = [*_scores(summary), *failures]
     if result.ended_by == "unscored" and not failures:
         rows.append(("not scored", "no reward failed: every verdict is missing"))
-    if summary.get("blocks_with_signal") == 0:
+    if without_signal(summary):
         rows.append(("no signal", "rewards gave no completion an advantage: nothing was learned from them"))
     rows += [("time", _time(summary["seconds"])), ("report", str(folder.report))]
     unrepaired = result.ended_by == "unscored" or (result.complete and _fails_often(summary))
@@ -331,6 +333,8 @@ def _next(
         summary: its ``summary.json``.
         unrepaired: whether a reward must be repaired first.
     """
+    from logitless.train.record.metrics import without_signal
+
     name = result.folder.path.name
     others = [each for each in settings if not each.startswith("name=")]
     if unrepaired:
@@ -345,7 +349,7 @@ def _next(
     why = "what it has learned to say"
     if summary.get("accuracy_after") == summary.get("held_out_reward_after") == 0:
         why = "no held-out completion earned a reward: read some"
-    elif summary.get("blocks_with_signal") == 0:
+    elif without_signal(summary):
         why = "no completion had an advantage: read some"
     return f"{program()} show {shlex.quote(str(result.folder.path))} --block {summary['blocks']}  # {why}"
 

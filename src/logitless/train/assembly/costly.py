@@ -33,8 +33,7 @@ def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.dev
     if device.type != "cuda":
         return []
     faster = () if too_old(device) else (*_layers(chosen, arrangement), *_engine(chosen))
-    found = (*faster, *_settings(chosen.recipe))
-    return [f"WARNING: {each}" for each in found]
+    return [f"WARNING: {each}" for each in (*faster, *_settings(chosen.recipe))]
 
 
 def _layers(chosen: Resolved, arrangement: Arrangement) -> Iterator[str]:

@@ -17,7 +17,7 @@ from logitless.rewards.workers.pooled import hit_deadline
 from logitless.train.block import JudgedBlock
 from logitless.train.record.live_view import LiveView
 from logitless.train.record.memory import peak_memory
-from logitless.train.record.metrics import Numbers
+from logitless.train.record.metrics import Numbers, without_signal
 from logitless.train.record.run_folder import RunFolder
 from logitless.train.record.wall_clock import WallClock
 from logitless.train.record.writers import Writer
@@ -154,8 +154,8 @@ class Journal:
 
     @property
     def no_signal(self) -> bool:
-        """Whether blocks were to be learned from rewards, and no token of any had an advantage."""
-        return self.summary.get("blocks_with_signal") == 0
+        """``without_signal``, of the blocks so far."""
+        return without_signal(self.summary)
 
     @property
     def nothing_scored(self) -> bool:

@@ -310,6 +310,19 @@ def unscored_shares(record: Record) -> dict[str, float]:
     }
 
 
+def without_signal(summary: Mapping[str, Any]) -> bool:
+    """Whether blocks were to be learned from rewards, and no token of any had an advantage.
+
+    Args:
+        summary: of a run, or of its blocks so far.
+
+    Example:
+        >>> without_signal({"blocks_with_signal": 0}), without_signal({"blocks_with_signal": 3}), without_signal({})
+        (True, False, False)
+    """
+    return summary.get("blocks_with_signal") == 0
+
+
 def not_scored(share: float) -> str:
     """That share in words, to stand behind an accuracy that counts them as wrong; empty where it is none or all.
 
