@@ -145,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     counted = Counted(path, here | {"gpus": torch.cuda.device_count(), "caches": "empty", "commit": commit()})
     command = ["-p", "no:cacheprovider", "-p", "no:benchmark", "-v", "-rfEs", "--tb=short", "--durations=15"]
     command += ["-m", MARKERS[options.marker]]
+    command += ["-W", "ignore:Module already imported:pytest.PytestAssertRewriteWarning"]  # by this script
     at_once = ["-n", str(options.workers)] if options.workers > 1 else []
     if options.spread:
         os.environ["GPUS_OF_WORKERS"] = " ".join(visible(torch.cuda.device_count(), options.marker))
