@@ -37,7 +37,7 @@ def test_without_the_marker():
 
 def _run(folder, tests, *arguments, commit="abc"):
     (folder / "test_them.py").write_text(tests)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    multi_gpu: x\nfilterwarnings = error\n")  # as here
     command = [sys.executable, ROOT / "benchmarks/gpu_tests.py", "--output", "found.json", *arguments, "."]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
     environment["COMMIT"] = commit
@@ -85,7 +85,7 @@ def test_that(number, ends_badly):
     if number == 2:
         pytest.skip("no such card")
     if number == 1:
-        open("ran", "x")
+        open("ran", "x").close()
 """
 
 
