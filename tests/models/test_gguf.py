@@ -69,8 +69,12 @@ def test_what_is_saved_of_a_gguf_model_loads_in_plain_transformers(tmp_path, qua
     assert plain.chat_template == tokenizer.chat_template
 
 
-def test_experts_are_saved_under_the_names_that_others_read(tmp_path):
-    load_model(write_gguf(tmp_path / "moe.gguf", layers=1, experts=2)).save_pretrained(tmp_path / "saved")
+def test_experts_are_saved_under_the_names_that_others_read_and_load_again_in_their_width(tmp_path):
+    model = load_model(write_gguf(tmp_path / "moe.gguf", layers=1, experts=2))
+    model.save_pretrained(tmp_path / "saved")
+    assert model.config.moe_intermediate_size == 96
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), again.parameters(), strict=True))
     with safe_open(tmp_path / "saved" / "model.safetensors", "pt") as saved:
         assert {f"model.layers.0.mlp.experts.{n}.up_proj.weight" for n in (0, 1)} <= set(saved.keys())
 

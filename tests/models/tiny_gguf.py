@@ -55,7 +55,7 @@ def write_gguf(
         "chat_template": CHATML,
         **changed,
     }
-    width, inner = 64, 768 if experts else 96  # 768: transformers does not read the width of Qwen 3's experts
+    width, inner = 64, 96
     writer = GGUFWriter(path, "qwen3moe" if experts else "llama")
     writer.add_block_count(layers)
     writer.add_context_length(256)
@@ -71,6 +71,7 @@ def write_gguf(
         writer.add_key_length(width // 4)
         writer.add_expert_count(experts)
         writer.add_expert_used_count(2)
+        writer.add_expert_feed_forward_length(inner)
     for name, value in metadata.items():
         key = "tokenizer.chat_template" if name == "chat_template" else f"tokenizer.ggml.{name}"
         if isinstance(value, bool):

@@ -120,7 +120,15 @@ def gguf_config(path: Path) -> Any:
 @lru_cache(maxsize=4)
 def _config(path: Path, *_of_file: int) -> Any:
     """Cached, because each read goes through the whole vocabulary, which takes seconds."""
-    return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    config = AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name)
+    if hasattr(config, "moe_intermediate_size"):  # transformers leaves the width of Qwen 3's experts at its default
+        from gguf import GGUFReader
+
+        fields = GGUFReader(path).fields
+        width = f"{fields['general.architecture'].contents()}.expert_feed_forward_length"
+        if width in fields:
+            config.moe_intermediate_size = fields[width].contents()
+    return config
 
 
 def gguf_model(path: Path, config: Any, options: dict[str, Any]) -> tuple[PreTrainedModel, dict[str, Any]]:
