@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from logitless.cli.main import COMMANDS, main
@@ -168,6 +169,61 @@ def test_torchrun_s_last_words_are_the_error_of_its_process(tmp_path, monkeypatc
     assert "traceback : needed a readable recipe" in said, said
     assert failure.timestamp > 0
     assert [*file.parent.iterdir()] == [file]
+
+
+_TORCHS = (
+    "CUDA out of memory. Tried to allocate 18.00 MiB. GPU 0 has a total capacity of 8.00 GiB of which 9 MiB is free. "
+    "Process 1888 has 612.00 MiB memory in use. If reserved but unallocated memory is large try ..."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "asked"),
+    [
+        (torch.OutOfMemoryError(_TORCHS), "CUDA out of memory. Tried to allocate 18.00 MiB"),
+        (torch.AcceleratorError("CUDA error: out of memory\nSearch for it"), "out of memory"),
+    ],
+    ids=["a tensor", "CUDA itself"],
+)
+@pytest.mark.parametrize("used", [False, True])
+def test_a_command_for_which_the_gpu_is_too_small_says_who_holds_its_memory_and_what_to_do(
+    error, asked, used, monkeypatch, capsys
+):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr("logitless.cli.recipes.run", fails)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: used)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 8 * 2**30))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 3 * 2**30)
+    assert main(["recipes", "list"]) == 1
+    said = capsys.readouterr().err
+    assert asked in said.partition("given ")[2]
+    assert ("of 8.00 GiB this process holds 3.00 GiB, others 4.00 GiB. End other processes" in said) == used
+    assert "GPU 0 has" not in said
+    assert "Search for it" not in said
+    assert "logitless doctor RECIPE" in said
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory"), torch.AcceleratorError("device-side assert")])
+def test_an_error_that_is_no_shortage_of_memory_keeps_its_traceback(error, monkeypatch):
+    def fails(_):
+        raise error
+
+    monkeypatch.setattr("logitless.cli.recipes.run", fails)
+    with pytest.raises(RuntimeError) as raised:
+        main(["recipes", "list"])
+    assert raised.value is error
+
+
+@pytest.mark.gpu
+def test_a_run_that_outgrows_the_gpu_ends_with_status_1_and_no_traceback(tmp_path):
+    code = "import sys, torch; from logitless.cli.main import main; torch.cuda.set_per_process_memory_fraction(1e-5)\n"
+    code += f"sys.exit(main(['train', {str(RECIPES / 'length-toy.yaml')!r}, '--set', 'output={tmp_path}']))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert "this process holds" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("was_enabled", [True, False])

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from logitless.cli.loading import loading
 from logitless.cli.output import is_first_to_say, patient_output, tell_torchrun
-from logitless.errors import LogitlessError
+from logitless.errors import LogitlessError, UnavailableError
 
 COMMANDS = {
     "recipes": "list, print and copy the recipes that come with logitless",
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(noisy).setLevel(logging.WARNING)
     with patient_output():
         try:
-            status: int = importlib.import_module(module_of(options.command)).run(options)
+            status = _run(options)
         except LogitlessError as error:
             if options.verbose:
                 raise
@@ -103,6 +103,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
             stopped = f"logitless {options.command}: stopped by {by}"
             print("\n".join([stopped, *getattr(interrupt, "__notes__", ())]), file=sys.stderr)
             return 128 + number
+    return status
+
+
+def _run(options: argparse.Namespace) -> int:
+    """Run the chosen command; returns the exit status.
+
+    Raises:
+        LogitlessError: of the command, and where a GPU's memory was too small.
+    """
+    try:
+        status: int = importlib.import_module(module_of(options.command)).run(options)
+    except RuntimeError as error:
+        if "torch" not in sys.modules:
+            raise
+        from logitless.train.record.memory import is_shortage, shortage_in_words
+
+        if not is_shortage(error):
+            raise
+        raise UnavailableError(
+            needed="memory on the GPU",
+            given=shortage_in_words(error),
+            remedy="End other processes on it, or hold less: `logitless doctor RECIPE` shows what is large; LoRA, "
+            "train.optimizer.moments: host and a lower train.tokens_per_micro_batch make it smaller.",
+        ) from error
     return status
 
 

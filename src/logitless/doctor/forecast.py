@@ -34,7 +34,7 @@ from logitless.train.plan.run_plan import Plan
 from logitless.train.recipe.config import Recipe
 from logitless.train.record.journal import Journal
 from logitless.train.record.live_view import LiveView, duration
-from logitless.train.record.memory import peak_memory, size_text
+from logitless.train.record.memory import peak_memory, shortage_in_words, size_text
 from logitless.train.record.run_folder import create_run_folder
 from logitless.types import Group, VerdictStatus
 
@@ -127,7 +127,7 @@ def forecast_of(recipe: Recipe, plan: Plan) -> Forecast:
         except torch.OutOfMemoryError as error:
             raise UnavailableError(
                 needed=f"memory for a batch of this recipe on {device}",
-                given=str(error).partition(". ")[0],
+                given=shortage_in_words(error),
                 remedy="Lower what the plan shows to be large.",
             ) from error
     rollout = recipe.rollout

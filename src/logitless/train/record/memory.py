@@ -1,9 +1,10 @@
-"""Peak memory of a run, free memory of the host, and sizes in words."""
+"""Peak memory of a run, free memory of the host, and sizes and shortages in words."""
 
 import os
 import resource
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -15,6 +16,26 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def is_shortage(error: Exception) -> bool:
+    """Whether an error says that a GPU's memory was too small: for a tensor, or for CUDA itself."""
+    return isinstance(error, torch.OutOfMemoryError) or (
+        isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)
+    )
+
+
+def shortage_in_words(error: Exception) -> str:
+    """What was asked for, of torch's many sentences, and who holds the current GPU's memory."""
+    asked = ". ".join(str(error).splitlines()[0].split(". ")[:2]).removesuffix(".")
+    with suppress(RuntimeError):
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            own = torch.cuda.memory_reserved()
+            asked += (
+                f"; of {size_text(total)} this process holds {size_text(own)}, others {size_text(total - free - own)}"
+            )
+    return asked
 
 
 def free_host_memory(root: Path = Path("/")) -> int:
