@@ -1,9 +1,15 @@
-"""What this machine has: optional packages, versions of packages and of the GPU's driver, GPUs that are new enough."""
+"""What this machine has: optional packages, versions of packages and of the GPU's driver, GPUs that are new enough,
+what Triton needs to compile.
+"""
 
 import importlib
+import os
 import re
+import shutil
+import sysconfig
 from functools import cache
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +64,29 @@ def gpu_driver() -> str | None:
     except OSError:
         return None
     return None if found is None else found[0]
+
+
+@cache
+def without_triton() -> str:
+    """Why no Triton kernel can be compiled for a GPU here, in words; empty where they can.
+
+    Besides the package it needs a C compiler and Python's headers, to build what launches a kernel; images that only
+    run programs lack them.
+    """
+    if find_spec("triton") is None:
+        return "Triton is absent (pip install 'logitless[triton]')"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return ""
+    given = os.environ.get("CC")
+    if not any(map(shutil.which, ("gcc", "clang") if given is None else (given,))):
+        return "Triton finds no C compiler (apt-get install gcc, or set CC)"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton
+    searched = [sysconfig.get_path("include", scheme)]
+    searched += ":".join(os.environ.get(name, "") for name in ("CPATH", "C_INCLUDE_PATH")).split(":")
+    if not any((Path(place) / "Python.h").is_file() for place in searched):
+        package = f"python{sysconfig.get_python_version()}-dev"
+        return f"Triton finds no Python.h in {searched[0]} (apt-get install {package})"
+    return ""
 
 
 def too_old(device: "torch.device") -> str:

@@ -131,9 +131,9 @@ def test_auto_says_what_keeps_the_model_at_its_own_layers(tmp_path, changes, wor
     assert words in reason(tmp_path, **changes)
 
 
-def test_a_machine_without_triton_has_transformers_own_layers(tmp_path, monkeypatch):
-    monkeypatch.setattr(layers, "is_installed", lambda package: package != "triton")
-    assert reason(tmp_path, **BFLOAT16) == "Triton is absent (pip install 'logitless[triton]')"
+def test_a_machine_on_which_triton_compiles_nothing_has_transformers_own_layers(tmp_path, monkeypatch):
+    monkeypatch.setattr(layers, "without_triton", lambda: "Triton finds no C compiler")
+    assert reason(tmp_path, **BFLOAT16) == "Triton finds no C compiler"
 
 
 def test_a_run_with_layers_auto_goes_on_with_its_own_where_others_cannot_serve_and_says_so(tmp_path):

@@ -13,7 +13,7 @@ import yaml
 from logitless.bench.recommended import recommended_here
 from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
-from logitless.installed import gpu_driver, version_of
+from logitless.installed import gpu_driver, version_of, without_triton
 from logitless.rewards.workers.sandbox import sandbox_of
 from logitless.train.assembly.layers import against_row_invariant
 from logitless.train.assembly.model import policy_model, tokenizer_of
@@ -115,8 +115,8 @@ def _bitwise_identical() -> dict[str, str]:
     """Which kernels pass the self-check for the layer shapes of an 8B model (docs/bits.md), or why none can run."""
     if not torch.cuda.is_available():
         return {"row-invariant layers": "no: they need a CUDA device"}
-    if importlib.util.find_spec("triton") is None:
-        return {"row-invariant layers": "no: pip install 'logitless[triton]'"}
+    if missing := without_triton():
+        return {"row-invariant layers": f"no: {missing}"}
     from logitless.models.row_invariant.self_check import check_layer, rows_in_words
 
     report = check_layer(torch.device("cuda", torch.cuda.current_device()))
@@ -132,8 +132,8 @@ def _engines() -> dict[str, str]:
     gpu = "runs"
     if not torch.cuda.is_available():
         gpu = "no: it needs a CUDA device"
-    elif importlib.util.find_spec("triton") is None:
-        gpu = "no: pip install 'logitless[triton]'"
+    elif missing := without_triton():
+        gpu = f"no: {missing}"
     servers = "runs, on servers that the recipe names"
     return {"transformers": "runs", "recorded": "runs", "gpu": gpu, "vllm_server": servers}
 

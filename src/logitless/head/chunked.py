@@ -5,7 +5,6 @@ products). A tile of logits is processed in torch, or on a GPU with Triton by on
 """
 
 import functools
-import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +39,7 @@ from logitless.head.blockwise import (
 )
 from logitless.head.contract import without_autocast
 from logitless.head.vocab_parallel import Partial, merged
+from logitless.installed import without_triton
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
@@ -250,4 +250,4 @@ def _logit_gradient(rows: Rows, block: HeadBlock, slopes: _Slopes, call: Call, *
 
 def _has_kernels(device: torch.device) -> bool:
     """Whether Triton kernels run on this device."""
-    return device.type == "cuda" and torch.version.cuda is not None and importlib.util.find_spec("triton") is not None
+    return device.type == "cuda" and torch.version.cuda is not None and not without_triton()

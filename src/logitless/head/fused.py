@@ -22,7 +22,7 @@ from logitless.head.blockwise import HeadBlock
 from logitless.head.columns import Columns
 from logitless.head.contract import on_device, without_autocast
 from logitless.head.sharded import summed_like, whole
-from logitless.installed import too_old
+from logitless.installed import too_old, without_triton
 from logitless.second_derivative import refuse_second_derivative
 from logitless.types import LMHead, TokenScores
 
@@ -53,7 +53,7 @@ def _unsupported(hidden: Tensor) -> str | None:
         import triton  # noqa: F401
     except ImportError as error:
         return f"triton cannot be imported ({error})"
-    return None
+    return without_triton() or None
 
 
 @dataclass(frozen=True)

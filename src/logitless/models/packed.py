@@ -20,7 +20,6 @@ Not supported: position biases (ALiBi). Use ``attention="eager"``, ``"sdpa"`` or
 transformers builds a block-diagonal mask from positions that restart at 0.
 """
 
-import importlib.util
 import inspect
 from functools import cache, partial
 from typing import Any
@@ -37,6 +36,7 @@ from transformers.masking_utils import sdpa_mask
 
 from logitless.distributed.collectives import exchanged
 from logitless.errors import InputError, UnavailableError
+from logitless.installed import without_triton
 from logitless.models.attention import MAX_GROUP, MAX_WIDTH, AttentionLayout, prefix_attention
 from logitless.models.mixers import RECURRENT
 from logitless.models.packed_layout import PackedLayout, WholeSequences
@@ -156,13 +156,8 @@ def _shared_kernel_runs(query: Tensor, key: Tensor, value: Tensor, dropout: floa
         and dropout == 0
         and query.shape[-1] == value.shape[-1] <= MAX_WIDTH
         and query.shape[1] // key.shape[1] <= MAX_GROUP
-        and _triton_is_there()
+        and not without_triton()
     )
-
-
-@cache
-def _triton_is_there() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _check_row(query: Tensor, key: Tensor, num_tokens: int) -> None:

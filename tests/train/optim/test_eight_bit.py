@@ -91,5 +91,5 @@ def test_state_on_the_host_needs_a_gpu_and_master_weights(tmp_path):
     with pytest.raises(ConfigurationError, match=words):
         adamw(nn.Linear(2, 2).parameters(), OptimizerSection(moments="host"), torch.device("cpu"))
     changes = {"train__optimizer": {"moments": "host"}, "model__trained_dtype": "bfloat16", "model__device": "cpu"}
-    with pytest.raises(ConfigurationError, match=r"train\.optimizer\.moments host: a GPU; given no GPU"):
+    with pytest.raises(ConfigurationError, match=r"train\.optimizer\.moments host: a GPU and Triton; given no GPU"):
         plan_of(tiny_recipe(tmp_path, **changes))

@@ -249,6 +249,7 @@ OF_MACHINES = [  # overrides, device, an absent package, and what does without
 def _found(loaded, monkeypatch, overrides, device, absent):
     machine = Machine(loaded(*overrides), device)
     monkeypatch.setattr(rule.importlib.util, "find_spec", lambda name: None if name == absent else name)
+    monkeypatch.setattr(rule, "without_triton", lambda: "Triton is absent" if absent == "triton" else "")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     return machine, broken(MACHINE_RULES, machine)
 

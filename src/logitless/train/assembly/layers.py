@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from logitless.errors import LogitlessError, UnavailableError
-from logitless.installed import OLDEST, too_old
+from logitless.installed import OLDEST, too_old, without_triton
 from logitless.models.lm_head import backbone
 from logitless.models.router import router_loss_coefficient
 from logitless.train.assembly.process import runs_kernels
@@ -79,10 +79,9 @@ _automatic = Setting[Fitted]("model.layers auto: row_invariant", lambda fitted: 
 
 LAYER_RULES: tuple[Rule[Fitted], ...] = (
     _named.needs(
-        "Triton (pip install 'logitless[triton]')",
-        holds=lambda _: is_installed("triton"),
-        given=lambda _: "Triton is absent (pip install 'logitless[triton]')",
-        remedy="Install it.",
+        "Triton, with a C compiler and Python's headers",
+        given=lambda fitted: without_triton() if runs_kernels(fitted.device) else "",
+        remedy="Install what is missing.",
     ),
     *(rule.on(_section) for rule in ROW_INVARIANT),
     _named.needs(

@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from logitless.errors import TrainingError
+from logitless.installed import without_triton
 from logitless.train.optim.fused_adamw import (
     chunks_of,
     clip_factor,
@@ -78,7 +79,8 @@ def round_master_weights(parameters: Iterable[nn.Parameter]) -> None:
 class MasterAdamW(torch.optim.AdamW):
     """``torch.optim.AdamW`` over master weights; each step also rounds them to the parameters that the model reads.
 
-    On CUDA one kernel updates master weight, state and parameter; elsewhere a rounding pass follows torch's update.
+    With Triton on CUDA one kernel updates master weight, state and parameter; elsewhere a rounding pass follows
+    torch's update.
 
     Args:
         groups: as for ``torch.optim.AdamW``, with the model's parameters; lowered ones are replaced by their master
@@ -151,7 +153,11 @@ class MasterAdamW(torch.optim.AdamW):
     def fuses(self) -> bool:
         """Whether our kernels can clip and update: all gradients belong to unsharded master weights on a GPU."""
         given = self._gradients()
-        return bool(given) and all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
+        return (
+            bool(given)
+            and not without_triton()
+            and all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
+        )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -163,7 +169,7 @@ class MasterAdamW(torch.optim.AdamW):
                 self.clipped_step(None)  # waits for the device, which writes to host memory
             return
         gradients = {master: master.grad for master in self.lowered if master.grad is not None}
-        if not gradients or next(iter(gradients)).device.type != "cuda":
+        if not gradients or next(iter(gradients)).device.type != "cuda" or without_triton():
             super().step()
             round_master_weights(self.lowered.values())
             return

@@ -303,9 +303,7 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
 )
 
 GPU_HERE: Rule[Machine] = replace(
-    needs_gpu(
-        gpu, "a GPU and Triton (pip install 'logitless[triton]')", "rollout.engine={name: transformers}", "triton"
-    ),
+    needs_gpu(gpu, "a GPU and Triton", "rollout.engine={name: transformers}", "triton"),
     given=lambda machine: machine.lacks("triton") if machine.device == "cuda" else "a model on the CPU",
     kind=UnavailableError,
 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import ConfigurationError, LogitlessError, UnavailableError
+from logitless.installed import without_triton
 from logitless.objective.algorithm import Algorithm
 
 if TYPE_CHECKING:
@@ -203,6 +204,8 @@ class Machine:
         """Which of a GPU and a package is missing, in words; empty where both are there."""
         if self.device != "cuda":
             return "no GPU"
+        if package == "triton":
+            return without_triton()
         return "" if package is None or is_installed(package) else f"no {package}"
 
 

@@ -162,7 +162,7 @@ PROCESS_RULES = (
 
 MOMENT_RULES = (
     needs_package(eight_bit, "torchao", "torchao", "train.optimizer.moments=float32"),
-    needs_gpu(host, "a GPU", "train.optimizer.moments=float32"),
+    needs_gpu(host, "a GPU and Triton", "train.optimizer.moments=float32", "triton"),
 )
 """Checked before a run starts too, not by doctor alone."""
 
