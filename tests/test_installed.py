@@ -79,6 +79,30 @@ def test_without_the_package_kernels_cannot_be_compiled_and_interpreted_ones_are
     assert "pip install 'logitless[triton]'" in installed.without_triton.__wrapped__()
 
 
+@pytest.mark.parametrize(
+    ("driver", "seen", "built_for", "visible", "said"),
+    [
+        (None, False, None, None, ""),
+        ("580.1", True, "13.0", None, ""),
+        ("580.1", False, "13.0", "", ""),
+        ("580.1", False, "13.0", None, "sees no GPU (a container"),
+        ("580.1", False, None, "0", "is not built for it"),
+    ],
+    ids=["no driver", "in use", "hidden", "not given", "torch for CPUs"],
+)
+def test_a_gpu_that_torch_does_not_see_is_told_of_unless_it_is_hidden(
+    driver, seen, built_for, visible, said, monkeypatch
+):
+    monkeypatch.setattr(installed, "gpu_driver", lambda: driver)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: seen)
+    monkeypatch.setattr("torch.version.cuda", built_for)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert said in installed.unused_gpu()
+    assert bool(installed.unused_gpu()) == bool(said)
+
+
 @pytest.mark.gpu
 def test_a_run_on_a_gpu_without_a_c_compiler_trains_without_kernels_and_says_what_to_install(tmp_path):
     (tmp_path / "bin").mkdir()

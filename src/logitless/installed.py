@@ -66,6 +66,21 @@ def gpu_driver() -> str | None:
     return None if found is None else found[0]
 
 
+def unused_gpu() -> str:
+    """Why torch sees no GPU beside NVIDIA's driver, in words; empty where it does, or was told not to."""
+    import torch  # commands that need no torch import this file
+
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
+    if is_hidden or torch.cuda.is_available() or (driver := gpu_driver()) is None:
+        return ""
+    if torch.version.cuda is None:
+        return f"NVIDIA's driver {driver} is here, but torch {torch.__version__} is not built for it (pytorch.org)"
+    return (
+        f"NVIDIA's driver {driver} is here, but torch {torch.__version__} sees no GPU (a container started without "
+        "them, or a driver too old for this torch)"
+    )
+
+
 @cache
 def without_triton() -> str:
     """Why no Triton kernel can be compiled for a GPU here, in words; empty where they can.

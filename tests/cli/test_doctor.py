@@ -58,6 +58,13 @@ def test_a_recipe_that_runs_has_plan_audit_and_forecast(tmp_path, capsys):
     assert "cannot run here" not in out
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+def test_a_gpu_that_torch_does_not_see_is_named_where_its_driver_would_be(capsys, monkeypatch):
+    monkeypatch.setattr("logitless.doctor.machine.unused_gpu", lambda: "torch sees no GPU")
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["machine"]["driver"] == "torch sees no GPU"
+
+
 def test_without_measuring_there_is_no_forecast(tmp_path, capsys):
     assert main(["doctor", recipe_file(tmp_path), "--no-measure", "--json"]) == 0
     assert set(json.loads(capsys.readouterr().out)) == {"audit", "choices", "plan", "left on the table"}

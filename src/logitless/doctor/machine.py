@@ -13,7 +13,7 @@ import yaml
 from logitless.bench.recommended import recommended_here
 from logitless.doctor.nearest import free_memory
 from logitless.head.api import why_not
-from logitless.installed import gpu_driver, version_of, without_triton
+from logitless.installed import gpu_driver, unused_gpu, version_of, without_triton
 from logitless.rewards.workers.sandbox import sandbox_of
 from logitless.train.assembly.layers import against_row_invariant
 from logitless.train.assembly.model import policy_model, tokenizer_of
@@ -95,6 +95,8 @@ def _hardware(device: str) -> dict[str, Any]:
     }
     if device == "cuda":
         found["driver"] = f"{gpu_driver()}, CUDA {torch.version.cuda}"
+    elif unused := unused_gpu():
+        found["driver"] = unused
     for index in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(index)
         found[f"cuda:{index}"] = f"{card.name}, {card.total_memory / 2**30:.0f} GiB, {card.major}.{card.minor}"

@@ -259,6 +259,14 @@ def test_each_costly_choice_has_its_own_warning_and_those_that_cost_nothing_have
     assert warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **adapters)) == []
 
 
+def test_a_cpu_beside_a_gpu_that_torch_does_not_see_is_a_warning_unless_it_is_meant(tmp_path, monkeypatch):
+    monkeypatch.setattr("logitless.train.assembly.costly.unused_gpu", lambda: "torch sees no GPU")
+    assert warnings_of(tiny_recipe(tmp_path, model__device="auto"), torch.device("cpu")) == [
+        "WARNING: the device is the CPU: torch sees no GPU. With model.device: cpu nothing is said."
+    ]
+    assert warnings_of(tiny_recipe(tmp_path, model__device="cpu"), torch.device("cpu")) == []
+
+
 def test_the_dry_run_shows_the_warnings(tmp_path, a_gpu, monkeypatch):
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda *_: SimpleNamespace(total_memory=80 * 2**30))
     recipe = tiny_recipe(tmp_path, **ON_GPU, **COVERED, train__share_prompts=False)

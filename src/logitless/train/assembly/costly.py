@@ -13,7 +13,7 @@ import torch
 
 from logitless.distributed.arrangement import Arrangement
 from logitless.errors import LogitlessError, UnavailableError
-from logitless.installed import too_old
+from logitless.installed import too_old, unused_gpu
 from logitless.train.assembly.layers import in_words
 from logitless.train.assembly.resolve import ENGINE, LAYERS, Resolved, against_whole
 from logitless.train.recipe.config import Recipe
@@ -23,7 +23,8 @@ _SAMPLING = f"sampling takes about 10 times as long {_PAGE}"
 
 
 def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.device) -> list[str]:
-    """A warning for each choice that makes a run on a GPU more than twice as slow, with a remedy; none on a CPU.
+    """A warning for each choice that makes a run on a GPU more than twice as slow, with a remedy; on a CPU for a GPU
+    that torch does not see.
 
     Args:
         chosen: resolved recipe of the run.
@@ -31,7 +32,8 @@ def costly_choices(chosen: Resolved, arrangement: Arrangement, device: torch.dev
         device: of the policy.
     """
     if device.type != "cuda":
-        return []
+        unused = unused_gpu() if chosen.recipe.model.device == "auto" else ""
+        return [f"WARNING: the device is the CPU: {unused}. With model.device: cpu nothing is said."] if unused else []
     faster = () if too_old(device) else (*_layers(chosen, arrangement), *_engine(chosen))
     return [f"WARNING: {each}" for each in (*faster, *_settings(chosen.recipe))]
 
