@@ -43,6 +43,12 @@ def without_headers(monkeypatch, tmp_path):
     return f"no Python.h in {tmp_path}"
 
 
+def without_cache(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    return f"cannot write to its cache {tmp_path / 'file' / 'cache'}, Not a directory"
+
+
 def headers_elsewhere(monkeypatch, tmp_path):
     monkeypatch.setenv("CPATH", sysconfig.get_paths()["include"])
     without_headers(monkeypatch, tmp_path)
@@ -51,8 +57,8 @@ def headers_elsewhere(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda *_: "", without_compiler, compiler_that_is_not_there, without_headers, headers_elsewhere],
-    ids=["as it is", "no compiler", "CC names nothing", "no headers", "headers by CPATH"],
+    [lambda *_: "", without_compiler, compiler_that_is_not_there, without_headers, without_cache, headers_elsewhere],
+    ids=["as it is", "no compiler", "CC names nothing", "no headers", "no cache", "headers by CPATH"],
 )
 def test_kernels_cannot_be_compiled_where_triton_itself_fails_to_build_a_module(
     change, compiles, monkeypatch, tmp_path, capfd

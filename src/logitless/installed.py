@@ -11,6 +11,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Any
 
 from logitless.errors import UnavailableError
@@ -85,8 +86,8 @@ def unused_gpu() -> str:
 def without_triton() -> str:
     """Why no Triton kernel can be compiled for a GPU here, in words; empty where they can.
 
-    Besides the package it needs a C compiler and Python's headers, to build what launches a kernel; images that only
-    run programs lack them.
+    Besides the package it needs a C compiler and Python's headers, to build what launches a kernel, and a folder that
+    it can write to; images that only run programs may lack all of them.
     """
     if find_spec("triton") is None:
         return "Triton is absent (pip install 'logitless[triton]')"
@@ -101,7 +102,14 @@ def without_triton() -> str:
     if not any((Path(place) / "Python.h").is_file() for place in searched):
         package = f"python{sysconfig.get_python_version()}-dev"
         return f"Triton finds no Python.h in {searched[0]} (apt-get install {package})"
-    return ""
+    from triton import knobs
+
+    try:
+        Path(knobs.cache.dir).mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=knobs.cache.dir):
+            return ""
+    except OSError as error:
+        return f"Triton cannot write to its cache {knobs.cache.dir}, {error.strerror} (set TRITON_CACHE_DIR)"
 
 
 def too_old(device: "torch.device") -> str:

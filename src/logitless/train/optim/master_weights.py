@@ -153,11 +153,8 @@ class MasterAdamW(torch.optim.AdamW):
     def fuses(self) -> bool:
         """Whether our kernels can clip and update: all gradients belong to unsharded master weights on a GPU."""
         given = self._gradients()
-        return (
-            bool(given)
-            and not without_triton()
-            and all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
-        )
+        are_ours = all(p in self.lowered and g.is_cuda and type(g) is Tensor for p, g in given.items())
+        return bool(given) and are_ours and not without_triton()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
