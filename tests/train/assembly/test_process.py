@@ -35,6 +35,29 @@ def test_effects_are_read_back(tmp_path):
     assert torch.equal(drawn, torch.rand(1))
 
 
+@pytest.mark.parametrize(
+    ("named", "count", "with_others", "said"),
+    [
+        ("auto", 8, False, True),
+        ("cuda", 2, False, True),
+        ("cuda:0", 8, False, False),
+        ("auto", 1, False, False),
+        ("auto", 8, True, False),
+    ],
+)
+def test_gpus_that_one_process_leaves_idle_are_named_with_the_command_that_uses_them(
+    tmp_path, monkeypatch, named, count, with_others, said
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "H200")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: with_others)
+    recipe = tiny_recipe(tmp_path)
+    section = recipe.model.model_copy(update={"device": named, "dtype": "float32", "trained_dtype": "float32"})
+    first, *_ = effects(section, torch.device("cuda"), tiny_model(recipe), layers="")
+    assert first.startswith("device cuda (H200)")
+    assert (f"one of {count}: torchrun --nproc-per-node {count} -m logitless train RECIPE uses all" in first) == said
+
+
 @pytest.mark.parametrize("is_initialized", [False, True])
 def test_the_allocator_is_set_also_where_cuda_was_asked_for_its_devices_before(tmp_path, monkeypatch, is_initialized):
     given = list[str]()

@@ -130,7 +130,7 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     compiled = any(module._compiled_call_impl is not None for module in model.modules())
     sdpa, products = sdpa_allowed(), section.autocast or _dtypes(trained)
     lines = [
-        f"device {device}" + (f" ({torch.cuda.get_device_name(device)})" if device.type == "cuda" else ""),
+        f"device {device}" + (_gpu(device, section.device) if device.type == "cuda" else ""),
         dtype_line(section),
         f"trained: {sum(p.numel() for p in trained):,} weights in {_dtypes(trained)}",
         f"frozen: {sum(map(num_weights, frozen)):,} weights in {_dtypes(frozen)}" if frozen else "frozen: none",
@@ -148,6 +148,14 @@ def effects(section: ModelSection, device: torch.device, model: nn.Module, *, la
     if device.type == "cuda":
         lines.append(f"allocator {allocator_of_environment() or 'default'}")
     return lines
+
+
+def _gpu(device: torch.device, named: str) -> str:
+    """The GPU's name, and how to use the others if there are some that this process alone leaves idle."""
+    name, count = torch.cuda.get_device_name(device), torch.cuda.device_count()
+    if count == 1 or torch.distributed.is_initialized() or ":" in named:
+        return f" ({name})"
+    return f" ({name}), one of {count}: torchrun --nproc-per-node {count} -m logitless train RECIPE uses all"
 
 
 def _dtypes(parameters: Sequence[nn.Parameter]) -> str:
