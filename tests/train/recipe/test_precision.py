@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from logitless.distributed.arrangement import Arrangement
-from logitless.errors import ConfigurationError, UnavailableError
+from logitless.errors import ConfigurationError, LogitlessError, UnavailableError
 from logitless.train.assembly.costly import costly_choices
 from logitless.train.assembly.resolve import resolved
 from logitless.train.plan.run_plan import dry_run
@@ -189,6 +189,23 @@ def test_what_costs_more_than_a_factor_of_two_is_a_warning_with_its_remedy(tmp_p
     assert warning.startswith("WARNING: ")
     assert cause in warning
     assert remedy in warning
+
+
+def test_without_what_triton_compiles_with_a_run_has_other_layers_and_says_what_to_install(
+    tmp_path, a_gpu, monkeypatch
+):
+    missing = "Triton finds no C compiler (apt-get install gcc, or set CC)"
+    for module in ("assembly.layers", "recipe.rule"):
+        monkeypatch.setattr(f"logitless.train.{module}.without_triton", lambda: missing)
+    recipe = tiny_recipe(tmp_path, **ON_GPU, **COVERED)
+    chosen = resolved(recipe, tiny_model(recipe, "meta"), Arrangement())
+    assert (chosen.recipe.model.layers, chosen.recipe.rollout.engine.name) == ("transformers", "transformers")
+    [warning] = warnings_of(recipe)
+    assert f"for {missing}: a training step takes about 4 times and sampling about 10 times as long" in warning
+    assert warning.endswith("Install what is missing.")
+    for changes in ({"model__layers": "row_invariant"}, {"rollout__engine": {"name": "gpu"}}):
+        with pytest.raises(LogitlessError, match="no C compiler"):
+            warnings_of(tiny_recipe(tmp_path, **ON_GPU, **COVERED, **changes))
 
 
 def test_a_gpu_older_than_row_invariant_layers_is_the_one_reason_for_others(tmp_path, a_gpu, gpu):
