@@ -235,6 +235,13 @@ def test_missing_metrics_have_no_plot_and_no_place(tmp_path, drawn):
     assert page_of(folder).titles == {"Entropy"}
 
 
+def test_a_config_and_a_summary_that_are_no_text_still_have_a_report(tmp_path):
+    folder = fake_run(tmp_path, num_blocks=1)
+    for path in (folder.config, folder.summary):
+        path.write_bytes(bytes([0x84, 0xFF, 0x00]))
+    assert "Entropy" in page_of(folder).titles
+
+
 def test_a_folder_without_a_run_and_a_damaged_file_are_errors(tmp_path):
     with pytest.raises(ConfigurationError):
         write_report(tmp_path / "none")

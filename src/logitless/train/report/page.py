@@ -60,7 +60,7 @@ def _sections(folder: RunFolder) -> list[str]:
     rollouts = _Rollouts()
     for block, rows in folder.read_rollouts():
         rollouts.add(block, rows)
-    config_text = folder.config.read_text(encoding="utf-8")
+    config_text = _text(folder.config)
     return [
         _head(run),
         _tiles(run),
@@ -91,7 +91,7 @@ class Recorded:
     @classmethod
     def of(cls, folder: RunFolder) -> "Recorded":
         """Read from its folder."""
-        config, summary = (path.read_text("utf-8") if path.exists() else "" for path in (folder.config, folder.summary))
+        config, summary = (_text(path) if path.exists() else "" for path in (folder.config, folder.summary))
         return cls(folder.path.name, _mapping(config), folder.read_metrics(), _mapping(summary))
 
     @property
@@ -168,6 +168,11 @@ class Recorded:
     def lines(self, curves: Curves) -> list[Line]:
         """The lines of a plot, for those of its metrics that the run has."""
         return [line for metric, label in curves.labels.items() for line in self.line(metric, label)]
+
+
+def _text(path: Path) -> str:
+    """A file's text, also of one that was damaged."""
+    return path.read_text("utf-8", errors="replace")
 
 
 def _mapping(text: str) -> dict[str, Any]:
