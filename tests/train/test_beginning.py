@@ -1,5 +1,6 @@
 """Where a run begins: what is wrong with it is said before anything is loaded, and a complete run is left as it is."""
 
+import json
 import logging
 import re
 from pathlib import Path
@@ -91,6 +92,11 @@ def test_a_complete_run_is_not_begun_again_and_says_how_it_goes_on(tmp_path, mon
     folder.summary.unlink()  # killed before all of its end was written
     finished_run(tmp_path, **changes, resume=True)
     assert folder.summary.is_file()
+    for damaged in (b"", b"\x84", b"[]", b"{}"):
+        folder.summary.write_bytes(damaged)
+        folder.report.write_text("the report")
+        finished_run(tmp_path, **changes, resume=True)
+        assert json.loads(folder.summary.read_text())["blocks"] == 1
     finished_run(tmp_path, **changes | {"train__blocks": 2}, resume=True)
     assert folder.read_metrics()[-1]["block"] == 2
 

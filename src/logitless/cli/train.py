@@ -1,7 +1,6 @@
 """``logitless train RECIPE``: check a recipe, run it, continue it."""
 
 import argparse
-import json
 import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -222,7 +221,7 @@ def _ending(result: "RunResult", recipe: Path, settings: Sequence[str], replay: 
     from logitless.train.record.metrics import without_signal
 
     folder = result.folder
-    summary = json.loads(folder.summary.read_text())
+    summary = folder.read_summary()
     failures = [*_failures(summary)]
     rows = [*_scores(summary), *failures]
     if result.ended_by == "unscored" and not failures:

@@ -1,6 +1,5 @@
 """Where a run begins: as a new run, from its own latest checkpoint (resumed), or as a fork of another run."""
 
-import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -197,12 +196,12 @@ def check_beginning(
 
 
 def _ended(folder: RunFolder, recipe: Recipe, changed: Sequence[Change]) -> RunResult | None:
-    """How a complete run ended; None for one that has blocks left, or whose last files are not written."""
-    if not (folder.summary.is_file() and folder.report.is_file() and folder.model.is_dir()):
+    """How a complete run ended; None for one that has blocks left, or whose last files are not written or damaged."""
+    if not (folder.report.is_file() and folder.model.is_dir()):
         return None
-    summary, saved = json.loads(folder.summary.read_text()), checkpoints(folder.checkpoints)
-    block, ended_by = summary["blocks"], summary["ended_by"]
-    if not saved or saved[-1].name != folder_name(block, summary["steps"]):
+    summary, saved = folder.read_summary(), checkpoints(folder.checkpoints)
+    block, ended_by = summary.get("blocks"), summary.get("ended_by")
+    if block is None or not saved or saved[-1].name != folder_name(block, summary["steps"]):
         return None
     more = f"train.blocks above {block}"
     if ended_by == "early_stopping" and not changed:

@@ -163,9 +163,9 @@ def _best(folder: RunFolder, last: Path) -> dict[str, Any] | None:
     """Block and step of the best evaluation; None if the run keeps none."""
     loop = read_checkpoint(last).state["loop"]
     best: dict[str, Any] | None = loop.get("best")
-    if best is not None and loop.get("unwritten") and folder.summary.is_file():
+    if best is not None and loop.get("unwritten"):
         # A signal stopped the run amid an evaluation; one that was resumed and completed then exported the best.
-        best = json.loads(folder.summary.read_bytes()).get("exported", best)
+        best = folder.read_summary().get("exported", best)
     return best
 
 

@@ -114,7 +114,7 @@ def _why_not(run: RunFolder) -> tuple[str, str] | None:
     if (parent := parent_in(run)) is not None:
         given = "a fork, whose first weights and optimizer state are another run's"
         return given, "Fork {run}:{checkpoint} again, and see `logitless report` of both.".format(**parent)
-    found, summary = checkpoints(run.checkpoints), _summary(run)
+    found, summary = checkpoints(run.checkpoints), run.read_summary()
     if not found:
         return "no checkpoint", "Repeat a run that has its last one: without it no weights can be compared."
     last = last_whole(run)
@@ -129,12 +129,6 @@ def _why_not(run: RunFolder) -> tuple[str, str] | None:
         given = f"no log of {len(missing)} blocks, the first of them {missing[0]}"
         return given, "Repeat another run. Only rollout.staleness and parallel.sampling write a log."
     return None
-
-
-def _summary(run: RunFolder) -> dict[str, Any]:
-    """Empty for a run that was killed."""
-    found: dict[str, Any] = json.loads(run.summary.read_bytes()) if run.summary.is_file() else {}
-    return found
 
 
 class LastWholeBlock(Callback):
@@ -159,7 +153,7 @@ def last_whole(run: RunFolder) -> LastWholeBlock | None:
     Raises:
         CheckpointError: a checkpoint is damaged.
     """
-    if _summary(run).get("ended_by") in COMPLETE:
+    if run.read_summary().get("ended_by") in COMPLETE:
         return None
     for folder in reversed(checkpoints(run.checkpoints)):
         try:

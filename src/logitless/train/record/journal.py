@@ -3,9 +3,8 @@
 Every rank has one; only the first one's writes.
 """
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any
 
@@ -187,7 +186,7 @@ class Journal:
         self._counts_signal = "blocks_with_signal" in self.summary or not self.summary.get("scored_completions")
         self.clock.add(state["seconds"])
         if self._ranks.is_first:
-            with suppress(OSError, ValueError):  # the clock of a process that ended by itself ran beyond its checkpoint
-                ended, saved = json.loads(self.folder.summary.read_text()).get("seconds", {}), state["seconds"]
-                self.clock.add({name: max(0.0, ended[name] - saved.get(name, 0.0)) for name in ended})
+            # The clock of a process that ended by itself ran beyond its checkpoint.
+            ended, saved = self.folder.read_summary().get("seconds", {}), state["seconds"]
+            self.clock.add({name: max(0.0, ended[name] - saved.get(name, 0.0)) for name in ended})
             self.folder.truncate_metrics(self._lines)

@@ -117,6 +117,14 @@ class RunFolder:
         summary = {"schema_number": 1, **summary}
         write_atomically(self.summary, (json.dumps(_plain(summary), indent=2) + "\n").encode())
 
+    def read_summary(self) -> dict[str, Any]:
+        """The summary; empty where there is none, as of a run that was killed, or it is damaged."""
+        try:
+            found = json.loads(self.summary.read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
     def append_metrics(self, record: Line) -> None:
         """Add one line; numbers that are not finite become null.
 

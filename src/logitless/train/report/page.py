@@ -91,8 +91,8 @@ class Recorded:
     @classmethod
     def of(cls, folder: RunFolder) -> "Recorded":
         """Read from its folder."""
-        config, summary = (_text(path) if path.exists() else "" for path in (folder.config, folder.summary))
-        return cls(folder.path.name, _mapping(config), folder.read_metrics(), _mapping(summary))
+        config = _text(folder.config) if folder.config.exists() else ""
+        return cls(folder.path.name, _mapping(config), folder.read_metrics(), folder.read_summary())
 
     @property
     def steps(self) -> int:
@@ -176,7 +176,7 @@ def _text(path: Path) -> str:
 
 
 def _mapping(text: str) -> dict[str, Any]:
-    """YAML or JSON as a mapping; empty if it is malformed, for a report of a damaged run is still useful."""
+    """YAML as a mapping; empty if it is malformed, for a report of a damaged run is still useful."""
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError:
