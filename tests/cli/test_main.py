@@ -9,6 +9,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -189,10 +190,7 @@ _TORCHS = (
 def test_a_command_for_which_the_gpu_is_too_small_says_who_holds_its_memory_and_what_to_do(
     error, asked, used, monkeypatch, capsys
 ):
-    def fails(_):
-        raise error
-
-    monkeypatch.setattr("logitless.cli.recipes.run", fails)
+    monkeypatch.setattr("logitless.cli.recipes.run", Mock(side_effect=error))
     monkeypatch.setattr("torch.cuda.is_available", lambda: used)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda: (2**30, 8 * 2**30))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda: 3 * 2**30)
@@ -207,10 +205,7 @@ def test_a_command_for_which_the_gpu_is_too_small_says_who_holds_its_memory_and_
 
 @pytest.mark.parametrize("error", [RuntimeError("out of memory"), torch.AcceleratorError("device-side assert")])
 def test_an_error_that_is_no_shortage_of_memory_keeps_its_traceback(error, monkeypatch):
-    def fails(_):
-        raise error
-
-    monkeypatch.setattr("logitless.cli.recipes.run", fails)
+    monkeypatch.setattr("logitless.cli.recipes.run", Mock(side_effect=error))
     with pytest.raises(RuntimeError) as raised:
         main(["recipes", "list"])
     assert raised.value is error

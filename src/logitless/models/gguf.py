@@ -6,7 +6,7 @@ ones whose pre-tokenizer is not in ``_SPLITS``.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import lru_cache
@@ -124,10 +124,8 @@ def _config(path: Path, *_of_file: int) -> Any:
     if hasattr(config, "moe_intermediate_size"):  # transformers leaves the width of Qwen 3's experts at its default
         from gguf import GGUFReader
 
-        fields = GGUFReader(path).fields
-        width = f"{fields['general.architecture'].contents()}.expert_feed_forward_length"
-        if width in fields:
-            config.moe_intermediate_size = fields[width].contents()
+        width = _of_architecture(GGUFReader(path).fields, "expert_feed_forward_length")
+        config.moe_intermediate_size = width or config.moe_intermediate_size
     return config
 
 
@@ -221,13 +219,18 @@ def _metadata(path: Path) -> dict[str, Any]:
             for name, field in fields.items()
             if name.startswith("tokenizer.")
         }
-        architecture = fields["general.architecture"].contents()
-        length = fields.get(f"{architecture}.context_length")
+        length = _of_architecture(fields, "context_length")
     except Exception as error:  # a damaged file can raise anything: struct, Unicode, memory map, missing keys
         raise ConfigurationError(
             needed="a GGUF file", given=f"{str(path)!r}: {type(error).__name__}: {error}", remedy="Get the file again."
         ) from error
-    return found | {"context_length": int(1e30) if length is None else length.contents()}
+    return found | {"context_length": int(1e30) if length is None else length}
+
+
+def _of_architecture(fields: Mapping[str, Any], name: str) -> Any:
+    """A number of the model, whose key begins with its architecture; None if the file lacks it."""
+    field = fields.get(f"{fields['general.architecture'].contents()}.{name}")
+    return None if field is None else field.contents()
 
 
 def _need_package() -> None:

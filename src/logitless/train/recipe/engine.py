@@ -303,8 +303,8 @@ PROCESS_RULES: tuple[Rule[Processes], ...] = (
 )
 
 GPU_HERE: Rule[Machine] = replace(
-    needs_gpu(gpu, "a GPU and Triton", "rollout.engine={name: transformers}", "triton"),
-    given=lambda machine: machine.lacks("triton") if machine.device == "cuda" else "a model on the CPU",
+    needs_gpu(gpu, "a GPU and Triton", "rollout.engine={name: transformers}", kernels=True),
+    given=lambda machine: machine.lacks(kernels=True) if machine.device == "cuda" else "a model on the CPU",
     kind=UnavailableError,
 )
 

@@ -202,7 +202,7 @@ PROCESS_RULES = (
 )
 
 MACHINE_RULES = (
-    needs_gpu(layers, "a GPU and Triton", "model.layers=transformers", "triton"),
+    needs_gpu(layers, "a GPU and Triton", "model.layers=transformers", kernels=True),
     needs_gpu(flex, "a GPU for its backward", "model.attention=packed"),
     needs_package(quantize, "bitsandbytes", "four-bit", "model.quantize=null"),
     needs_package(lora, "peft", "lora", None),

@@ -200,13 +200,11 @@ class Machine:
     recipe: "Recipe"
     device: str
 
-    def lacks(self, package: str | None) -> str:
-        """Which of a GPU and a package is missing, in words; empty where both are there."""
+    def lacks(self, *, kernels: bool) -> str:
+        """That a GPU, or what Triton compiles its kernels with, is missing, in words; empty where they are there."""
         if self.device != "cuda":
             return "no GPU"
-        if package == "triton":
-            return without_triton()
-        return "" if package is None or is_installed(package) else f"no {package}"
+        return without_triton() if kernels else ""
 
 
 @dataclass(frozen=True)
@@ -257,11 +255,11 @@ def needs_one_process(setting: Setting["Recipe"], why: str, remedy: str) -> Rule
     )
 
 
-def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, package: str | None = None) -> Rule[Machine]:
-    """The rule of a setting that needs a GPU, and a package where one is named."""
+def needs_gpu(setting: Setting["Recipe"], needed: str, instead: str, *, kernels: bool = False) -> Rule[Machine]:
+    """The rule of a setting that needs a GPU, and with ``kernels`` Triton."""
     return setting.on(recipe_of).needs(
         needed,
-        given=lambda machine: machine.lacks(package),
+        given=lambda machine: machine.lacks(kernels=kernels),
         remedy=f"Set {instead.replace('=', ': ')}.",
         instead=lambda _: (instead,),
     )

@@ -162,7 +162,7 @@ PROCESS_RULES = (
 
 MOMENT_RULES = (
     needs_package(eight_bit, "torchao", "torchao", "train.optimizer.moments=float32"),
-    needs_gpu(host, "a GPU and Triton", "train.optimizer.moments=float32", "triton"),
+    needs_gpu(host, "a GPU and Triton", "train.optimizer.moments=float32", kernels=True),
 )
 """Checked before a run starts too, not by doctor alone."""
 
